@@ -96,12 +96,17 @@ class HeadRules:
         """All that a choice of a backend asks of the rules, which is remembered with them."""
         return self.precision, self.windowed, self.has_sinks
 
-    def check_mean(self, head_dim: int) -> None:
-        """Refuses mean keys of another head size.
+    def check_fit(self, kv_heads: int, head_dim: int) -> None:
+        """Refuses keys of other heads than the rules are for.
 
         Raises:
-            ValueError: `key_mean` does not fit the keys.
+            ValueError: There are more or fewer, or the mean keys have another size.
         """
+        if len(self.windows) != kv_heads:
+            raise ValueError(
+                f"per_head: got rules for {len(self.windows)} heads, expected one for each of the {kv_heads} key/value "
+                "heads"
+            )
         if self.key_mean is not None and self.key_mean.shape[1] != head_dim:
             raise ValueError(
                 f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{len(self.windows)}, {head_dim}]"
@@ -148,7 +153,7 @@ def windows_and_reach(structure: CallStructure, rules: HeadRules) -> tuple[HeadW
     return narrow, min(reaches, default=ALL)
 
 
-def spelled_out(request: AttentionRequest) -> AttentionRequest:
+def as_dense_mask(request: AttentionRequest) -> AttentionRequest:
     """Returns the request without rules per head whose exact attention is the same: the definition of `HeadRules`.
 
     Queries, keys and values are rounded in their own dtype, and a dense mask says what each head sees.
@@ -237,7 +242,7 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
         rows: `[rows]` indices of query rows.
     """
     if request.per_head is not None:  # which counts rows of the whole call
-        request = spelled_out(request.widened())
+        request = as_dense_mask(request.widened())
     device, structure, bias = request.query.device, request.structure, request.bias
     visible, rows = structure.visible_rows(rows, device), rows.to(device)
     return replace(

@@ -84,14 +84,8 @@ def _documents(visible: Tensor, window: int | None, padding: Tensor | None) -> I
     batch, length, _ = visible.shape
     sees = visible.diagonal(offset=-1, dim1=1, dim2=2)
     numbers = torch.cat([sees.new_zeros(batch, 1), ~sees], 1).cumsum(1)
-    for causal in (True, False):
-        yield CallStructure(
-            batch,
-            length,
-            length,
-            causal,
-            window=window,
-            key_padding=padding,
-            q_segments=numbers,
-            k_segments=numbers,
-        )
+    both = CallStructure(
+        batch, length, length, window=window, key_padding=padding, q_segments=numbers, k_segments=numbers
+    )
+    yield both.with_changes(causal=True)
+    yield both

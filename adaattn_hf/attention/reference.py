@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .heads import spelled_out
+from .heads import as_dense_mask
 from .request import AttentionRequest
 from .tap import autocast_device
 
@@ -35,9 +35,9 @@ def attention(request: AttentionRequest, dtype: torch.dtype = torch.float64) -> 
     """Exact attention in `dtype`, without dropout.
 
     Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. What heads are asked apart is computed as
-    `heads.spelled_out` says.
+    `heads.as_dense_mask` says.
     """
-    request = spelled_out(request.widened())
+    request = as_dense_mask(request.widened())
     query, key, value = (t.to(dtype) for t in (request.query, request.key, request.value))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .facts import Facts
-from .structure import CallStructure
+from .structure import CallStructure, Facts
 
 if TYPE_CHECKING:
     from .heads import HeadRules
@@ -57,14 +56,9 @@ class AttentionRequest:
         Raises:
             ValueError: Names the tensor, what it has and what it should have.
         """
-        check_dimensions(self.query, self.key, self.value)
+        check_tensors(self.query, self.key, self.value)
         if not self.query.shape[0] == self.key.shape[0] == self.value.shape[0]:
             self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
-        if not self.query.shape[3]:
-            raise ValueError(
-                f"query: got shape {tuple(self.query.shape)}, expected a head_dim of at least 1: no key could be told "
-                "from another"
-            )
         check_dtype("query", self.query)
         if not self.query.device == self.key.device == self.value.device:
             raise other_devices(self.query, self.key, self.value)
@@ -105,13 +99,8 @@ class AttentionRequest:
                 f"structure.mask: got shape {tuple(structure.mask.shape)}, expected one that broadcasts to {extents}, "
                 "which is [batch, heads, q_len, kv_len]"
             )
-        if self.per_head is not None and len(self.per_head.windows) != kv_heads:
-            raise ValueError(
-                f"per_head: got rules for {len(self.per_head.windows)} heads, expected one for each of the {kv_heads} "
-                "key/value heads"
-            )
-        if self.per_head is not None and self.per_head.key_mean is not None:
-            self.per_head.check_mean(self.key.shape[3])
+        if self.per_head is not None:
+            self.per_head.check_fit(kv_heads, dim)
         if self.dropout or self.softcap is not None:
             self._check_numbers()
         if self.sink_logits is not None:
@@ -123,7 +112,7 @@ class AttentionRequest:
                 )
         if self.bias is not None:
             self._check_dense("bias", self.bias)
-            self.bias = _four_dimensional(self.bias, extents)
+            self.bias = broadcast_to_scores("bias", self.bias, extents)
 
     def _check_dense(self, name: str, tensor: Tensor) -> None:
         """Refuse an extra that is no dense tensor of floating-point numbers beside the query."""
@@ -182,19 +171,27 @@ def head_dim_of(value: Tensor) -> int:
     return value.shape[3] * (2 if value.dtype is torch.uint8 else 1)
 
 
-def check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse tensors that are not `[batch, heads, length, head_dim]`.
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that are not dense `[batch, heads, length, head_dim]`, and heads without a channel.
 
     Raises:
         ValueError: Names the first of them and what it has.
     """
-    if query.dim() == key.dim() == value.dim() == 4:
-        return
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
             )
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name}: got a tensor of layout {tensor.layout}, expected a dense one (torch.strided); make it one "
+                "with .to_dense()"
+            )
+    if not query.shape[3]:
+        raise ValueError(
+            f"query: got shape {tuple(query.shape)}, expected a head_dim of at least 1: no key could be told from "
+            "another"
+        )
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
@@ -233,12 +230,16 @@ def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
 
 
-def _four_dimensional(bias: Tensor, extents: tuple[int, ...]) -> Tensor:
-    """The bias with all four dimensions, refused where it does not broadcast to the scores."""
+def broadcast_to_scores(name: str, bias: Tensor, extents: tuple[int, ...]) -> Tensor:
+    """A bias with all four dimensions.
+
+    Raises:
+        ValueError: It does not broadcast to the scores.
+    """
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(shape) > 4 or any(size not in (1, extent) for size, extent in zip(shape, extents, strict=True)):
         raise ValueError(
-            f"bias: got shape {tuple(bias.shape)}, expected one that broadcasts to {extents}, which is "
+            f"{name}: got shape {tuple(bias.shape)}, expected one that broadcasts to {extents}, which is "
             "[batch, heads, q_len, kv_len]"
         )
     return bias if bias.dim() == 4 else bias.reshape(shape)
@@ -324,13 +325,8 @@ class CallSpec(NamedTuple):
         dtype = str(self.dtype).removeprefix("torch.")
         values = "" if self.head_dim_v == self.head_dim else f" and {self.head_dim_v} for values"
         heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
-        facts = [
-            self.kind,
-            dtype,
-            f"head_dim {self.head_dim}{values}",
-            f"{heads} per key/value head",
-            self.device,
-        ]
+        sizes = f"head_dim {self.head_dim}{values}"
+        facts = [self.kind, dtype, sizes, f"{heads} per key/value head", self.device]
         flags = {
             "windowed": self.windowed,
             "with window sinks": self.window_sinks,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .structure import CallStructure
 
 Run = tuple[int, int]
 
@@ -25,46 +28,6 @@ class Segment(NamedTuple):
     offset: int
 
 
-class Rules(Protocol):
-    """What is read of a `CallStructure`, which says what each means."""
-
-    batch: int
-    q_len: int
-    kv_len: int
-    causal: bool
-    window: int | None
-    sinks: int
-    chunk: int | None
-    chunk_start: Tensor | None
-    key_padding: Tensor | None
-    q_segments: Tensor | None
-    k_segments: Tensor | None
-    spans: Tensor | None
-    mask: Tensor | None
-
-    def offset(self) -> int:
-        """Key index of query 0."""
-
-    @property
-    def one_run_a_row(self) -> bool:
-        """Nothing but padding cuts a batch row."""
-
-    @property
-    def sinks_at_runs(self) -> bool:
-        """The first key of every run is the first of its sequence."""
-
-    def padding_on_host(self) -> Tensor | None:
-        """`key_padding` in the host's memory."""
-
-
-def _borders(rows: Tensor) -> list[list[int]]:
-    """Per row of `[rows, length]` the places whose value differs from the one before."""
-    borders: list[list[int]] = [[] for _ in range(rows.shape[0])]
-    for row, before in (rows[:, 1:] != rows[:, :-1]).nonzero().tolist():
-        borders[row].append(before + 1)
-    return borders
-
-
 def _real_runs(padding: Tensor) -> list[Run] | None:
     """Per row of `[rows, length]` the run of real tokens, empty where there is none; None if a row has holes."""
     framed = torch.constant_pad_nd(padding, (1, 1))
@@ -80,9 +43,12 @@ def _real_runs(padding: Tensor) -> list[Run] | None:
 def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     """Per row of `[rows, length]` the run of each number, in order; None if one comes back after another."""
     length, numbers = ids.shape[1], ids.tolist()
+    starts = [[0] for _ in numbers]
+    for row, before in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist():
+        starts[row].append(before + 1)
     found = []
-    for row, borders in zip(numbers, _borders(ids), strict=True):
-        runs = list(itertools.pairwise([0, *borders, length])) if length else []
+    for row, borders in zip(numbers, starts, strict=True):
+        runs = list(itertools.pairwise([*borders, length])) if length else []
         by_number = {row[a]: (a, b) for a, b in runs}
         if len(by_number) != len(runs):
             return None
@@ -90,7 +56,7 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     return found
 
 
-def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
+def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
     """The runs of a structure, ordered by batch row and query; None if the rules do not describe runs.
 
     A query that belongs to no run sees nothing.
@@ -136,7 +102,7 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
     return tuple(found)
 
 
-def _padded_rows(structure: Rules, offset: int, real: list[Run]) -> tuple[Segment, ...]:
+def _padded_rows(structure: CallStructure, offset: int, real: list[Run]) -> tuple[Segment, ...]:
     """The runs where nothing but padding cuts a row: every pass over a padded batch comes here."""
     found, q_len, causal = [], structure.q_len, structure.causal
     for row, (low, high) in enumerate(real):
@@ -148,7 +114,7 @@ def _padded_rows(structure: Rules, offset: int, real: list[Run]) -> tuple[Segmen
     return tuple(found)
 
 
-def _documents(structure: Rules) -> list[list[tuple[Run, Run]]] | None:
+def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
     """Per batch row (or once for all): pairs of query run and key run that belong to one document."""
     whole = [((0, structure.q_len), (0, structure.kv_len))]
     if structure.k_segments is None:

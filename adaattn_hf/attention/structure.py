@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .segments import Segment, find_segments
 
-__all__ = ["OPERANDS", "CallStructure", "Segment"]
+__all__ = ["OPERANDS", "CallStructure", "Facts", "Segment"]
 
 Made = TypeVar("Made")
 
@@ -323,29 +323,57 @@ class CallStructure:
         """
         return self.derived(find_segments)
 
-    @property
-    def longest_packed(self) -> int:
-        """Keys of the longest of the `segments` if they hold every query and key, as in packed documents; else 0."""
-        return self.derived(CallStructure._find_longest_packed)
-
-    def _find_longest_packed(self) -> int:
-        runs, rows = self.segments() or (), (self.batch * self.q_len, self.batch * self.kv_len)
-        whole = (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == rows
-        # int: torch.jit.trace makes tensors of what is read of another one's shape
-        return max((int(s.k_len) for s in runs), default=0) if whole else 0
-
-    @property
-    def aligned(self) -> bool:
-        """The last query of every one of the `segments` stands at its last key, or it does not matter where."""
-        return self.derived(CallStructure._is_aligned)
-
-    def _is_aligned(self) -> bool:
-        runs = self.segments() if self.causal or self.window is not None else None
-        return runs is None or all(run.offset + run.q_len == run.k_len for run in runs)
-
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
         return self.q_offset if isinstance(self.q_offset, int) else self.derived(CallStructure._read_offset)
 
     def _read_offset(self) -> int:
         return int(self.q_offset)
+
+
+def keys_class(keys: int) -> int:
+    """A number of keys, rounded down to what choices depend on: a power of two, or 384."""
+    return 384 if 384 <= keys < 512 else 1 << keys.bit_length() >> 1
+
+
+class Facts(NamedTuple):
+    """What a structure says of the kind of its calls; fields are those of `CallSpec`.
+
+    `sinks_at_runs` is that of the structure; `keys` are rounded whatever the device.
+    """
+
+    kind: str
+    windowed: bool
+    window_sinks: bool
+    decode: bool
+    holes: bool | None
+    packed: int
+    aligned: bool
+    sinks_at_runs: bool
+    keys: int
+
+    @classmethod
+    def of(cls, structure: CallStructure, look: bool) -> Facts:
+        """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
+        kind, holes, packed, aligned = structure.kind, None, 0, True
+        batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
+        known = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
+        if look and kind == "ragged" and known:
+            runs = structure.segments()
+            holes = runs is None
+            if runs is None:
+                kind = "irregular"  # kernels that walk runs are no better off than with a dense mask
+            else:
+                ends = all(run.offset + run.q_len == run.k_len for run in runs)
+                aligned = ends or not (structure.causal or structure.window is not None)
+                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (
+                    batch * q_len,
+                    batch * keys,
+                ):
+                    packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
+        # a compiled graph would be guarded by the class of its lengths
+        fixed = known and not torch.compiler.is_compiling()
+        return cls(
+            kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
+            holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
+        )  # fmt: skip

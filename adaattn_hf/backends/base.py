@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..attention.facts import Facts
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
+from ..attention.structure import Facts
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules

@@ -48,6 +48,8 @@ def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
 
 def attention_weights(request: AttentionRequest) -> Tensor:
     """The softmax weights `[batch, heads, q_len, kv_len]` in the query's dtype, before dropout."""
+    if request.asks_nothing:
+        return request.query.new_zeros((*request.query.shape[:3], request.key.shape[2]))
     return _weights_and_lse(request)[0].to(request.query.dtype)
 
 
@@ -71,11 +73,9 @@ class EagerBackend(Backend):
             return nothing_seen(request)
         weights, lse = _weights_and_lse(request)
         value = request.value
-        weights = (
-            F.dropout(weights.to(value.dtype), request.dropout)
-            if request.dropout
-            else weights.to(value.dtype)
-        )
+        weights = weights.to(value.dtype)
+        if request.dropout:
+            weights = F.dropout(weights, request.dropout)
         batch, heads, q_len, kv_len = weights.shape
         kv_heads = value.shape[1]
         with torch.autocast(autocast_device(value), enabled=False):

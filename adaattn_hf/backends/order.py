@@ -36,17 +36,20 @@ _WIDE_HEAD, _SHORT_DOCUMENTS = 128, 1024
 def order(spec: CallSpec) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_plans.md).
 
-    On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
-    of it by more than their longer way to a launch (3, built for inference, ahead of 4), and on Hopper our own kernels
-    in most causal calls. What torch can only say with a mask goes to kernels that walk segments: to our own where
-    flash-attn would have to gather tokens first or the call is light, else to flash-attn. What heads are asked apart is
-    served in one launch or not at all: by our own if the call is light, since their way to a launch is the shorter one,
-    or where they are the faster: of small heads, and on Hopper.
+    | on CUDA | first |
+    |---|---|
+    | plain calls | torch; heavy ones: flash-attn 3, built for inference, or 4; on Hopper where `_ahead`: ours |
+    | runs (padding, documents), one query | ours, which gathers nothing; heavy packed rows: flash-attn 3 |
+    | runs with gradients | flash-attn 4 |
+    | windows, softcap, sinks, dense masks | flash-attn 3 or 4 |
+    | rules per head | ours for light calls, small heads and on Hopper, else flash-attn 4; nobody else |
+
+    On a processor the native kernels are first, but for padding with holes and lone rows from memory.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
     if spec.device == "cpu":
-        # one row per key/value head gives the kernels nothing to share, and from memory torch's product reads faster
+        # fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth
         lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
         lone = lone and (spec.kv_bytes > _CACHED_BYTES or spec.compiling)
         # padding with holes is gathered into runs by the one, and becomes a dense mask in the other

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.tap import tracing
 from ..errors import unknown
-from .base import Backend, Launch, facts_of, installed, spec_of
+from .base import Backend, Launch, facts_of, installed, nothing_seen, spec_of
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from .native.backend import NativeBackend
@@ -132,15 +133,17 @@ def launch_for(
         rules: Rules per head.
 
     Returns:
-        None for tensors that ask for a closer look (subclasses, one batch row for all), and where all backends that may
-        be asked refuse rules per head.
+        None for tensors that ask for a closer look (subclasses, other layouts, one batch row for all, none at all), and
+        where all backends that may be asked refuse rules per head.
 
     Raises:
         ValueError: The tensors do not belong together.
         BackendRefusal: `forced` cannot serve the call.
     """
     if not (
-        query.dim() == key.dim() == value.dim() == 4 and type(query) is type(key) is type(value) is Tensor
+        query.dim() == key.dim() == value.dim() == 4
+        and type(query) is type(key) is type(value) is Tensor
+        and query.layout is key.layout is value.layout is torch.strided
     ):
         return None
     device = query.device.type
@@ -165,6 +168,8 @@ def launch_for(
         return known
     request = AttentionRequest(query, key, value, structure, 1.0, per_head=rules, stored=stored)  # refuses
     if request.query is not query or request.key is not key or request.value is not value:
+        return None
+    if request.asks_nothing:
         return None
     spec = spec_of(request, forced)
     backend = choose(spec, forced) if rules is None else serving(spec, forced)
@@ -222,7 +227,11 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
     Raises:
         BackendRefusal: The named backend cannot serve the call.
     """
-    return choose(spec_of(request, backend), backend).attend(request)
+    serves = choose(spec_of(request, backend), backend)
+    # extents are symbols in a graph, which would be guarded by what is asked of them
+    if not tracing() and request.asks_nothing:
+        return nothing_seen(request)
+    return serves.attend(request)
 
 
 def _say(spec: CallSpec, name: str, passed: list[str]) -> None:

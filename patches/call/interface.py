@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from adaattn_hf.attention.tap import SEATED, transform_at_work
 
+from .arguments import Call
 from .extended import attend_extended as attend_extended
 from .resolved import launch_of as launch_of
 
@@ -59,14 +60,13 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         watched = not compiling and (
             _tracing() is not None or forward_ad._current_level >= 0 or _transforms() or _modes()
         )
-        if watched or compiling:
-            other = _other_way(adaattn, backend, module, query, key, compiling)
-            if other is not None:
-                return other(
-                    module, query, key, value, attention_mask, dropout, scaling, is_causal,
-                    sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
-                    position_bias=position_bias, **kwargs,
-                )  # fmt: skip
+        if compiling and (outside := _outside_graphs(module, key)) is not None:
+            return outside(
+                adaattn, module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
+                position_bias=position_bias, **kwargs,
+            )  # fmt: skip
+        forced = _beneath_transforms(backend, query, key) if watched else backend
         stored = streams = None
         if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
             carriers: tuple[Any, Any] = key, value
@@ -89,39 +89,41 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 launch, structure = found
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 return launch(query, key, value, factor, structure, stored).contiguous(), None
-        return attend_extended(
-            backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
-            sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
+        sink_logits = sinks if s_aux is None else s_aux
+        call = Call(
+            forced, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
+            sink_logits, position_bias, kwargs, stored, streams,
         )  # fmt: skip
+        return attend_extended(call, compiling)
 
     return adaattn
 
 
-def _other_way(
-    adaattn: AttentionFunction,
-    backend: str | None,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    compiling: bool,
-) -> AttentionFunction | None:
-    """What answers a call in its stead, with the same arguments: outside of a graph, or in torch's operations."""
-    if compiling:
-        seated = getattr(module, SEATED, False)
-        if not seated and getattr(key, "streams", None) is None:
-            return None
-        from . import uncompiled
-
-        outside = (
-            uncompiled.use_plan_runs_outside_graphs
-            if seated
-            else uncompiled.streaming_heads_run_outside_graphs
-        )
-        return lambda *told, **more: outside(adaattn, *told, **more)
+def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str | None:
+    """The backend of a call that others may follow: a transform sees torch's operations, and nothing of our kernels."""
     transform = transform_at_work() if backend in (None, "native") else None
-    if not transform:
-        return None
+    if transform is None:
+        return backend
     from .refusals import check_transform
 
     check_transform(backend, transform, query, key)
-    return attention_function("eager")
+    return "eager"
+
+
+def _outside_graphs(module: nn.Module, key: Any) -> Callable[..., Any] | None:
+    """What runs attention outside of the graph that is traced, where a graph cannot hold it."""
+    if getattr(module, SEATED, False):
+        return use_plan_runs_outside_graphs
+    return None if getattr(key, "streams", None) is None else streaming_heads_run_outside_graphs
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def use_plan_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls an attention function outside the graph; with `fullgraph=True` torch's error shows this function's name."""
+    return attention(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def streaming_heads_run_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The same for a cache whose heads keep tokens of their own: what is written and read is counted on the host."""
+    return attention(*args, **kwargs)

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import Tap, listening
-from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.backends.select import attend
+from adaattn_hf.attention.tap import Listening
 from adaattn_hf.config import settings_in
-from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import PRECISE_ROWS
 from adaattn_hf.plans.program import Program
 
-from ..observe import shadow
 from ..observe.monitoring import watched
 from ..plans.attach import program_of
 from ..plans.fit import resolved
@@ -62,40 +58,30 @@ def rules_of(
     return (asked.rules,)
 
 
-def by_plan(
-    module: nn.Module,
-    request: AttentionRequest,
-    forced: str | None,
-    config: Any,
-    tap: Tap | None,
-    wanted: bool,
-    window: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the output of a layer whose model has settings, by its plan if it has one, and weights if `wanted`."""
-    compiling = torch.compiler.is_compiling()
+def program_for(
+    module: nn.Module, request: AttentionRequest, config: Any, compiling: bool, heard: Listening
+) -> tuple[Program | None, AttentionRequest]:
+    """Returns what a module does about a call, None where it is exact, and the call as that needs it.
+
+    Args:
+        module: The attention module.
+        request: The call.
+        config: The module's configuration.
+        compiling: Whether a graph is traced.
+        heard: Who listens; what a tap answers is not monitored.
+    """
     program = program_of(module, compiling)
-    if compiling and program is not None and program.is_exact_for(request.query.shape[2]):
-        program = None
-    if compiling and program is None and request.structure.mask is not None:
-        # the padding beside the dense mask is for plans only
-        request = replace(request, structure=request.structure.with_changes(key_padding=None))
-    if tap is not None:
-        out = tap(module, request.widened())
-    elif program is None:
-        out = attend(request, forced).out
-    else:
-        if compiling and getattr(config, "attention_chunk_size", None):
+    if compiling:
+        if program is not None and program.is_exact_for(request.query.shape[2]):
+            program = None
+        if program is not None and getattr(config, "attention_chunk_size", None):
             _refuse_chunks(module, program)
-        if not compiling and settings_in(config).monitor and listening().seats is None:
-            program = watched(module, program, request.widened())
-        out = execute.attend(program, request, forced, window).out
-    if not compiling and tap is None and (limit := settings_in(config).shadow):
-        shadow.compare(
-            module, request, forced, program, out, limit=limit, action=settings_in(config).mismatch
-        )
-    if not wanted:
-        return out, None
-    return out, attention_weights(request) if program is None else execute.weights(program, request)
+        if program is None and request.structure.mask is not None:
+            # the padding beside the dense mask is for plans only
+            request = replace(request, structure=request.structure.with_changes(key_padding=None))
+    elif program is not None and heard.tap is None and heard.seats is None and settings_in(config).monitor:
+        program = watched(module, program, request.widened())
+    return program, request
 
 
 def _refuse_chunks(module: nn.Module, program: Program) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adaattn_hf.attention.request import broadcast_to_scores
 from adaattn_hf.attention.tap import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
-from .keywords import KNOWN, PAGED
+from .keywords import KNOWN, PAGED, takes
 
 
 def check_call(
@@ -73,8 +74,6 @@ def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collecti
     for name, value in kwargs.items():
         if name in known or value is None:
             continue
-        from .losses import takes  # imported here: few calls have such keywords
-
         if not takes(name):
             raise ValueError(
                 f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
@@ -148,14 +147,7 @@ def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
     Raises:
         ValueError: The bias does not broadcast to the scores.
     """
-    extents = (*query.shape[:3], kv_len)
-    if bias.dim() > 4 or any(
-        size not in (1, extent) for size, extent in zip(bias.shape[::-1], extents[::-1], strict=False)
-    ):
-        raise ValueError(
-            f"position_bias: got shape {tuple(bias.shape)}, expected one that broadcasts to {extents}, which is "
-            "[batch, heads, q_len, kv_len]"
-        )
+    bias = broadcast_to_scores("position_bias", bias, (*query.shape[:3], kv_len))
     return mask.to(torch.promote_types(mask.dtype, query.dtype)) + bias
 
 

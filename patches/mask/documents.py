@@ -1,46 +1,32 @@
-"""Adds the borders of packed documents that `cu_seq_lens_q` and `cu_seq_lens_k` tell to a structure."""
+"""Adds the borders of packed documents to a structure, as cumulative lengths or positions that fall back tell them."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from adaattn_hf.attention.request import holds_no_memory
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import tracing
 
-Packed = dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]]
 
-
-def with_documents(
-    structure: CallStructure, cu_q: Tensor, cu_k: Tensor | None, known: Packed | None = None
-) -> CallStructure:
+def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
     """Returns the structure with document borders: no query sees another document, whatever the mask says.
 
     Args:
         structure: The rules of the mask.
-        cu_q, cu_k: `[documents + 1]` cumulative lengths, starting with 0; `cu_k` defaults to `cu_q`. Tokens
-            behind the last one are a document of their own. Values are checked on the CPU alone: a GPU would have to
-            be waited for.
-        known: Results of earlier layers of this forward pass; the new one is added.
+        cu_q, cu_k: `[documents + 1]` cumulative lengths, starting with 0. Tokens behind the last one are a document of
+            their own. Values are checked on the CPU alone: a GPU would have to be waited for.
 
     Raises:
         ValueError: More than one batch row, or lengths that fall or pass the tokens.
     """
-    cu_k = cu_q if cu_k is None else cu_k
     if structure.batch != 1:
         raise ValueError(
             f"cu_seq_lens_q: packed documents lie in one batch row, got a batch of {structure.batch}; "
             "flatten the batch or leave cu_seq_lens_q out"
         )
-    known = {} if known is None else known
-    key = (id(cu_q), id(cu_k))
-    if key not in known:
-        # the tensors are kept so that their identities stay theirs
-        known[key] = (cu_q, cu_k, _with_documents(structure, cu_q, cu_k))
-    return known[key][2]
-
-
-def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
     square = structure.q_len == structure.kv_len
     if cu_q is not cu_k and structure.causal and not square:
         raise ValueError(
@@ -66,6 +52,29 @@ def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Cal
         q_documents = q_known.to(q_documents.device) * many + q_documents
         k_documents = structure.k_segments.to(k_documents.device) * many + k_documents
     return structure.with_changes(q_segments=q_documents, k_segments=k_documents, **changes)
+
+
+def with_restarts(structure: CallStructure, positions: Tensor) -> CallStructure:
+    """Returns the structure with a document border wherever positions fall back; unchanged where none do.
+
+    Positions that stand still or leap ahead are not taken for documents: they have other meanings. Nor are positions
+    that nobody can read, in a traced graph or without data.
+
+    Args:
+        structure: The rules of the mask.
+        positions: `[batch or 1, q_len]` position of each token in its document.
+    """
+    batch, length = structure.batch, structure.q_len
+    square = structure.causal and structure.plain and length == structure.kv_len
+    if not square or positions.shape not in ((1, length), (batch, length)):
+        return structure
+    if tracing() or positions.is_meta or holds_no_memory(positions):
+        return structure
+    falls = positions.diff() < 0
+    if not bool(falls.any()):
+        return structure
+    documents = F.pad(falls.cumsum(1), (1, 0))
+    return structure.with_changes(q_segments=documents, k_segments=documents)
 
 
 def _check(name: str, found: list[int], length: int) -> None:

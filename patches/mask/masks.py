@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
-from ..models.families import UnsupportedModel, loses_borders, needs_dense_mask, unsupported, uses_interface
+from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
+from .mask_pattern import causality, read_pattern
 from .structured_mask import StructuredMask, recall, remember
-
-if TYPE_CHECKING:
-    from .mask_pattern import MaskPattern
-
 
 _NATIVE = ("adaattn", "adaattn_native")
 """Names under which the native kernels serve a processor."""
@@ -50,8 +47,8 @@ def adaattn_mask(
     if isinstance(attention_mask, StructuredMask):
         # made by generate(), and passed to the model's forward, which asks again
         return attention_mask
-    mask_device = device if isinstance(device, torch.device) else torch.device(device)
-    causal = _causality(mask_function)
+    mask_device = torch.device(device)
+    causal = causality(mask_function)
     # the most frequent case, a bare causal or bidirectional mask without padding: nothing has to be read
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
@@ -63,22 +60,15 @@ def adaattn_mask(
             return StructuredMask(shared, mask_device)
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
-    dense = config is not None and needs_dense_mask(config)
-    told, by_positions = None, False
-    if loses_borders(config) and not tracing():
+    family = family_of(config)
+    told = None
+    if family.loses_borders and not tracing():
         from .told import told_to_model  # imported here: few families keep what they are told to themselves
 
         told = told_to_model()
-        by_positions = told.by_positions
-        if by_positions:
-            attention_mask = None  # at most one of ones, which the model made itself
-    if bare and not dense:
-        made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
-        if key is not None and not loses_borders(config):
-            remember(key, made)
-        return StructuredMask(told.added_to(made) if told else made, mask_device, by_positions)
+    by_positions = told is not None and told.by_positions
 
-    def stock(padding: Tensor | None) -> Tensor:
+    def stock() -> Tensor:
         built = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -86,7 +76,7 @@ def adaattn_mask(
             q_offset=q_offset,  # type: ignore[arg-type]  # also a tensor, whatever its signature says
             kv_offset=kv_offset,
             mask_function=mask_function,
-            attention_mask=padding,
+            attention_mask=attention_mask,
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
             use_vmap=use_vmap,
@@ -95,76 +85,48 @@ def adaattn_mask(
         assert built is not None  # only the skips give none
         return built
 
-    if dense:
-        return stock(attention_mask)
-    from .mask_pattern import read_pattern  # imported here: bare masks do not need it
-
-    pattern = None if use_vmap else read_pattern(mask_function)
-    if pattern is not None and (pattern.causal is None or pattern.padding is not None):
-        pattern = None
-    if pattern is not None and pattern.documents is not None and q_length != kv_length:
-        pattern = None
-    # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
-    offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+    if family.dense_mask:
+        return stock()
+    if bare or by_positions:
+        attention_mask = None  # at most one of ones; the model may have made it itself
     padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
-    if pattern is None:
-        structure = CallStructure(
-            batch_size, q_length, kv_length, q_offset=offset - kv_offset, mask=stock(attention_mask)
-        )
-    else:
-        structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding)
-    structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
+    rules = None if use_vmap else _rules_of(mask_function, q_length, kv_length, kv_offset)
     # with a mask Transformers looks for no documents in positions; what it composed is not read in a compiled graph
     chunks = (
-        pattern is None
+        rules is None
         and attention_mask is not None
         and getattr(config, "attention_chunk_size", None) is not None
         and torch.compiler.is_compiling()
     )
+    rules = {"mask": stock()} if rules is None else {"key_padding": padding, **rules}
+    # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
+    offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
+    structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, **rules)
+    if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
+        remember(key, structure)
+    structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
     return StructuredMask(structure, mask_device, by_positions, chunks)
 
 
-def _causality(mask_function: Callable[..., Any]) -> bool | None:
-    """True for the bare causal mask function, False for the bare bidirectional one, None for all others."""
-    # compared one by one: before torch 2.13 tracers cannot use functions as dictionary keys
-    if mask_function is causal_mask_function:
-        return True
-    return False if mask_function is bidirectional_mask_function else None
-
-
-def _structure(
-    pattern: MaskPattern,
-    batch: int,
-    q_len: int,
-    kv_len: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-) -> CallStructure:
-    """Turns a pattern into a structure whose positions count from this call's first key."""
-    spans = pattern.spans
-    if spans is not None:
-        missing = kv_len + kv_offset - spans.shape[1]
-        spans = (F.pad(spans, (0, missing), value=-1) if missing > 0 else spans)[
-            :, kv_offset : kv_offset + kv_len
-        ]
-    chunk_start = None
-    if pattern.left_padding is not None:
-        chunk_start = pattern.left_padding - kv_offset
-    return CallStructure(
-        batch=batch,
-        q_len=q_len,
-        kv_len=kv_len,
-        causal=bool(pattern.causal),
-        q_offset=q_offset - kv_offset,
-        window=pattern.window,
-        chunk=pattern.chunk,
-        chunk_start=chunk_start,
-        key_padding=padding,
-        q_segments=pattern.documents,
-        k_segments=pattern.documents,
-        spans=spans,
-    )
+def _rules_of(
+    mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_offset: int
+) -> dict[str, Any] | None:
+    """The rules of a mask function, counted from this call's first key; None where a dense mask must say them."""
+    read = read_pattern(mask_function)
+    if read is None or "causal" not in read or "key_padding" in read:
+        return None
+    rules = dict(read)
+    if "k_segments" in rules:
+        if q_len != kv_len:
+            return None
+        rules["q_segments"] = rules["k_segments"]
+    if "chunk_start" in rules:
+        rules["chunk_start"] = rules["chunk_start"] - kv_offset
+    if "spans" in rules:
+        spans, missing = rules["spans"], kv_len + kv_offset - rules["spans"].shape[1]
+        spans = F.pad(spans, (0, missing), value=-1) if missing > 0 else spans
+        rules["spans"] = spans[:, kv_offset : kv_offset + kv_len]
+    return rules
 
 
 def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:

@@ -8,8 +8,8 @@ tensors, and with it all that was derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from adaattn_hf.attention.structure import CallStructure
 
 from ..models.families import UnsupportedModel, unsupported
-
-if TYPE_CHECKING:
-    from .documents import Packed
 
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 _ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
@@ -44,13 +41,22 @@ class StructuredMask:
         """
         self.structure, self.device, self.by_positions = structure, device, by_positions
         self.fixed_chunks = fixed_chunks
-        # structures with documents added, shared by the layers of this forward pass
-        self.packed: Packed = {}
+        self._made: dict[tuple[int, ...], tuple[tuple[Tensor, ...], CallStructure]] = {}
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
+
+    def once(
+        self, make: Callable[..., CallStructure], structure: CallStructure, *told: Tensor
+    ) -> CallStructure:
+        """Returns `make(structure, *told)`, made once for all layers of this forward pass that are told the same."""
+        key = tuple(id(tensor) for tensor in told)
+        if key not in self._made:
+            # the tensors are kept so that their identities stay theirs
+            self._made[key] = told, make(structure, *told)
+        return self._made[key][1]
 
     def dim(self) -> int:
         """Four."""

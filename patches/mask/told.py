@@ -29,7 +29,7 @@ class Told(NamedTuple):
     def added_to(self, structure: CallStructure) -> CallStructure:
         """The structure with the borders that lengths tell."""
         cu_q, cu_k = self.cu_seq_lens
-        return structure if cu_q is None else with_documents(structure, cu_q, cu_k)
+        return structure if cu_q is None else with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
 
 
 def told_to_model() -> Told:

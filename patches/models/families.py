@@ -16,7 +16,6 @@ class Family:
     """Facts of one `config.model_type`.
 
     Attributes:
-        model_type: As in the configuration.
         encoder_only: The family keeps no keys and values from call to call, unless it is configured as a decoder.
         dense_mask: The model slices or combines the prepared mask and needs a tensor.
         loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention;
@@ -27,7 +26,6 @@ class Family:
             it; empty if none does.
     """
 
-    model_type: str
     encoder_only: bool = False
     dense_mask: bool = False
     loses_borders: bool = False
@@ -50,33 +48,20 @@ afmoe biogpt gpt_oss nemotron opt stablelm
 """
 
 FAMILIES: dict[str, Family] = {
-    **{name: Family(name, encoder_only=True) for name in _ENCODERS.split()},
-    **{name: Family(name, dense_mask=True) for name in _DENSE.split()},
-    **{name: Family(name, loses_borders=True) for name in _BORDERLESS.split()},
-    **{name: Family(name, computes_with_cache=True) for name in ("cpmant", "diffllama", "doge", "jetmoe")},
-    "bigbird_pegasus": Family(
-        "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"
-    ),
+    **dict.fromkeys(_ENCODERS.split(), Family(encoder_only=True)),
+    **dict.fromkeys(_DENSE.split(), Family(dense_mask=True)),
+    **dict.fromkeys(_BORDERLESS.split(), Family(loses_borders=True)),
+    **dict.fromkeys(("cpmant", "diffllama", "doge", "jetmoe"), Family(computes_with_cache=True)),
+    "bigbird_pegasus": Family(unrouted="adds the mask to scores of its own in the encoder"),
 }
+_ORDINARY = Family()
 
 
-def family_of(config: Any) -> Family | None:
-    """Returns the record of a configuration's family, None if there is none."""
+def family_of(config: Any) -> Family:
+    """Returns the record of a configuration's family; an ordinary one where there is none."""
     # called in every forward pass: class attributes are ten times as fast as `PretrainedConfig.__getattribute__`
     model_type = getattr(type(config), "model_type", "") or getattr(config, "model_type", "")
-    return FAMILIES.get(model_type.removesuffix("_text"))
-
-
-def needs_dense_mask(config: Any) -> bool:
-    """Whether the family's code computes with the prepared mask."""
-    family = family_of(config)
-    return family is not None and family.dense_mask
-
-
-def loses_borders(config: Any) -> bool:
-    """Whether the family's masks or attention are not told where packed documents begin."""
-    family = family_of(config)
-    return family is not None and family.loses_borders
+    return FAMILIES.get(model_type.removesuffix("_text"), _ORDINARY)
 
 
 class UnsupportedModel(ValueError):

@@ -117,9 +117,8 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
     """Returns why models of a configuration (or its class) are not supported, None if they are."""
     config_class: Any = config if isinstance(config, type) else type(config)
     name = config_class.__name__
-    family = family_of(config)
-    if family is not None and family.unrouted:
-        return unsupported(name, family.unrouted)
+    if unrouted := family_of(config).unrouted:
+        return unsupported(name, unrouted)
     source = modeling_source(config_class)
     if source is None or not _ATTENTION_CLASS.search(source):
         return None

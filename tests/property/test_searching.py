@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
-from adaattn_hf.patches.mask import masks, packing, told
+from adaattn_hf.patches.mask import documents, masks, told
 from adaattn_hf.patches.plans import fit, hashes
 from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
@@ -28,6 +29,8 @@ from tests.support.kernels import kernel
 
 from .searching import again, changed, files, graphs, oracle, ways, whole
 from .searching.drawing import Drawing
+from .searching.inputs import Inputs
+from .searching.whole import Whole
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present"),
@@ -39,6 +42,25 @@ pytestmark = [
 @given(case=whole.wholes())
 def test_models_compute_what_stock_attention_computes(case: whole.Whole) -> None:
     assert oracle.judge(case)
+
+
+IDS, PLACES = torch.tensor([[13, 24, 49, 18, 46]]), torch.tensor([[6, 8, 10, 12, 14]])
+LOWER = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+CODED = Inputs(IDS, PLACES, LOWER, None, (4, 1), "int8")
+FLIPPED = Whole("phimoe", "adaattn_eager", CODED, torch.float32, torch.float32, prepared=False)
+"""A call in which the rounding of a cache sends one token to another expert."""
+
+
+def test_codes_are_compared_among_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert oracle.judge(FLIPPED) == "served"
+    real = stored.dequantise
+    with monkeypatch.context() as planted:
+        planted.setattr(stored, "dequantise", lambda codes, scale: -real(codes, scale))
+        with pytest.raises(AssertionError, match="codes lead"):
+            oracle.judge(FLIPPED)
+    monkeypatch.setattr(oracle, "routing", lambda *_, **__: nullcontext())
+    with pytest.raises(AssertionError, match=r"codes lead 0\.11 standard deviations"):
+        oracle.judge(FLIPPED)
 
 
 @settings(max_examples=5)
@@ -128,17 +150,17 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(packing, "with_restarts", by_any_step)
+    monkeypatch.setattr(documents, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = packing.with_restarts
+    real = documents.with_restarts
 
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(packing, "with_restarts", in_one_row)
+    monkeypatch.setattr(documents, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"

@@ -153,15 +153,6 @@ def test_steps_of_a_growing_cache_are_few_kinds(long: list[int]) -> None:
     assert kinds() <= 1 + 2 * 5  # the prompt; of keys in 8 to 128 two roundings
 
 
-def test_kinds_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "MOST", 3)
-    module = layer()
-    with torch.no_grad():
-        for dim in (8, 16, 24, 32, 40):
-            attend(module, *draw(dim=dim), mask_for(module))
-            assert len(select.launches) <= 3
-
-
 @pytest.mark.parametrize("backend", [None, "sdpa", "native", "eager"])
 def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
     by, module = attention_function(backend), layer()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.call import interface, losses, resolved
+from adaattn_hf.patches.call import interface, keywords, resolved
 from adaattn_hf.patches.call.keywords import HARMLESS, MEANT
 
 from ..support.models import fresh_pair, tokens
@@ -114,17 +114,15 @@ def test_the_loss_of_a_user_is_asked_for_its_keywords(compiled: bool) -> None:
 @pytest.mark.usefixtures("forgotten")
 def test_losses_that_do_not_tell_take_nothing() -> None:
     _, ours = fresh_pair("llama")
-    ours.loss_function = dict.fromkeys  # a builtin
-    with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
-        ours(tokens(), invented=1.0)
-    ours.loss_function = 3
-    with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
-        ours(tokens(), invented=1.0)
+    for loss in (dict.fromkeys, 3):  # a builtin, and none
+        ours.loss_function = loss
+        with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
+            ours(tokens(), invented=1.0)
 
 
 def test_nothing_that_changes_attention_is_an_option_of_a_loss() -> None:
-    assert not losses._of_transformers() & (served() - HARMLESS)
-    assert "ignore_index" in losses._of_transformers()
+    assert not keywords._of_transformers() & (served() - HARMLESS)
+    assert "ignore_index" in keywords._of_transformers()
 
 
 def test_places_behind_the_mask_are_those_of_sdpa() -> None:

@@ -1,8 +1,9 @@
-"""No rows, no queries or no keys: every backend answers with zeros of torch's shape, before kernels divide by them."""
+"""No rows, heads, queries or keys: every backend answers with zeros of torch's shape, before kernels divide by them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.patches.call.interface import attention_function
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.malformed import Layer
 from ..support.requests import HALF
@@ -29,10 +31,14 @@ EVERY = [pytest.param(name, marks=interpreted) if name == "triton" else name for
         (2, 4, 0, 7, 16),
         (2, 4, 0, 0, 16),
         (2, 4, 5, 5, 0),
+        (2, 0, 5, 5, 16),
+        (2, 0, 1, 7, 16),
+        (2, 4, 5, 0, 16),
     ],
 )
+@pytest.mark.parametrize("chunk", [None, 3])
 def test_the_attention_function_answers_each_layer(
-    backend: str | None, batch: int, heads: int, q_len: int, kv_len: int, size_v: int
+    backend: str | None, batch: int, heads: int, q_len: int, kv_len: int, size_v: int, chunk: int | None
 ) -> None:
     if backend == "native" and (found := BACKENDS[backend].missing()):
         pytest.skip("; ".join(found))
@@ -40,10 +46,31 @@ def test_the_attention_function_answers_each_layer(
         torch.zeros(batch, n, length, size)
         for n, length, size in ((heads, q_len, 16), (2, kv_len, 16), (2, kv_len, size_v))
     )
+    serve = attention_function(backend)
+    rules = CallStructure(batch, q_len, kv_len, causal=True, q_offset=kv_len - q_len, chunk=chunk)
+    mask = None if chunk is None else StructuredMask(rules, torch.device("cpu"))
     with torch.no_grad():
         for _ in range(2):  # the second call takes the way that the first one kept
-            out = attention_function(backend)(Layer(1), query, key, value, None, scaling=0.25)[0]
+            out = serve(Layer(1), query, key, value, mask, scaling=0.25)[0]
             assert out.shape == (batch, q_len, heads, size_v)
+        weights = serve(Layer(1), query, key, value, mask, output_attentions=True)[1]
+        assert weights is not None
+        assert weights.shape == (batch, heads, q_len, kv_len)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "native", None])
+@pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}, {"output_attentions": True}])
+def test_heads_without_a_channel_or_without_keys_are_refused(
+    backend: str | None, keywords: dict[str, Any]
+) -> None:
+    serve = attention_function(backend)
+    narrow, wide = torch.zeros(2, 4, 5, 0), torch.zeros(2, 4, 5, 16)
+    with pytest.raises(
+        ValueError, match=r"^query: got shape \(2, 4, 5, 0\), expected a head_dim of at least 1"
+    ):
+        serve(Layer(1), narrow, narrow, wide, None, **keywords)
+    with pytest.raises(ValueError, match=r"^key: got 0 heads for 4 query heads, expected a divisor of 4"):
+        serve(Layer(1), wide, wide[:, :0], wide[:, :0], None, **keywords)
 
 
 @pytest.mark.parametrize("backend", EVERY)

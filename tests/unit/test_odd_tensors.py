@@ -69,6 +69,23 @@ def test_models_without_data_run_with_and_without_padding(auto: Any, config: Any
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch._mkldnn])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("queries", [1, 6])
+def test_other_layouts_are_refused_in_words_though_a_dense_call_of_their_shape_was_served(
+    name: str, layout: torch.layout, queries: int
+) -> None:
+    dense = [torch.rand(1, 2, length, 16) for length in (queries, 6, 6)]
+    called(name, *dense)
+    for index, argument in enumerate(("query", "key", "value")):
+        tensors = list(dense)
+        tensors[index] = dense[index].to_sparse() if layout is torch.sparse_coo else dense[index].to_mkldnn()
+        with pytest.raises(
+            ValueError, match=rf"^{argument}: got a tensor of layout {layout}, expected a dense"
+        ):
+            called(name, *tensors)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_eight_bits_are_refused_in_words(name: str, dtype: torch.dtype) -> None:
     narrow, wide = torch.zeros(1, 2, 6, 16).to(dtype), torch.zeros(1, 2, 6, 16)

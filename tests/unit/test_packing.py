@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.mask.documents import Packed, with_documents
-from adaattn_hf.patches.mask.packing import with_restarts
+from adaattn_hf.patches.mask.documents import with_documents, with_restarts
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 
 def sums(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def bordered(structure: CallStructure, borders: Tensor) -> CallStructure:
+    return with_documents(structure, borders, borders)
 
 
 def documents_of(lengths: list[int]) -> Tensor:
@@ -38,7 +42,7 @@ def test_no_query_sees_another_document(
     structure = CallStructure(
         1, total, total, causal=causal, window=window, mask=mask, k_segments=ids[None] if known else None
     )
-    packed = with_documents(structure, sums(*lengths), None)
+    packed = bordered(structure, sums(*lengths))
     same = ids[:, None] == ids[None, :]
     assert torch.equal(packed.visible(), structure.visible() & same)
     assert (packed.mask is not None) == dense
@@ -54,14 +58,14 @@ def test_borders_told_twice_are_all_borders(first: list[int], second: list[int],
     first, second = [*first, total - sum(first)], [*second, total - sum(second)]
     ids, others = documents_of(first), documents_of(second)
     structure = CallStructure(1, total, total, causal=causal, q_segments=ids[None], k_segments=ids[None])
-    packed = with_documents(structure, sums(*second), None)
+    packed = bordered(structure, sums(*second))
     assert packed.mask is None
     assert torch.equal(packed.visible(), structure.visible() & (others[:, None] == others[None, :]))
 
 
 def test_spans_end_with_their_document() -> None:
     spans = torch.tensor([[-1, 0, 0, 0, -1, 1]])
-    packed = with_documents(CallStructure(1, 6, 6, causal=True, spans=spans), sums(3, 3), None)
+    packed = bordered(CallStructure(1, 6, 6, causal=True, spans=spans), sums(3, 3))
     ids, runs = documents_of([3, 3]), torch.tensor([-1, 0, 0, 0, -1, 1])
     together = (runs[:, None] == runs[None, :]) & (runs >= 0)[:, None]
     expected = (torch.ones(6, 6).tril().bool() | together) & (ids[:, None] == ids[None, :])
@@ -106,17 +110,13 @@ def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -
     assert with_restarts(structure, torch.tensor([positions])) is structure
 
 
-def test_positions_say_nothing_of_rows_with_padding_or_a_past() -> None:
+def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() -> None:
     positions = torch.tensor([[1, 1, 0, 1, 2]])
     padded = CallStructure(1, 5, 5, causal=True, key_padding=torch.tensor([[0, 0, 1, 1, 1]]).bool())
     dense = CallStructure(1, 5, 5, mask=torch.ones(1, 1, 5, 5).tril().bool())
     for structure in (padded, dense, CallStructure(1, 5, 9, causal=True, q_offset=4)):
         assert with_restarts(structure, positions) is structure
-
-
-def test_positions_without_data_say_nothing() -> None:
-    structure = CallStructure(1, 5, 5, causal=True)
-    assert with_restarts(structure, torch.tensor([[0, 1, 0, 1, 2]], device="meta")) is structure
+    assert with_restarts(CallStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
 @given(
@@ -132,17 +132,17 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     structure, borders = CallStructure(1, 5, 5, causal=True), sums(2, 3)
-    known: Packed = {}
-    first = with_documents(structure, borders, borders, known)
-    assert with_documents(structure, borders, borders, known) is first
-    other = with_documents(structure, sums(3, 2), None, known)
-    assert other is not first
+    mask = StructuredMask(structure, torch.device("cpu"))
+    first = mask.once(with_documents, structure, borders, borders)
+    assert mask.once(with_documents, structure, borders, borders) is first
+    others = sums(3, 2)
+    other = mask.once(with_documents, structure, others, others)
     assert not torch.equal(other.visible(), first.visible())
 
 
 def test_several_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
-        with_documents(CallStructure(2, 5, 5), sums(2, 3), None)
+        bordered(CallStructure(2, 5, 5), sums(2, 3))
 
 
 def test_causal_documents_of_unlike_length_are_refused() -> None:
@@ -160,6 +160,6 @@ def test_lengths_that_fall_or_pass_the_tokens_are_refused(wrong: list[int], name
 
 
 def test_tokens_behind_the_last_sum_are_a_document() -> None:
-    found = with_documents(CallStructure(1, 6, 6, causal=True), sums(2, 3), None)
-    expected = with_documents(CallStructure(1, 6, 6, causal=True), sums(2, 3, 1), None)
+    found = bordered(CallStructure(1, 6, 6, causal=True), sums(2, 3))
+    expected = bordered(CallStructure(1, 6, 6, causal=True), sums(2, 3, 1))
     assert torch.equal(found.visible(), expected.visible())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import HeadRules, joined_heads, some_heads, some_rows, spelled_out
+from adaattn_hf.attention.heads import HeadRules, as_dense_mask, joined_heads, some_heads, some_rows
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.rounding import through_int8
 from adaattn_hf.attention.structure import CallStructure
@@ -59,7 +59,7 @@ def test_each_head_has_its_window_and_sinks() -> None:
 def test_a_head_never_sees_more_than_the_structure(own_sinks: int) -> None:
     structure = CallStructure(1, N, N, causal=True, window=40, sinks=own_sinks)
     request = request_of(structure, rules(windows=(80, 20, 40), sinks=(8, 8, 8)))
-    visible = spelled_out(request).structure.visible()
+    visible = as_dense_mask(request).structure.visible()
     own = structure.visible()
     assert not (visible & ~own).any()
     assert torch.equal(visible[:, :GROUP], own.expand(1, GROUP, N, N))
@@ -71,7 +71,7 @@ def test_each_head_has_its_precision() -> None:
     request = request_of(
         CallStructure(1, N, N, causal=True), rules(precisions=("model", "bf16", "int8"), key_mean=mean)
     )
-    changed = spelled_out(request)
+    changed = as_dense_mask(request)
     assert torch.equal(changed.query[:, :GROUP], request.query[:, :GROUP])
     assert torch.equal(changed.key[:, 1], request.key[:, 1].bfloat16().float())
     assert torch.equal(changed.key[:, 2], through_int8(request.key[:, 2] - 0.5) + 0.5)

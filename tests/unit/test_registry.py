@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.masking_utils import AttentionMaskInterface
 
 import adaattn_hf
@@ -58,14 +58,7 @@ def test_registering_twice_changes_nothing_of_transformers() -> None:
 
 
 def test_unregistering_takes_all_names_out_and_they_can_come_back() -> None:
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2)
     adaattn_hf.unregister()
     assert ours(AttentionInterface) == ours(AttentionMaskInterface) == set()
     with pytest.raises(ValueError, match="adaattn"):

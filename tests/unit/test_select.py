@@ -95,9 +95,6 @@ def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, r
     for part in (repr(name), *reasons, 'attn_implementation="adaattn"'):
         assert part in str(refused.value)
     assert three["willing"].asked == 0
-
-
-def test_a_named_backend_that_serves_is_taken(three: dict[str, Picky]) -> None:
     assert select.choose(spec(), "willing") is three["willing"]
 
 
@@ -168,15 +165,9 @@ def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_
     groups: int, dim: int, longest: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
-    packed: dict[str, Any] = {
-        "device": "cuda",
-        "kind": "ragged",
-        "holes": False,
-        "packed": longest,
-        "pairs": 1 << 33,
-    }
+    packed: dict[str, Any] = {"kind": "ragged", "holes": False, "packed": longest, "pairs": 1 << 33}
     heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
-    assert select.order(spec(**packed, **heads))[0] == first
+    assert select.order(spec(device="cuda", **packed, **heads))[0] == first
 
 
 def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> None:
@@ -198,24 +189,17 @@ def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not()
     assert seen == [4, 0]
 
 
-def test_what_was_chosen_does_not_pile_up(three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "MOST", 3)
-    for size in range(1, 9):
-        assert select.choose(spec(head_dim=size)) is three["willing"]
-        assert len(select.launches) <= 3
-    assert ("backend", spec(head_dim=8), None) in select.launches
-
-
-def test_what_all_refuse_is_remembered_and_does_not_pile_up(
-    three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reasons", [(), ("willing is tired",)], ids=["served", "refused by all"])
+def test_what_was_decided_is_remembered_and_does_not_pile_up(
+    three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(select, "MOST", 3)
-    three["willing"].reasons = ("willing is tired",)
+    three["willing"].reasons = reasons
     for size in range(1, 9):
-        assert select.serving(spec(head_dim=size)) is None
+        assert select.serving(spec(head_dim=size)) is (None if reasons else three["willing"])
         assert len(select.launches) <= 3
     asked = three["willing"].asked
-    assert select.serving(spec(head_dim=8)) is None
+    assert select.serving(spec(head_dim=8)) is (None if reasons else three["willing"])
     assert three["willing"].asked == asked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from .inputs import Inputs
 from .twins import BORDERLESS as BORDERLESS
 from .twins import KERNEL as KERNEL
 from .twins import offers, twin
-from .whole import Whole, run
+from .whole import Whole, routing, run
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 0.04}
 """How near two computations of one function are, by what holds the numbers, of the largest one."""
 CODED = 0.1
-"""How far a cache of eight bits may lead on average, in standard deviations."""
+"""How far a cache of eight bits may lead on average, in standard deviations, where tokens go to stock's experts."""
 
 
 def apart(given: Inputs, starts: Tensor) -> list[list[Inputs]]:
@@ -124,9 +125,12 @@ def judge(case: Whole) -> str:
         AssertionError: It computed otherwise than stock attention, or refused what that computes.
     """
     model = twin(case.family, case.implementation, case.dtype, case.prepared)
-    expected = answers(case, documents(case))
+    choices: list[Any] = []
+    with routing(twin(case.family, "eager", case.dtype), choices, follow=False):
+        expected = answers(case, documents(case))
+    coded = case.given.cache == "int8"
     try:
-        with default_dtype(case.default):
+        with default_dtype(case.default), routing(model, choices if coded else [], follow=True):
             found = run(model, case.given)
     except Exception as error:  # which one is what is judged
         if not expected:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import transformers as tf
 from hypothesis import assume
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaattn_hf import AdaAttnCache
 from tests.support.malformed import Shown
@@ -70,10 +72,13 @@ def wholes(draw: st.DrawFn, graph: bool = False) -> Whole:
     given = draw(inputs(decodes, decodes and family not in KEEPS_STATE, family in TAKES_ROWS, graph))
     if family in LOSES_LENGTHS and given.borders is not None and (graph or implementation == KERNEL):
         assume(given.positions is not None and given.mask is None)
-    half = not any(part in family for part in ROUTES) and draw(st.integers(0, 3)) == 0
+    routes = any(part in family for part in ROUTES)
+    half = not routes and draw(st.integers(0, 3)) == 0
     dtype = torch.bfloat16 if half and given.cache != "int8" else torch.float32
     default = draw(st.sampled_from(DEFAULTS))
     prepared = implementation == "adaattn" and not graph and draw(st.integers(0, 3)) == 0
+    # a prepared model routes no padding, and so cannot follow the choices of one that does
+    prepared = prepared and not (routes and given.cache == "int8")
     return Whole(family, implementation, given, dtype, default, prepared)
 
 
@@ -109,6 +114,29 @@ def cache_for(model: Any, given: Inputs) -> Any:
     if given.cache in ("ours", "int8") and model.config._attn_implementation.startswith("adaattn"):
         return AdaAttnCache(model, "int8" if given.cache == "int8" else "model")
     return tf.DynamicCache(config=model.config) if given.cache in ("dynamic", "ours", "int8") else None
+
+
+@contextmanager
+def routing(model: Any, answers: list[Any], follow: bool) -> Iterator[None]:
+    """Notes what the routers of a model answer, or lets them answer what those of another one did, call by call.
+
+    A choice of experts is a step: the smallest rounding may flip it, after which outputs say nothing of the rounding.
+    """
+    noted = iter(list(answers))
+
+    def answer(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if follow:
+            return next(noted, output)
+        answers.append(output)
+        return output
+
+    routers = (module for module in model.modules() if type(module).__name__.endswith("Router"))
+    hooks = [router.register_forward_hook(answer) for router in routers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def run(model: Any, given: Inputs) -> Tensor:

@@ -7,15 +7,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .attention.request import AttentionRequest, check_dimensions
+from .attention.request import AttentionRequest, check_tensors
 from .attention.structure import CallStructure
 from .attention.tap import transform_at_work
 from .backends import select
 from .config import settings_in
 from .mask import structure_of
-from .patches.call.dtypes import one_dtype, restored
+from .patches.call.arguments import one_dtype, restored, with_selected_keys
 from .patches.call.refusals import check_call, check_dense, check_paged, check_transform, with_bias
-from .patches.call.selected import with_selected_keys
 from .patches.mask.documents import with_documents
 from .patches.plans.fit import program_of
 from .plans import execute
@@ -66,7 +65,7 @@ def flash_attn_forward(
             "output_attentions: got True, expected False: this kernel returns no weights; load the model with "
             "attn_implementation='eager'"
         )
-    check_dimensions(query, key, value)
+    check_tensors(query, key, value)
     check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
     check_paged(module, kwargs)
     compiling = torch.compiler.is_compiling()
@@ -99,8 +98,9 @@ def flash_attn_forward(
         structure = CallStructure(batch, q_len, kv_len, mask=attention_mask.bool())
     else:
         structure = structure_of(attention_mask, batch, kv_len, causal, sliding_window)
-    if kwargs.get("cu_seq_lens_q") is not None:
-        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+    if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
+        cu_k = kwargs.get("cu_seq_lens_k")
+        structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
     structure = with_selected_keys(module, structure, heads, kwargs)
     scaling = head_dim**-0.5 if scaling is None else scaling
     request = AttentionRequest(
@@ -119,8 +119,8 @@ def flash_attn_forward(
                 "model with attn_implementation='adaattn', or remove the plan"
             )
         out = execute.attend(program, request, backend).out
-    # contiguous: AFMoE takes a view of it
-    return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), None
+    # AFMoE takes a view of it
+    return restored(out, out_dtype), None
 
 
 def _no_tensors(plan: Plan, index: int, source: str | None, raw: object) -> NoReturn:
