@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache
     from adaattn_hf.patches.cache.layers import GrowingCache
     from adaattn_hf.patches.cache.stored import AdaAttnCache
+    from adaattn_hf.patches.call.batching import continuous_batching
     from adaattn_hf.patches.models.families import UnsupportedModel
     from adaattn_hf.patches.models.support import check
     from adaattn_hf.patches.observe.explain import Explanation, explain
@@ -40,14 +41,15 @@ if TYPE_CHECKING:
 __all__ = [
     "NAMES", "AdaAttnCache", "AdaAttnCallback", "AdaAttnConfig", "AttentionRecord", "ConfigError",
     "Explanation", "GrowingCache", "Plan", "PlanError", "PrepareError", "UnsupportedModel", "__version__",
-    "check", "configure", "explain", "load_cache", "load_plan", "load_preset", "monitoring", "plan_of",
-    "prepare", "preset_names", "record", "register", "remove_plan", "resolve", "restore", "save_cache",
-    "statistics", "unpad_calls", "unregister", "use_plan",
+    "check", "configure", "continuous_batching", "explain", "load_cache", "load_plan", "load_preset",
+    "monitoring", "plan_of", "prepare", "preset_names", "record", "register", "remove_plan", "resolve",
+    "restore", "save_cache", "statistics", "unpad_calls", "unregister", "use_plan",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
 _LATE = {
     "adaattn_hf.config": ("AdaAttnConfig", "ConfigError"),
+    "adaattn_hf.patches.call.batching": ("continuous_batching",),
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
     "adaattn_hf.patches.cache.layers": ("GrowingCache",),
     "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),

@@ -13,6 +13,7 @@ from adaattn_hf.backends.select import BACKENDS, possible
 from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
+from .call.batching import batch_function, engine_name
 from .call.interface import attention_function
 from .mask.masks import adaattn_mask
 
@@ -66,16 +67,8 @@ def register(*, impossible: bool = False) -> None:
         AttentionInterface.register(name, attention_function(backend))
         # without a mask function under the same name Transformers silently ignores padding
         AttentionMaskInterface.register(name, adaattn_mask)
-        if engine_takes_names():
-            from .call.paged import paged_function
-
-            # no mask function under this name: the engine would call it for a mask of the wrong size
-            AttentionInterface.register(f"paged|{name}", paged_function(backend))
-
-
-def engine_takes_names() -> bool:
-    """Whether the installed Transformers runs continuous batching under `paged|NAME`."""
-    return "paged|sdpa" in AttentionInterface._global_mapping
+        # no mask function under this name: requests are told apart by their lengths
+        AttentionInterface.register(engine_name(name), batch_function(backend))
 
 
 def unregister() -> None:
@@ -83,4 +76,4 @@ def unregister() -> None:
     for name in NAMES:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-        AttentionInterface._global_mapping.pop(f"paged|{name}", None)
+        AttentionInterface._global_mapping.pop(engine_name(name), None)

@@ -126,6 +126,11 @@ class CallStructure:
         trimmed = self.k_segments is not None and self.key_padding is not None
         return self.chunk is None and not trimmed
 
+    @property
+    def places(self) -> tuple[int, int] | None:
+        """The first place at which a query stands, and the one behind the last; None where tensors say it."""
+        return (self.offset(), self.offset() + self.q_len) if self.plain else None
+
     def mask_covers(self, heads: int) -> bool:
         """Whether the dense mask, if there is one, covers a call of so many heads: kernels read it by its strides."""
         if self.mask is None:

@@ -1,4 +1,4 @@
-"""Runs attention outside compiled graphs: with `use_plan`, whose plan belongs to a thread, and with streaming heads."""
+"""Runs attention outside compiled graphs: with `use_plan`, with streaming heads, and in continuous batching."""
 
 from __future__ import annotations
 
@@ -16,4 +16,10 @@ def use_plan_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def streaming_heads_run_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The same for a cache whose heads keep tokens of their own: what is written and read is counted on the host."""
+    return attention(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def continuous_batching_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The same for requests that are packed into one row, whose lengths are read on the host."""
     return attention(*args, **kwargs)
