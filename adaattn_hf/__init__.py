@@ -16,13 +16,12 @@ if all(
 ):
     __path__.append(str(_BESIDE))
 
-from adaattn_hf.patches.registry import NAMES, register, resolve, unregister  # noqa: E402
+from adaattn_hf.patches.registry import NAMES, continuous_batching, register, resolve, unregister  # noqa: E402
 
 if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache
     from adaattn_hf.patches.cache.layers import GrowingCache
     from adaattn_hf.patches.cache.stored import AdaAttnCache
-    from adaattn_hf.patches.call.batching import continuous_batching
     from adaattn_hf.patches.models.families import UnsupportedModel
     from adaattn_hf.patches.models.support import check
     from adaattn_hf.patches.observe.explain import Explanation, explain
@@ -49,7 +48,6 @@ __all__ = [
 __version__ = "0.1.0"
 _LATE = {
     "adaattn_hf.config": ("AdaAttnConfig", "ConfigError"),
-    "adaattn_hf.patches.call.batching": ("continuous_batching",),
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
     "adaattn_hf.patches.cache.layers": ("GrowingCache",),
     "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),
