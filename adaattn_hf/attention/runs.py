@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Runs(CallStructure):
         runs: `causal` and `window` hold within each; a query of no run sees nothing.
     """
 
+    one_offset: ClassVar[bool] = False
     runs: tuple[Segment, ...] = ()
 
     @classmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class CallStructure:
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
             whatever `causal` and `window` say.
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
+        one_offset: Whether `q_offset` is that of every query.
         facts: What kinds of calls need to know of it, by device type and whether a backend was named; no copy has it.
     """
 
@@ -65,6 +66,7 @@ class CallStructure:
     k_segments: Tensor | None = None
     spans: Tensor | None = None
     mask: Tensor | None = None
+    one_offset: ClassVar[bool] = True
     facts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
