@@ -116,8 +116,8 @@ def continuous_batching(model: nn.Module) -> Iterator[None]:
     ours = {key: name for key, name in named.items() if name in NAMES}
     if not ours:
         raise ValueError(
-            f"model: got attention {', '.join(sorted({repr(name) for name in named.values()}))}, expected 'adaattn'; "
-            'call model.set_attn_implementation("adaattn"), and open one block at a time'
+            f"model: got attention {', '.join(sorted(map(repr, {*named.values()}))) or None}, expected 'adaattn'; call "
+            'model.set_attn_implementation("adaattn"), and open one block at a time'
         )
     try:
         for key, name in ours.items():

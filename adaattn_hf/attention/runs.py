@@ -31,7 +31,7 @@ class Runs(CallStructure):
         cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None
     ) -> Runs:
         """The structure of some runs in a call of these extents."""
-        documents = torch.zeros(1, kv_len, dtype=torch.int32)  # not read: the runs say it
+        documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
         return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs))
 
     @property
@@ -51,9 +51,10 @@ class Runs(CallStructure):
 
     def positions(self, device: torch.device | str) -> Tensor:
         """`[batch, q_len]`: how many keys of its run stand before each query."""
-        found = torch.zeros(self.batch, self.q_len, dtype=torch.long)
+        found = torch.zeros(self.batch, self.q_len, dtype=torch.long, device="cpu")
         for run in self.runs:
-            found[run.row, run.q_start : run.q_start + run.q_len] = torch.arange(run.q_len) + run.offset
+            places = torch.arange(run.offset, run.offset + run.q_len, device="cpu")
+            found[run.row, run.q_start : run.q_start + run.q_len] = places
         return found.to(device)
 
     def _band(self, start: int, count: int, rows: Tensor | None, device: torch.device | str) -> Tensor:

@@ -200,6 +200,7 @@ def _part(group: Sequence[Segment], kv_len: int, window: int | None, device: tor
     first, last = group[0].q_start, group[-1].q_start + group[-1].q_len
     rows: slice | Tensor = slice(first, last)
     if count != last - first:
-        rows = torch.cat([torch.arange(run.q_start, run.q_start + run.q_len) for run in group]).to(device)
+        places = [torch.arange(run.q_start, run.q_start + run.q_len, device="cpu") for run in group]
+        rows = torch.cat(places).to(device)
     batch, q_len = (count, 1) if steps else (1, count)
     return Part(rows, Runs.of(runs, batch, q_len, kv_len, True, window))
