@@ -16,7 +16,7 @@ if all(
 ):
     __path__.append(str(_BESIDE))
 
-from adaattn_hf.patches.registry import NAMES, register, resolve, unregister  # noqa: E402
+from adaattn_hf.patches.registry import NAMES, continuous_batching, register, resolve, unregister  # noqa: E402
 
 if TYPE_CHECKING:
     from adaattn_hf.patches.cache.caches import AdaAttnCache, GrowingCache
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 __all__ = [
     "NAMES", "AdaAttnCache", "AdaAttnCallback", "AdaAttnConfig", "AttentionRecord", "ConfigError",
     "Explanation", "GrowingCache", "Plan", "PlanError", "PrepareError", "UnsupportedModel", "__version__",
-    "check", "configure", "explain", "load_cache", "load_plan", "load_preset", "monitoring", "plan_of",
-    "prepare", "preset_names", "record", "register", "remove_plan", "resolve", "restore", "save_cache",
-    "statistics", "unpad_calls", "unregister", "use_plan",
+    "check", "configure", "continuous_batching", "explain", "load_cache", "load_plan", "load_preset",
+    "monitoring", "plan_of", "prepare", "preset_names", "record", "register", "remove_plan", "resolve",
+    "restore", "save_cache", "statistics", "unpad_calls", "unregister", "use_plan",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

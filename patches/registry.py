@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -13,7 +17,7 @@ from adaattn_hf.backends.select import BACKENDS, possible
 from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
-from .call.interface import attention_function
+from .call.interface import AttentionFunction, attention_function
 from .mask.masks import adaattn_mask
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
@@ -66,16 +70,62 @@ def register(*, impossible: bool = False) -> None:
         AttentionInterface.register(name, attention_function(backend))
         # without a mask function under the same name Transformers silently ignores padding
         AttentionMaskInterface.register(name, adaattn_mask)
-        if engine_takes_names():
-            from .call.paged import paged_function
-
-            # no mask function under this name: the engine would call it for a mask of the wrong size
-            AttentionInterface.register(f"paged|{name}", paged_function(backend))
+        # no mask function under this name: the engine's requests are told apart by their lengths
+        AttentionInterface.register(engine_name(name), _for_engine(backend))
 
 
-def engine_takes_names() -> bool:
-    """Whether the installed Transformers runs continuous batching under `paged|NAME`."""
-    return "paged|sdpa" in AttentionInterface._global_mapping
+def _for_engine(backend: str | None) -> AttentionFunction:
+    """The function that the engine of continuous batching calls; few processes need what it imports."""
+
+    def adaattn_batch(*given: Any, **told: Any) -> tuple[Tensor, None]:
+        from .call.batching import attend_requests
+
+        return attend_requests(backend, *given, **told)
+
+    return adaattn_batch
+
+
+def engine_name(name: str) -> str:
+    """The name by which the installed engine of continuous batching calls the function of an `attn_implementation`.
+
+    Transformers 5.17 and 5.18 put `paged|` in front of any name; later ones let in names that hold `flash` alone.
+    """
+    return f"paged|{name}" if "paged|sdpa" in AttentionInterface._global_mapping else f"{name}|flash"
+
+
+@contextmanager
+def continuous_batching(model: nn.Module) -> Iterator[None]:
+    """Lets Transformers' engine of continuous batching run a model inside the `with` block, by its plan if it has one.
+
+        with adaattn_hf.continuous_batching(model):
+            answers = model.generate_batch(prompts, generation_config=settings)
+
+    The engine (`generate_batch`, `init_continuous_batching`) goes by the name of a model's attention alone: it refuses
+    `adaattn`, and where flash-attn can be had it changes the model to that, which drops a plan. In the block the
+    configuration holds a name that the engine lets in. The block is the model's, for all threads: managers are to be
+    stopped in it, and other calls of the model wait for its end.
+
+    Args:
+        model: A model set to `adaattn…`.
+
+    Raises:
+        ValueError: None of its towers is.
+    """
+    owners = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    named = {key: getattr(config, "_attn_implementation", None) for key, config in owners.items()}
+    ours = {key: name for key, name in named.items() if name in NAMES}
+    if not ours:
+        raise ValueError(
+            f"model: got attention {', '.join(sorted(map(repr, {*named.values()}))) or None}, expected 'adaattn'; call "
+            'model.set_attn_implementation("adaattn"), and open one block at a time'
+        )
+    try:
+        for key, name in ours.items():
+            owners[key]._attn_implementation = {"": engine_name(name)}
+        yield
+    finally:
+        for key, name in ours.items():
+            owners[key]._attn_implementation = {"": name}
 
 
 def unregister() -> None:
@@ -83,4 +133,4 @@ def unregister() -> None:
     for name in NAMES:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-        AttentionInterface._global_mapping.pop(f"paged|{name}", None)
+        AttentionInterface._global_mapping.pop(engine_name(name), None)

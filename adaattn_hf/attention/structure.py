@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class CallStructure:
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
             whatever `causal` and `window` say.
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
+        one_offset: Whether `q_offset` is that of every query.
         facts: What kinds of calls need to know of it, by device type and whether a backend was named; no copy has it.
     """
 
@@ -65,6 +66,7 @@ class CallStructure:
     k_segments: Tensor | None = None
     spans: Tensor | None = None
     mask: Tensor | None = None
+    one_offset: ClassVar[bool] = True
     facts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -125,6 +127,11 @@ class CallStructure:
         """Sinks count from a sequence's first key, which a chunk or a document cut short by padding need not hold."""
         trimmed = self.k_segments is not None and self.key_padding is not None
         return self.chunk is None and not trimmed
+
+    @property
+    def places(self) -> tuple[int, int] | None:
+        """The first place at which a query stands, and the one behind the last; None where tensors say it."""
+        return (self.offset(), self.offset() + self.q_len) if self.plain else None
 
     def mask_covers(self, heads: int) -> bool:
         """Whether the dense mask, if there is one, covers a call of so many heads: kernels read it by its strides."""

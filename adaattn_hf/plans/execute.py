@@ -156,10 +156,11 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
         return True
     if not structure.causal:
         return _rows_of_short(structure, limit, device)
-    if structure.plain and isinstance(structure.q_offset, int):
-        if structure.q_offset + structure.q_len <= limit:
+    if (places := structure.places) is not None:
+        first, last = places
+        if last <= limit:
             return True
-        if structure.q_offset >= limit:
+        if first >= limit:
             return False
     return structure.positions(device) < limit
 

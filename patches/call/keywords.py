@@ -33,8 +33,8 @@ HARMLESS = frozenset(_HARMLESS.split())
 of batches, and sizes that only other kernels need. Options of a loss do not either: `takes` knows those. Any
 other keyword that is not supported is refused."""
 
-PAGED = ("block_table", "cache")
-"""Keywords of continuous batching, whose keys and values lie in a paged cache that only `paged|NAME` can read."""
+PAGED = ("block_table", "cache", "read_index")
+"""Keywords of continuous batching, whose keys and values lie in a paged cache; `batching` serves such calls."""
 MEANT = frozenset((
     *PAGED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions", "position_ids"
 ))  # fmt: skip

@@ -41,10 +41,13 @@ def rules_of(
     if program is None or (program.exact_steps and few):
         return (None,)
     limit = program.max_length
-    if structure.kv_len > limit and structure.causal and structure.plain and structure.offset() >= limit:
-        return (None,)  # all rows stand beyond what the plan speaks for
+    within = structure.kv_len <= limit
+    if not within and structure.causal and (places := structure.places) is not None:
+        if places[0] >= limit:
+            return (None,)  # all rows stand beyond what the plan speaks for
+        within = places[1] <= limit
     if (
-        structure.kv_len > limit
+        not within
         or structure.mask is not None
         or len(program.plan.choices) != key.shape[1]
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))

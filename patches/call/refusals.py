@@ -1,7 +1,7 @@
 """What stands before every attention function, of whatever name: keywords, masks, biases, factors, windows, transforms.
 
-The functions that Transformers calls (`interface`, `paged`, and the kernel repositories of `hub/`, into which this file
-is copied) ask here before they compute, so that none of them leaves out in silence what another one refuses.
+The functions that Transformers calls (`interface`, `batching`, and the kernel repositories of `hub/`, into which this
+file is copied) ask here before they compute, so that none of them leaves out in silence what another one refuses.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     for name in PAGED:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
-                "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
+                f"{name}: {type(module).__name__} keeps its keys in a paged cache, in which adaattn serves requests "
+                "inside `with adaattn_hf.continuous_batching(model):` alone; open that block around generate_batch(), "
+                "or use generate()"
             )
 
 

@@ -28,7 +28,7 @@ _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTI
 
 def is_ours(implementation: Any) -> bool:
     """Whether the name of an attention implementation is one of this package's."""
-    return isinstance(implementation, str) and implementation.startswith("adaattn")
+    return isinstance(implementation, str) and implementation.removeprefix("paged|").startswith("adaattn")
 
 
 def model_in(thing: Any) -> Any:

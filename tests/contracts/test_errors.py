@@ -36,8 +36,8 @@ from adaattn_hf.cli.place import Place
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.layers import FullLayer
+from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.call.paged import paged_function
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from adaattn_hf.plans import execute
@@ -115,6 +115,17 @@ def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) 
     model.config.adaattn = {"plan": {**plan, **changes}}
     with block or nullcontext(), torch.no_grad():
         return model(input_ids=tokens())
+
+
+def captured_step() -> Any:
+    with mock.patch("adaattn_hf.patches.call.batching.capturing", return_value=True):
+        return attend_requests(
+            None,
+            nn.Module(),
+            *[torch.zeros(1, 2, 6, 4)] * 3,
+            cu_seq_lens_q=torch.tensor([0, 6]),
+            read_index=[],
+        )
 
 
 def explain_stock() -> Any:
@@ -329,8 +340,13 @@ CASES = (
     ),
     Case(
         "masks a step of continuous batching",
-        lambda: paged_function()(
-            nn.Module(), *[torch.zeros(1, 2, 6, 4)] * 3, torch.ones(1, 1, 6, 6), cache=object()
+        lambda: attend_requests(
+            None,
+            nn.Module(),
+            *[torch.zeros(1, 2, 6, 4)] * 3,
+            torch.ones(1, 1, 6, 6),
+            cu_seq_lens_q=torch.tensor([0, 6]),
+            read_index=[],
         ),
         ValueError,
         ("attention_mask", "got a mask", "expected none", "use 'adaattn' for everything else"),
@@ -377,7 +393,25 @@ CASES = (
         "runs continuous batching",
         lambda: attend(SIX, cache=object()),
         ValueError,
-        ("cache", "Module", "paged cache", "generate()"),
+        ("cache", "Module", "paged cache", "adaattn_hf.continuous_batching(model)"),
+    ),
+    Case(
+        "generates in the block of continuous batching",
+        lambda: attend_requests(None, nn.Module(), *[torch.zeros(1, 2, 6, 4)] * 3),
+        ValueError,
+        ("attn_implementation", "Module", "steps of continuous batching alone", "leave the block"),
+    ),
+    Case(
+        "captures a step of continuous batching",
+        captured_step,
+        ValueError,
+        ("use_cuda_graph", "got True", "expected False", "ContinuousBatchingConfig(use_cuda_graph=False)"),
+    ),
+    Case(
+        "opens the block of continuous batching around stock attention",
+        lambda: adaattn_hf.continuous_batching(nn.Module()).__enter__(),
+        ValueError,
+        ("model", "expected 'adaattn'", 'set_attn_implementation("adaattn")'),
     ),
     Case(
         "asks to explain a model that runs stock attention",

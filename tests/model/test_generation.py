@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-
-import adaattn_hf
-from adaattn_hf.patches.registry import engine_takes_names
 
 from ..support.models import assert_same, fresh_pair, padding, pair, tokens
 from ..support.versions import needs_tracing
@@ -232,125 +227,3 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
     # what a captured graph may not do: ask the host
     names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
     assert not [n for n in names if n in ("item", "tolist", "cpu", "nonzero") or "local_scalar" in n]
-
-
-def test_continuous_batching_as_the_installed_engine_allows(caplog: pytest.LogCaptureFixture) -> None:
-    stock, ours = fresh_pair("llama")
-    inputs = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
-    settings: dict[str, Any] = dict(
-        inputs=inputs,
-        generation_config=tf.GenerationConfig(
-            max_new_tokens=6, do_sample=False, eos_token_id=63, pad_token_id=0
-        ),
-        continuous_batching_config=tf.ContinuousBatchingConfig(
-            num_blocks=16, max_batch_tokens=64, block_size=32
-        ),
-        progress_bar=False,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if not engine_takes_names():
-            with pytest.raises(ValueError, match="adaattn is not supported for continuous batching"):
-                ours.generate_batch(**settings)
-            return
-        found = [[r.generated_tokens for r in m.generate_batch(**settings).values()] for m in (stock, ours)]
-        # the engine of Transformers before 5.19 logs what its thread raises, and goes on
-        raises = Version(tf.__version__) >= Version("5.19")
-        refused = (
-            pytest.raises(Exception, match=r"use_plan: generate_batch\(\)")
-            if raises
-            else contextlib.nullcontext()
-        )
-        with refused, adaattn_hf.use_plan(ours, None):
-            ours.generate_batch(**settings)
-    assert raises or "use_plan: generate_batch()" in caplog.text
-    assert found[0] == found[1]
-    assert ours.config._attn_implementation == "adaattn"
-
-
-class Paged:
-    """A stand-in for the engine's cache: keys and values of all requests lie behind one another."""
-
-    def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.key, self.value = key, value
-
-    def update(self, key_states: Tensor, value_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.key, self.value
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_step_of_continuous_batching_is_attention_request_by_request(window: int | None) -> None:
-    from adaattn_hf.attention.reference import attention
-    from adaattn_hf.attention.request import AttentionRequest
-    from adaattn_hf.attention.structure import CallStructure
-    from adaattn_hf.patches.call.paged import paged_function
-
-    module: Any = torch.nn.Module()
-    module.layer_idx, module.sliding_window = 0, window
-    query = torch.randn(1, 4, 8, 16)
-    key, value = torch.randn(16, 2, 16), torch.randn(16, 2, 16)
-    q_borders, k_borders = torch.tensor([0, 4, 5, 7]), torch.tensor([0, 4, 10, 16])
-    out, _ = paged_function()(
-        module,
-        query,
-        query[:, :2],
-        query[:, :2],
-        cache=Paged(key, value),
-        cu_seq_lens_q=q_borders,
-        cu_seq_lens_k={"full_attention": k_borders, "sliding_attention": k_borders},
-        read_index=[],
-        write_index=[],
-    )
-    for q, q_end, k, k_end in ((0, 4, 0, 4), (4, 5, 4, 10), (5, 7, 10, 16)):
-        structure = CallStructure(
-            1, q_end - q, k_end - k, causal=True, q_offset=(k_end - k) - (q_end - q), window=window
-        )
-        request = AttentionRequest(
-            query[:, :, q:q_end],
-            key[k:k_end].transpose(0, 1)[None],
-            value[k:k_end].transpose(0, 1)[None],
-            structure,
-            0.25,
-        )
-        assert_same(attention(request).out.float(), out[:, q:q_end])
-    assert not out[:, 7:].any(), "what belongs to no request is zero"
-
-
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Module"),
-        ({"position_bias": torch.ones(1)}, "^position_bias: got Tensor"),
-        ({"sinks": torch.ones(4)}, "^sinks: got Tensor"),
-        ({"attention_mask": torch.ones(1, 1, 8, 16)}, "^attention_mask: got a mask in a step"),
-        ({"dropout": 0.5}, r"^dropout: got 0\.5 in a step"),
-    ],
-)
-def test_what_a_step_of_continuous_batching_does_not_serve_is_refused(
-    keywords: dict[str, Any], words: str
-) -> None:
-    """Before the cache is written to."""
-    from adaattn_hf.patches.call.paged import paged_function
-
-    query = torch.randn(1, 4, 8, 16)
-    with pytest.raises(ValueError, match=words):
-        paged_function()(torch.nn.Module(), query, query, query, cache=object(), **keywords)
-
-
-def test_a_step_of_continuous_batching_is_not_transformed() -> None:
-    from adaattn_hf.patches.call.paged import paged_function
-
-    def step(query: Tensor) -> Tensor:
-        out: Tensor = paged_function()(torch.nn.Module(), query, query, query, cache=object())[0]
-        return out
-
-    with pytest.raises(RuntimeError, match=r"generate_batch: called under torch\.func"):
-        torch.func.vmap(step)(torch.randn(2, 1, 4, 8, 16))
-
-
-def test_paged_attention_outside_of_the_engine_is_refused() -> None:
-    from adaattn_hf.patches.call.paged import paged_function
-
-    query = torch.randn(1, 4, 8, 16)
-    with pytest.raises(ValueError, match="steps of continuous batching"):
-        paged_function()(torch.nn.Module(), query, query, query)

@@ -15,7 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf import NAMES
 from adaattn_hf.patches.mask.mask_pattern import read_pattern
-from adaattn_hf.patches.registry import engine_takes_names
+from adaattn_hf.patches.models.support import is_ours
+from adaattn_hf.patches.registry import engine_name
 
 from ..support.names import registered
 
@@ -37,13 +38,14 @@ def test_names_are_registered_with_a_mask_function_each() -> None:
             assert name in AttentionMaskInterface._global_mapping
 
 
-def test_paged_names_exist_where_the_engine_takes_them() -> None:
-    """5.17 and 5.18 run continuous batching under `paged|NAME`, later versions under listed names alone."""
-    assert engine_takes_names() == (Version("5.19") > HERE)
+def test_every_name_has_one_for_the_engine_of_continuous_batching() -> None:
+    """5.17 and 5.18 put `paged|` in front of it; later versions let in what holds `flash`."""
+    assert engine_name("adaattn") == ("paged|adaattn" if Version("5.19") > HERE else "adaattn|flash")
     with registered(impossible=True):
         for name in NAMES:
-            assert (f"paged|{name}" in AttentionInterface._global_mapping) == engine_takes_names()
-            assert f"paged|{name}" not in AttentionMaskInterface._global_mapping
+            assert engine_name(name) in AttentionInterface._global_mapping
+            assert engine_name(name) not in AttentionMaskInterface._global_mapping
+            assert is_ours(engine_name(name))
 
 
 @pytest.mark.parametrize(

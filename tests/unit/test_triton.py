@@ -17,7 +17,8 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.runs import Runs, aligned_runs
+from adaattn_hf.attention.structure import CallStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
 
 OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
@@ -54,6 +55,10 @@ STRUCTURES = {
         2, 1, N, causal=True, q_offset=N - 1, key_padding=torch.stack([LEFT[0] & False, LEFT[1]])
     ),
     "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=NOTHING),
+    "requests": Runs.of(aligned_runs((0, 5, 25), (0, 30, N), 25, N, True), 1, 25, N, True, 9),
+    "steps of requests": Runs.of(
+        [Segment(0, 0, 1, 0, 30, 29), Segment(1, 0, 1, 30, 40, 39)], 2, 1, N, True, None
+    ),
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -162,7 +162,7 @@ def _bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torc
 def _reach(structure: CallStructure, start: int, rows: int) -> tuple[int, int, int]:
     """First key that one of some rows may see, the one behind the last, and the number of sinks in front of these."""
     low, high = 0, structure.kv_len
-    if structure.spans is not None:  # these see one another whatever the other rules say
+    if structure.spans is not None or not structure.one_offset:  # spans: whatever the other rules say
         return low, high, 0
     first, window = structure.offset() + start, structure.window
     if structure.causal:

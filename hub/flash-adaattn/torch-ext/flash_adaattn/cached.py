@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .arguments import Options, check_tensors, options
+from .attention.runs import Runs
 from .attention.structure import Segment
 from .paged import attend_pages, gathered, write_pages
 from .patches.call.refusals import check_untransformed
-from .run import attend, lse_of
-from .runs import Runs, packed_runs
+from .run import attend, lse_of, packed_runs
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -186,5 +186,4 @@ def _cached_runs(lengths: tuple[int, ...], q_len: int, room: int, causal: bool, 
         first = -offset if causal and offset < 0 else 0  # queries before the first key see nothing
         if length and first < q_len:
             runs.append(Segment(row, first, q_len - first, 0, length, offset + first))
-    present = torch.zeros(len(lengths), room, dtype=torch.int32)
-    return Runs(len(lengths), q_len, room, causal, 0, window, k_segments=present, runs=tuple(runs))
+    return Runs.of(runs, len(lengths), q_len, room, causal, window)

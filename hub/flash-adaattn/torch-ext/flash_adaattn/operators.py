@@ -15,7 +15,7 @@ from .backends import select
 from .backends.native import call
 from .backends.native.library import missing
 from .backends.native.rules import Rules, find_rules, with_extras
-from .runs import packed_runs
+from .run import packed_runs
 
 __all__ = ["traced_varlen"]
 

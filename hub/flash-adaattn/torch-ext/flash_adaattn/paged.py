@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .arguments import Options
+from .attention.runs import Runs
 from .attention.structure import Segment
 from .run import attend, lse_of
-from .runs import Runs
 
 __all__ = ["attend_pages", "gathered", "write_pages"]
 
@@ -143,5 +143,4 @@ def _page_runs(
             held = min(size, length - start)
             if window is None or start + held > length - window:
                 runs.append(Segment(0, sequence * most + index, 1, page * size, held, length - 1 - start))
-    present = torch.zeros(1, pages * size, dtype=torch.int32)
-    return Runs(1, len(lengths) * most, pages * size, True, 0, window, k_segments=present, runs=tuple(runs))
+    return Runs.of(runs, 1, len(lengths) * most, pages * size, True, window)

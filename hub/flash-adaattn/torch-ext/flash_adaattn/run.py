@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from .arguments import Options
 from .attention.request import AttentionRequest, AttentionResult
+from .attention.runs import Runs, aligned_runs
 from .attention.structure import CallStructure
 from .attention.tap import transform_at_work
 from .backends import select
 from .patches.call.refusals import check_transform
 
-__all__ = ["attend", "lse_of"]
+__all__ = ["attend", "lse_of", "packed_runs"]
 
 
 def attend(
@@ -69,3 +72,16 @@ def lse_of(result: AttentionResult) -> Tensor:
     if result.lse is None:
         raise RuntimeError("lse: the backend that serves this call returned none; do not ask for it")
     return result.lse
+
+
+@functools.lru_cache(maxsize=64)
+def packed_runs(
+    cu_q: tuple[int, ...], cu_k: tuple[int, ...], q_total: int, k_total: int, causal: bool, window: int | None
+) -> Runs:
+    """Sequences packed one behind the other in one row; the last query of each stands at its last key.
+
+    Args:
+        cu_q, cu_k, q_total, k_total: As in `aligned_runs`.
+        causal, window: Hold within each sequence.
+    """
+    return Runs.of(aligned_runs(cu_q, cu_k, q_total, k_total, causal), 1, q_total, k_total, causal, window)

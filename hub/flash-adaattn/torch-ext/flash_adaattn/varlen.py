@@ -11,8 +11,7 @@ from .attention.tap import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered
 from .patches.call.refusals import check_transform, check_untransformed
-from .run import attend, lse_of
-from .runs import packed_runs
+from .run import attend, lse_of, packed_runs
 
 __all__ = ["flash_attn_varlen_func"]
 

@@ -1,0 +1,109 @@
+"""Sequences of different lengths as runs of queries and keys, each aligned at its own end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .structure import CallStructure, Segment
+
+__all__ = ["Runs", "aligned_runs"]
+
+
+@dataclass(eq=False)
+class Runs(CallStructure):
+    """A structure that is made of runs from the start, where one offset for all would not say it.
+
+    Attributes:
+        runs: `causal` and `window` hold within each; a query of no run sees nothing.
+    """
+
+    one_offset: ClassVar[bool] = False
+    runs: tuple[Segment, ...] = ()
+
+    @classmethod
+    def of(
+        cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None
+    ) -> Runs:
+        """The structure of some runs in a call of these extents."""
+        documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
+        return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs))
+
+    @property
+    def plain(self) -> bool:
+        """Never: the runs say what is visible."""
+        return False
+
+    @property
+    def places(self) -> tuple[int, int] | None:
+        """The first place in its sequence at which a query stands, and the one behind the last."""
+        ends = [(run.offset, run.offset + run.q_len) for run in self.runs] or [(0, 0)]
+        return min(first for first, _ in ends), max(last for _, last in ends)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs."""
+        return self.runs
+
+    def positions(self, device: torch.device | str) -> Tensor:
+        """`[batch, q_len]`: how many keys of its run stand before each query."""
+        found = torch.zeros(self.batch, self.q_len, dtype=torch.long, device="cpu")
+        for run in self.runs:
+            places = torch.arange(run.offset, run.offset + run.q_len, device="cpu")
+            found[run.row, run.q_start : run.q_start + run.q_len] = places
+        return found.to(device)
+
+    def _band(self, start: int, count: int, rows: Tensor | None, device: torch.device | str) -> Tensor:
+        """Boolean `[batch, 1, count, kv_len]`: `visible` of `count` queries from `start` on, or of `rows`."""
+        keep = torch.zeros(self.batch, 1, self.q_len, self.kv_len, dtype=torch.bool, device=device)
+        for run in self.runs:
+            p = torch.arange(run.q_len, device=device)[:, None] + run.offset
+            j = torch.arange(run.k_len, device=device)[None]
+            seen = torch.ones(run.q_len, run.k_len, dtype=torch.bool, device=device)
+            if self.causal:
+                seen = seen & (j <= p)
+            if self.window is not None:
+                near = (j > p - self.window) if self.causal else ((p - j).abs() < self.window)
+                seen = seen & (near | (j < self.sinks) if self.sinks else near)
+            queries, keys = (
+                slice(run.q_start, run.q_start + run.q_len),
+                slice(run.k_start, run.k_start + run.k_len),
+            )
+            keep[run.row, 0, queries, keys] = seen
+        return keep[:, :, start : start + count] if rows is None else keep[:, :, rows.to(device)]
+
+
+def aligned_runs(
+    cu_q: Sequence[int], cu_k: Sequence[int], q_total: int, k_total: int, causal: bool
+) -> tuple[Segment, ...]:
+    """The runs of sequences packed one behind the other in one row; the last query of each stands at its last key.
+
+    Args:
+        cu_q, cu_k: `sequences + 1` running sums of lengths, starting with 0.
+        q_total, k_total: Tokens that there are; those behind the last sequence belong to none.
+        causal: Queries before the first key of a sequence then see nothing, and are left out.
+
+    Raises:
+        ValueError: The sums do not start with 0, fall, or go beyond the tokens.
+    """
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seqlens_k: got {len(cu_k)} entries, expected as many as cu_seqlens_q has, {len(cu_q)}"
+        )
+    for name, sums, total in (("cu_seqlens_q", cu_q, q_total), ("cu_seqlens_k", cu_k, k_total)):
+        if not sums or sums[0] != 0 or sums[-1] > total or any(b < a for a, b in itertools.pairwise(sums)):
+            raise ValueError(
+                f"{name}: got {list(sums)}, expected running sums of lengths, from 0 to at most {total} tokens"
+            )
+    runs = []
+    for (a, b), (c, d) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
+        offset = (d - c) - (b - a)
+        if causal and offset < 0:
+            a, offset = a - offset, 0
+        if b > a and d > c:
+            runs.append(Segment(0, a, b - a, c, d - c, offset))
+    return tuple(runs)

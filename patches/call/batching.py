@@ -1,0 +1,210 @@
+"""One step of continuous batching: attention over the requests that Transformers' engine packs into one row.
+
+Requests of one new token are one batch of decode steps over the row of all keys; those of several tokens are packed
+documents. The last query of each request stands at its last key.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adaattn_hf.attention.runs import Runs, aligned_runs
+from adaattn_hf.attention.structure import Segment
+from adaattn_hf.attention.tap import SEATED
+from adaattn_hf.backends.base import capturing
+
+from ..mask.structured_mask import StructuredMask
+from .interface import attention_function
+from .keywords import HARMLESS
+from .refusals import check_untransformed, refuse_unknown
+
+_KNOWN = "_adaattn_parts"
+
+
+def attend_requests(
+    backend: str | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
+
+    Args:
+        backend: Name of the backend to use for every call, or None to choose one per kind of call.
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux: As
+            Transformers hands them over; new keys and values alone where a `cache` comes along.
+        cache: The engine's paged cache, in Transformers before 5.24, whose models do not write to it themselves.
+        kwargs: What the engine declares to hand over, and what models say of themselves.
+
+    Raises:
+        ValueError: The call is not a step of continuous batching, passes a block table or a mask, or asks for what
+            the requests of a batch are not served with.
+        BackendRefusal: A function transform is at work.
+        PlanError: Some thread runs the model with another plan (`use_plan`).
+    """
+    if torch.compiler.is_compiling():
+        told: tuple[Tensor, None] = continuous_batching_runs_outside_graphs(
+            attend_requests, backend, module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, cache=cache, **kwargs,
+        )  # fmt: skip
+        return told
+    _refuse(module, attention_mask, dropout, is_causal, kwargs)
+    window = sliding_window or getattr(module, "sliding_window", None) or None
+    if cache is not None:
+        key, value = _updated(cache, key, value, module, kwargs)
+    borders = kwargs["cu_seq_lens_k"]
+    if isinstance(borders, dict):
+        borders = borders["full_attention" if window is None else "sliding_attention"]
+    q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
+    out = query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
+    for rows, structure in _parts(kwargs["cu_seq_lens_q"], borders, q_len, kv_len, window, _limit(module)):
+        batch, steps = structure.batch, structure.q_len == 1
+        asked = query[:, :, rows]
+        answer, _ = attend(
+            module, asked.transpose(0, 2) if steps else asked, key.expand(batch, -1, -1, -1),
+            value.expand(batch, -1, -1, -1), StructuredMask(structure, query.device), 0.0, scaling,
+            softcap=softcap, s_aux=s_aux,
+        )  # fmt: skip
+        out[:, rows] = answer.transpose(0, 1) if steps else answer
+    return out, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def continuous_batching_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs it outside a compiled graph, as the lengths of requests are read on the host; named for torch's errors."""
+    return attention(*args, **kwargs)
+
+
+def _refuse(
+    module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]
+) -> None:
+    """Refuses what is no step of continuous batching, before the cache is written to; see `attend_requests`."""
+    from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
+
+    from adaattn_hf.plans.record import PlanError
+
+    borders = kwargs.get("cu_seq_lens_q")
+    if borders is None or kwargs.get("read_index") is None:
+        raise ValueError(
+            f"attn_implementation: {type(module).__name__} is inside `with adaattn_hf.continuous_batching(model):`, "
+            "which serves steps of continuous batching alone; leave the block for everything else"
+        )
+    declared = PagedAttentionArgs.__annotations__
+    refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - declared}, HARMLESS)
+    asked = {
+        "attention_mask": mask is not None and "a mask",
+        "block_table": kwargs.get("block_table") is not None and "a table",
+        "dropout": dropout,
+        "is_causal": is_causal is False and "False",
+    }
+    for name, got in asked.items():
+        if got:
+            raise ValueError(
+                f"{name}: got {got} in a step of continuous batching, expected none: requests are told apart by "
+                "cu_seq_lens_q and cu_seq_lens_k, their keys are in order, causal, and read without dropout; use "
+                "'adaattn' for everything else"
+            )
+    check_untransformed("generate_batch")
+    if getattr(module, SEATED, False):
+        raise PlanError(
+            "use_plan: generate_batch() serves its requests in a thread of its own, which no block of another "
+            "thread reaches; use generate() inside the block, or give the model the plan "
+            "with adaattn_hf.load_plan(model)"
+        )
+    if capturing(borders.device):
+        raise ValueError(
+            "use_cuda_graph: got True in continuous batching, expected False, as the lengths of requests are read on "
+            "the host; pass continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
+
+
+def _updated(
+    cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Writes new keys and values to the engine's cache and returns all, `[1, num_kv_heads, kv_len, head_dim]`."""
+    new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
+    if (
+        "kwargs" in inspect.signature(cache.update).parameters
+    ):  # from 5.19 on; it selects the layer's lengths, too
+        key, value = cache.update(**new, kwargs=kwargs)
+        return key, value
+    key, value = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
+    return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+
+
+def _limit(module: nn.Module) -> int | None:
+    """Position in a request up to which the module's plan speaks; None without one."""
+    from ..plans.attach import program_of
+
+    program = program_of(module)
+    return None if program is None else program.max_length
+
+
+class Part(NamedTuple):
+    """Requests that are computed together.
+
+    Attributes:
+        rows: Their queries among those of the step.
+        structure: What they see of the row of all keys.
+    """
+
+    rows: slice | Tensor
+    structure: Runs
+
+
+def _parts(
+    cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, window: int | None, limit: int | None
+) -> tuple[Part, ...]:
+    """The parts of a step, made once for the layers that are handed the same lengths.
+
+    Args:
+        cu_q, cu_k: `[requests + 1]` running sums of queries and keys.
+        q_len, kv_len: Tokens of the step, and keys that its requests read.
+        window: Of the layer.
+        limit: Requests within the lengths of a plan, and those beyond, are computed apart.
+    """
+    # tensors made in inference mode do not count writes: these are taken to be made anew for every step
+    versions = tuple(0 if t.is_inference() else t._version for t in (cu_q, cu_k))
+    known = cu_q.__dict__.setdefault(_KNOWN, {})
+    asked = id(cu_k), versions, kv_len, window, limit
+    if asked not in known:
+        alike: dict[tuple[bool, bool, bool], list[Segment]] = {}
+        for run in aligned_runs(cu_q.tolist(), cu_k.tolist(), q_len, kv_len, True):
+            within = limit is None or run.offset + run.q_len <= limit
+            beyond = limit is not None and run.offset >= limit
+            alike.setdefault((run.q_len == 1, within, beyond), []).append(run)
+        parts = tuple(_part(group, kv_len, window, cu_q.device) for group in alike.values())
+        known[asked] = cu_k, parts  # the lengths are kept so that their identity stays theirs
+    found: tuple[Part, ...] = known[asked][1]
+    return found
+
+
+def _part(group: Sequence[Segment], kv_len: int, window: int | None, device: torch.device) -> Part:
+    """One batch row for each request if they are decode steps, else one row for all."""
+    steps, runs, count = group[0].q_len == 1, [], 0
+    for run in group:
+        runs.append(run._replace(row=count, q_start=0) if steps else run._replace(q_start=count))
+        count += run.q_len
+    first, last = group[0].q_start, group[-1].q_start + group[-1].q_len
+    rows: slice | Tensor = slice(first, last)
+    if count != last - first:
+        places = [torch.arange(run.q_start, run.q_start + run.q_len, device="cpu") for run in group]
+        rows = torch.cat(places).to(device)
+    batch, q_len = (count, 1) if steps else (1, count)
+    return Part(rows, Runs.of(runs, batch, q_len, kv_len, True, window))
