@@ -20,15 +20,13 @@ import adaattn_hf
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms
-from adaattn_hf.patches.plans import attach, hashes
-from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.fold import complete
-from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import store
-from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
+from adaattn_hf.plans.plan import EXACT
 from adaattn_hf.stats.spectrum import score_factors
 
 from ..support.choices import make_choice
+from ..support.plans import give
 
 LENGTH = 40
 
@@ -76,18 +74,9 @@ def _ranked(family: str, max_length: int = 64, **choice: Any) -> Any:
     name = store.remember_tensors(
         {"layers.1.query_basis.0": query_basis[0].float(), "layers.1.key_basis.0": key_basis[0].float()}
     )
-    modules = dict(attention_modules(model, model.config.model_type))
     kv_heads = moments.shapes[1][1]
     choices = (make_choice(**{"rank": 6, **choice}), *[EXACT] * (kv_heads - 1))
-    plan = Plan(
-        format=PLAN_FORMAT, model_type=model.config.model_type,
-        weight_hash=hashes.model_hash(model), configuration=computes_by(model.config),
-        dtype="float32", adaattn="0",
-        torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
-        lengths=(max_length,), layers=(LayerPlan(1, hashes.weight_hash(modules[1]), choices),), units=(),
-        verified=None, tensors=name,
-    )  # fmt: skip
-    attach.attach(model, plan, unverified=True)
+    give(model, {1: choices}, lengths=(max_length,), tensors=name)
     return model
 
 

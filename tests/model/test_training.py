@@ -19,6 +19,7 @@ import adaattn_hf
 
 from ..support.choices import make_choice
 from ..support.models import RECIPES, assert_same, build, fresh_pair, padding, tokens
+from ..support.plans import give
 
 FAMILIES = ("gpt2", "bert", "llama")
 HEADS: dict[str, Any] = {
@@ -274,52 +275,21 @@ def test_callback_adds_its_numbers_to_every_log(tmp_path: Path) -> None:
 
 
 def test_callback_reports_the_plan() -> None:
-    from dataclasses import fields
-
     from adaattn_hf.patches.observe.trainer import plan_statistics
-    from adaattn_hf.patches.plans.attach import attach
-    from adaattn_hf.patches.plans.configured import computes_by
-    from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
-    from adaattn_hf.patches.plans.layers import attention_modules
-    from adaattn_hf.patches.plans.parts import module_dtype
-    from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
+    from adaattn_hf.plans.plan import UnitRecord
 
     model = model_of("llama", "adaattn").eval()
     assert plan_statistics(model) == {}
-    module = dict(attention_modules(model, "llama"))[1]
-    given: dict[str, Any] = dict(
-        layer=1, weights=weight_hash(module), choices=(make_choice(kind="window", window=4), make_choice())
-    )
-    layer = LayerPlan(**{f.name: given[f.name] for f in fields(LayerPlan) if f.name in given})
-    plan = Plan(
-        format=PLAN_FORMAT,
-        model_type="llama",
-        weight_hash=model_hash(model),
-        configuration=computes_by(model.config),
-        dtype=module_dtype(module),
-        adaattn=adaattn_hf.__version__,
-        torch=torch.__version__,
-        transformers=tf.__version__,
-        budget=0.01,
-        seed=0,
-        data_fingerprint="",
-        protocol={},
-        lengths=(64,),
-        layers=(layer,),
-        units=(
-            UnitRecord(1, 0, 0.002, 1.0, 4.0, 0.0, 0.0, 0.0),
-            UnitRecord(1, 1, 0.0, 4.0, 4.0, 0.0, 0.0, 0.0),
-        ),
-        verified=None,
-        tensors="",
-    )
-    attach(model, plan, unverified=True)
+    units = (UnitRecord(1, 0, 0.002, 1.0, 4.0, 0.0, 0.0, 0.0), UnitRecord(1, 1, 0.0, 4.0, 4.0, 0.0, 0.0, 0.0))
+    give(model, {1: (make_choice("window", 4), make_choice())}, units=units)
+    adaattn_hf.load_plan(model)
     assert plan_statistics(model) == {
         "adaattn/plan/heads": 2.0,
         "adaattn/plan/window": 1.0,
         "adaattn/plan/exact": 1.0,
         "adaattn/plan/predicted_risk": 0.002,
         "adaattn/plan/price": 5 / 8,
+        "adaattn/plan/verified_upper": 5e-4,
     }
 
 
