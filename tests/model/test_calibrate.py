@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
-from typer.testing import CliRunner
 
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
@@ -37,13 +35,13 @@ from adaattn_hf.plans import execute, reading, sampled, store
 from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.stats.paired import TokenScores
 from studies.budget.held_out import ratio
 
-from ..support.calibration import calibrate, open_inputs, save_plan
+from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
-from ..support.letters import lettered_llama
+from ..support.letters import encode, lettered_llama, random_words
 
 LENGTH = 192
 CHOICES = (
@@ -64,10 +62,6 @@ def _model(seed: int = 0) -> LlamaForCausalLM:
     return lettered_llama(layers=2, seed=seed)
 
 
-def encode(text: str) -> Sequence[int]:
-    return [ord(character) % 128 for character in text]
-
-
 def _prices(**seconds: float) -> PriceTable:
     """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
 
@@ -75,8 +69,7 @@ def _prices(**seconds: float) -> PriceTable:
         part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
         return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))
 
-    row = {label: Price(0.0, cost(label)) for label in CHOICES}
-    return PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    return price_table(LENGTH, {label: cost(label) for label in CHOICES})
 
 
 SETTINGS = CalibrationSettings(
@@ -88,11 +81,7 @@ SETTINGS = CalibrationSettings(
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    random = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(2, 8))) for _ in range(200)]
-    path.write_text("\n".join(" ".join(random.choice(words, 12)) for _ in range(120)), encoding="utf-8")
-    return [path]
+    return [random_words(tmp_path_factory.mktemp("text") / "book.txt")]
 
 
 @pytest.fixture(scope="module")
@@ -569,18 +558,6 @@ def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="expected 'adaattn'"):
         calibrate(model, encode, text, SETTINGS, prices=_prices())
-
-
-def test_plan_command(stored: Path, tmp_path: Path) -> None:
-    from adaattn_hf.cli.main import app
-
-    shown = CliRunner().invoke(app, ["plan", "show", str(stored)])
-    assert shown.exit_code == 0, shown.output
-    assert ", at most " in shown.output
-    same = CliRunner().invoke(app, ["plan", "diff", str(stored), str(stored)])
-    assert "0 heads differ" in same.output
-    assert CliRunner().invoke(app, ["plan", "paint", str(stored)]).exit_code == 2
-    assert CliRunner().invoke(app, ["plan", "show", str(tmp_path / "none")]).exit_code == 2
 
 
 def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
