@@ -15,6 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import adaattn_hf
+from adaattn_hf.attention.reference import attention
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches.call.paged import paged_function
 from adaattn_hf.patches.registry import engine_takes_names
 
 from ..support.models import assert_same, fresh_pair, padding, pair, tokens
@@ -65,16 +69,6 @@ def test_offloaded_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2-softcap", "gemma3-hybrid", "gpt-oss-sinks"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_sliding_layers_past_their_window(name: str, kind: str) -> None:
-    """Prompt and answer are several windows long, so that layers have dropped keys."""
-    settings: dict[str, Any] = dict(max_new_tokens=12, attention_mask=padding("left"))
-    if kind == "static":
-        settings |= dict(cache_implementation="static", disable_compile=True)
-    assert_equal_generation(name, tokens(), **settings)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_quantised_cache_in_fp8(name: str) -> None:
     if tuple(int(part) for part in tf.__version__.split(".")[:2]) < (5, 21):
@@ -114,7 +108,7 @@ def test_drafts_change_nothing(name: str, draft: str) -> None:
     assert torch.equal(plain, greedy(pair(name).stock, ids, max_new_tokens=10))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
 @pytest.mark.parametrize(
     "settings", [dict(num_beams=3), dict(num_beams=4, num_return_sequences=2, length_penalty=0.5)]
 )
@@ -280,11 +274,6 @@ class Paged:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_step_of_continuous_batching_is_attention_request_by_request(window: int | None) -> None:
-    from adaattn_hf.attention.reference import attention
-    from adaattn_hf.attention.request import AttentionRequest
-    from adaattn_hf.attention.structure import CallStructure
-    from adaattn_hf.patches.call.paged import paged_function
-
     module: Any = torch.nn.Module()
     module.layer_idx, module.sliding_window = 0, window
     query = torch.randn(1, 4, 8, 16)
@@ -324,33 +313,22 @@ def test_a_step_of_continuous_batching_is_attention_request_by_request(window: i
         ({"sinks": torch.ones(4)}, "^sinks: got Tensor"),
         ({"attention_mask": torch.ones(1, 1, 8, 16)}, "^attention_mask: got a mask in a step"),
         ({"dropout": 0.5}, r"^dropout: got 0\.5 in a step"),
+        ({"cache": None}, "steps of continuous batching"),
     ],
 )
 def test_what_a_step_of_continuous_batching_does_not_serve_is_refused(
     keywords: dict[str, Any], words: str
 ) -> None:
     """Before the cache is written to."""
-    from adaattn_hf.patches.call.paged import paged_function
-
     query = torch.randn(1, 4, 8, 16)
     with pytest.raises(ValueError, match=words):
-        paged_function()(torch.nn.Module(), query, query, query, cache=object(), **keywords)
+        paged_function()(torch.nn.Module(), query, query, query, **{"cache": object(), **keywords})
 
 
 def test_a_step_of_continuous_batching_is_not_transformed() -> None:
-    from adaattn_hf.patches.call.paged import paged_function
-
     def step(query: Tensor) -> Tensor:
         out: Tensor = paged_function()(torch.nn.Module(), query, query, query, cache=object())[0]
         return out
 
     with pytest.raises(RuntimeError, match=r"generate_batch: called under torch\.func"):
         torch.func.vmap(step)(torch.randn(2, 1, 4, 8, 16))
-
-
-def test_paged_attention_outside_of_the_engine_is_refused() -> None:
-    from adaattn_hf.patches.call.paged import paged_function
-
-    query = torch.randn(1, 4, 8, 16)
-    with pytest.raises(ValueError, match="steps of continuous batching"):
-        paged_function()(torch.nn.Module(), query, query, query)
