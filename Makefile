@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONSAFEPATH := 1
 
 .PHONY: help house venv demo conformance matrix lowest test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
-  bench-native bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer explorer-smollm2 headline freeze clean
+  bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer explorer-smollm2 headline freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | column -t -s '|'
@@ -104,9 +104,6 @@ bench: $(READY) ## speed alone, against stock attention
 
 bench-gate: $(READY) ## the grid of bench, failing where a cell is below its floor; writes results/bench.json and .md
 	$(BIN)/adaattn bench --gate --output results/bench.json
-
-bench-native: $(READY) ## the native CPU kernels against torch, one and two threads; writes docs/results/native_cpu.*
-	$(BIN)/python tests/native/bench_native.py --write docs/results
 
 bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE MORE="--only speed --resume"; writes docs/results/cache.*
 	PYTHONSAFEPATH= $(BIN)/python -m studies.cache --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results $(MORE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # before anything imports the libraries that read them
@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from .support.warm import WarmInterpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -86,6 +88,13 @@ def bulk_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels read keys and values by TMA in calls of any size."""
     if importlib.util.find_spec("triton") is not None:
         monkeypatch.setattr("adaattn_hf.backends.triton.prefill._LEAST_PRODUCTS", 0)
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterpreter]:
+    """Runs programs, each as the first one of its process, in whichever directory it is told."""
+    with WarmInterpreter(tmp_path_factory.mktemp("printed")) as warm:
+        yield warm
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """What a loss budget buys, as tables: `python -m studies.budget.report DIRECTORY TARGET.json [BEFORE.json]`.
 
-Merges the files that `study`, `speed` and `peers` wrote into one JSON, and
-writes the page beside it. Every number of the page is in the JSON, or a quotient of two that are.
-The plans of an earlier study are set beside those of this one, at the prices of this one; its peers
-are kept where this one has none.
+Merges the files that `study` and `speed` wrote into one JSON, and writes the page beside it. Every number of the page
+is in the JSON, or a quotient of two that are. The plans of an earlier study are set beside those of this one, at the
+prices of this one; other libraries were measured in an earlier study alone, by `studies/budget/peers.py`, which is in
+git at commit 64bc833.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adaattn_hf.policy.prices import PriceTable
 from ..pages import loss, percent, table
 from .pairs import lines_of
 
-PARTS = ("prices", "speed", "peers")
+PARTS = ("prices", "speed")
 KEPT = ("curve", "speed", "peers")
 """Parts that are kept from an earlier study where this one has none."""
 WARM_UP = "a pass of 32 tokens"

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 from ..support.source_tree import ROOT
+from ..support.warm import WarmInterpreter
+
+CALLS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.core_calls import main
+main(sys.argv[1])
+"""
 
 
-def answers(dtype: str) -> dict[str, str]:
+def answers(interpreter: WarmInterpreter, dtype: str) -> dict[str, str]:
     """Digests of what a process of its own computes, in which nothing was remembered under another default."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.core_calls", dtype],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    done = interpreter.run(CALLS, ROOT, dtype)
     assert done.returncode == 0, done.stderr[-1500:]
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
 
-def test_no_answer_depends_on_the_default_dtype() -> None:
-    usual, other = answers("float32"), answers("bfloat16")
+def test_no_answer_depends_on_the_default_dtype(interpreter: WarmInterpreter) -> None:
+    usual, other = answers(interpreter, "float32"), answers(interpreter, "bfloat16")
     assert len(usual) > 100
     assert [name for name, digest in usual.items() if other.get(name) != digest] == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ..support.versions import needs_tracing
+from ..support.warm import WarmInterpreter
 
 OPTIONAL = (
     "triton",
@@ -93,30 +94,25 @@ assert environment == dict(os.environ), "the environment was changed"
 """
 
 
+STRICT = "import warnings; warnings.filterwarnings('error', category=FutureWarning, module='adaattn_hf$')\n"
+
+
 def run(
-    code: str, *, blocked: tuple[str, ...] = (), module: str = "adaattn_hf", path: Path | None = None
+    interpreter: WarmInterpreter,
+    code: str,
+    *,
+    blocked: tuple[str, ...] = (),
+    module: str = "adaattn_hf",
+    path: Path | None = None,
 ) -> str:
     """What a fresh process prints; its error output where it fails."""
     guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module, most=MOST)
     prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error::FutureWarning:adaattn_hf",
-            "-c",
-            prefix + guard + textwrap.dedent(code),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=Path(sys.prefix),
-        timeout=180,
-        check=False,
-    )
+    done = interpreter.run(STRICT + prefix + guard + textwrap.dedent(code), Path(sys.prefix))
     return done.stdout if done.returncode == 0 else f"failed: {done.stderr[-1500:]}"
 
 
-def test_import_registers_the_names_and_does_nothing_else() -> None:
+def test_import_registers_the_names_and_does_nothing_else(interpreter: WarmInterpreter) -> None:
     """No device is looked at, nothing optional imported, nothing logged or set; optional packages may be missing."""
     code = """
         from transformers import AttentionInterface
@@ -137,12 +133,12 @@ def test_import_registers_the_names_and_does_nothing_else() -> None:
         missing = str(adaattn_hf.explain(model))
         print(missing)
     """
-    printed = run(code, blocked=OPTIONAL)
+    printed = run(interpreter, code, blocked=OPTIONAL)
     assert "flash-attn is not installed" in printed, printed
 
 
 @needs_tracing
-def test_a_first_call_that_is_traced_registers_nothing() -> None:
+def test_a_first_call_that_is_traced_registers_nothing(interpreter: WarmInterpreter) -> None:
     """The operators are there before any tracing; the library opens with the first call that needs it."""
     code = """
         import sys
@@ -160,7 +156,7 @@ def test_a_first_call_that_is_traced_registers_nothing() -> None:
         assert operators == again
         print("right")
     """
-    assert run(code) == "right\n"
+    assert run(interpreter, code) == "right\n"
 
 
 PLANTED = {
@@ -177,7 +173,7 @@ PLANTED = {
 }
 
 
-def test_the_guard_finds_planted_violations(tmp_path: Path) -> None:
+def test_the_guard_finds_planted_violations(interpreter: WarmInterpreter, tmp_path: Path) -> None:
     """One process for all: every planted module is guarded by the same statements as the package."""
     for number, text in enumerate(PLANTED.values()):
         (tmp_path / f"planted{number}.py").write_text(text)
@@ -194,7 +190,7 @@ def test_the_guard_finds_planted_violations(tmp_path: Path) -> None:
             else:
                 print(number, "nothing was found")
     """
-    printed = run(code, module="sys", path=tmp_path)
+    printed = run(interpreter, code, module="sys", path=tmp_path)
     for number, complaint in enumerate(PLANTED):
         assert f"{number} {complaint}" in printed, printed
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from ..support.warm import WarmInterpreter
 
 WITHOUT_THE_TAG = """
 import torch, transformers.modeling_utils
@@ -15,13 +15,7 @@ print(torch.ops.adaattn_hf.planned.default)
 """
 
 
-def test_plans_need_no_tag_of_torch_2_9() -> None:
+def test_plans_need_no_tag_of_torch_2_9(interpreter: WarmInterpreter, tmp_path: Path) -> None:
     """Before, operators cannot be told to stay out of CUDA graphs; before 2.7 they take no tags at all."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_TAG],
-        capture_output=True,
-        text=True,
-        cwd=Path(sys.prefix),
-        check=False,
-    )
+    done = interpreter.run(WITHOUT_THE_TAG, tmp_path)
     assert done.stdout == "adaattn_hf.planned.default\n", done.stderr[-1500:]

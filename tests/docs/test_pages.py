@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,6 @@ def python_blocks(page: Path) -> list[Block]:
 WITH_PYTHON = [page for page in PAGES if any(not block.needs for block in python_blocks(page))]
 MARKED = [(page, number) for page in PAGES for number, block in enumerate(python_blocks(page)) if block.needs]
 WITH_RUN = [page for page in PAGES if any(block.run for block in blocks(page.read_text(encoding="utf-8")))]
-
-
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterpreter]:
-    """Runs programs as a reader would paste them: each as the first one of its process, in an empty directory."""
-    with WarmInterpreter(tmp_path_factory.mktemp("printed")) as warm:
-        yield warm
 
 
 @pytest.mark.slow

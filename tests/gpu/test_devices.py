@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,7 +179,7 @@ def small() -> Any:
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
     model.set_attn_implementation("adaattn")
     plan = plan_for(model, make_choice("window", 32, 4), layers=(0, 1, 2, 3), lengths=(512,))
-    attach.attach(model, replace(plan, dtype="bfloat16"), unverified=True)
+    attach.attach(model, plan)
     return model
 
 

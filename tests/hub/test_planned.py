@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf.patches.plans import attach, hashes
-from adaattn_hf.patches.plans.configured import computes_by
-from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice, Precision, Window
-from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.plan import PlanError
 
+from ..support.plans import give
 from ..support.processor import ROUNDS_BF16
 from .models import FAMILIES, beside_stock, padded_batch
 
@@ -40,16 +38,8 @@ def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]
     """A model under stock attention, under the package with a plan, and under the kernel with that plan."""
     stock, ours = beside_stock(family, NAME)
     _, package = beside_stock(family, "adaattn")
-    modules = dict(attention_modules(package, package.config.model_type))
-    layers = tuple(LayerPlan(i, hashes.weight_hash(m), (choice, choice)) for i, m in modules.items())
-    plan = Plan(
-        format=PLAN_FORMAT, model_type=package.config.model_type,
-        weight_hash=hashes.model_hash(package), configuration=computes_by(package.config),
-        dtype="float32", adaattn="0",
-        torch="0", transformers=tf.__version__, budget=0.1, seed=0, data_fingerprint="", lengths=(4096,), layers=layers,
-        units=(), tensors="", protocol={}, verified=None,
-    )  # fmt: skip
-    attach.attach(package, plan, unverified=True)
+    plan = give(package, choice, lengths=(4096,), verified=None)
+    adaattn_hf.load_plan(package, unverified=True)
     ours.config.adaattn = {"plan": replace(plan, **changes).to_dict()}
     return stock, package, ours
 

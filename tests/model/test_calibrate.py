@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
-from typer.testing import CliRunner
 
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
@@ -39,15 +38,17 @@ from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import EXACT, Choice, Plan, PlanError
+from adaattn_hf.plans.sampled import row_outputs
+from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.stats.paired import TokenScores
 from adaattn_hf.stats.rows import stratified_rows
 from studies.budget.held_out import ratio
 
-from ..support.calibration import calibrate, open_inputs, save_plan
+from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
-from ..support.letters import lettered_llama
+from ..support.letters import encode, lettered_llama, random_words
 
 LENGTH = 192
 CHOICES = (
@@ -68,10 +69,6 @@ def _model(seed: int = 0) -> LlamaForCausalLM:
     return lettered_llama(layers=2, seed=seed)
 
 
-def encode(text: str) -> Sequence[int]:
-    return [ord(character) % 128 for character in text]
-
-
 def _prices(**seconds: float) -> PriceTable:
     """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
 
@@ -79,8 +76,7 @@ def _prices(**seconds: float) -> PriceTable:
         part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
         return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))
 
-    row = {label: Price(0.0, cost(label)) for label in CHOICES}
-    return PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    return price_table(LENGTH, {label: cost(label) for label in CHOICES})
 
 
 SETTINGS = CalibrationSettings(
@@ -92,11 +88,7 @@ SETTINGS = CalibrationSettings(
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    random = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(2, 8))) for _ in range(200)]
-    path.write_text("\n".join(" ".join(random.choice(words, 12)) for _ in range(120)), encoding="utf-8")
-    return [path]
+    return [random_words(tmp_path_factory.mktemp("text") / "book.txt")]
 
 
 @pytest.fixture(scope="module")
@@ -437,11 +429,11 @@ def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> N
         )
         for layer, (request, _) in enumerate(seen):
             every = [EXACT, make_choice("window", 8), make_choice(precision="int8")]
-            rows = fisher.row_outputs(request, places, every, LayerTensors())
-            wanted = ((rows.outputs[1:] - rows.outputs[:1]) * gradients[layer][0].transpose(0, 1)).sum(-1)
+            outputs, dropped = row_outputs(request, places, every, LayerTensors())
+            wanted = ((outputs[1:] - outputs[:1]) * gradients[layer][0].transpose(0, 1)).sum(-1)
             assert wanted.abs().max() > 1e-4
             torch.testing.assert_close(found[layer][0][label], wanted, atol=1e-6, rtol=1e-4)
-            torch.testing.assert_close(found[layer][1], rows.dropped[1:])
+            torch.testing.assert_close(found[layer][1], dropped[1:])
 
 
 def _peak(run: Callable[[], object]) -> int:
@@ -583,18 +575,6 @@ def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="expected 'adaattn'"):
         calibrate(model, encode, text, SETTINGS, prices=_prices())
-
-
-def test_plan_command(stored: Path, tmp_path: Path) -> None:
-    from adaattn_hf.cli.main import app
-
-    shown = CliRunner().invoke(app, ["plan", "show", str(stored)])
-    assert shown.exit_code == 0, shown.output
-    assert ", at most " in shown.output
-    same = CliRunner().invoke(app, ["plan", "diff", str(stored), str(stored)])
-    assert "0 heads differ" in same.output
-    assert CliRunner().invoke(app, ["plan", "paint", str(stored)]).exit_code == 2
-    assert CliRunner().invoke(app, ["plan", "show", str(tmp_path / "none")]).exit_code == 2
 
 
 def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:

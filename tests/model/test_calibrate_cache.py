@@ -31,10 +31,10 @@ from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.acceptance import Gates
-from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
-from ..support.calibration import calibrate, open_inputs, save_plan
+from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
 from .test_calibrate import SETTINGS, _model, _prices, encode, text
 from .test_streaming_cache import LAYERS, ids, llama
@@ -185,9 +185,7 @@ def test_the_page_of_budgets_shows_what_a_search_for_a_small_cache_takes(text: l
 
 def flat(*labels: str) -> PriceTable:
     """Every choice takes the same time."""
-    row = {label: Price(0.0, 1.0) for label in ("exact", *labels)}
-    length = MEMORY.lengths[0]
-    return PriceTable("a table", {}, {"prefill": {length: row}, "decode": {length: row}})
+    return price_table(MEMORY.lengths[0], dict.fromkeys(("exact", *labels), 1.0))
 
 
 def campaign(measured: Measurement, **changes: Any) -> Campaign:

@@ -33,12 +33,12 @@ from adaattn_hf.cli.options import tokens
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.prices import Price
 
+from ..support.calibration import price_table
 from ..support.processor import ROUNDS_BF16
 
 LENGTH = 192
-LABELS = ("exact", "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     directory = tmp_path_factory.mktemp("material")
     text, prices = directory / "text.txt", directory / "prices.json"
     text.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
-    row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(LABELS)}
-    prices.write_text(
-        PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
-    )
+    row = {"exact": Price(1e-4, 1.0), "bf16": Price(1e-4, 0.5)}
+    prices.write_text(price_table(LENGTH, row).to_json())
     return str(text), str(prices)
 
 
@@ -80,6 +78,19 @@ def run(model: Path, material: tuple[str, str], *more: str) -> Result:
     if "--out" in more:
         words.remove("--in-place")
     return CliRunner().invoke(app, [*words, *more])
+
+
+@pytest.fixture(scope="module")
+def made(material: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that carries a proven plan, for `planned` to copy."""
+    found = Path(shutil.copytree(demo_model_path("llama"), tmp_path_factory.mktemp("made") / "model"))
+    assert run(found, material, "--budget", "1%").exit_code == 0
+    return found
+
+
+@pytest.fixture
+def planned(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "model"))
 
 
 def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
@@ -221,42 +232,39 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
-def test_a_proven_plan_stays_where_none_can_be_proven(model: Path, material: tuple[str, str]) -> None:
-    assert run(model, material, "--budget", "1%").exit_code == 0
-    before = files(model)
-    done = run(model, material, "--budget", "1e-9", "--json")
+def test_a_proven_plan_stays_where_none_can_be_proven(planned: Path, material: tuple[str, str]) -> None:
+    before = files(planned)
+    done = run(planned, material, "--budget", "1e-9", "--json")
     assert done.exit_code == BUDGET_NOT_MET
-    assert f"kept: the plan in {model}, which was proven before" in done.stderr
+    assert f"kept: the plan in {planned}, which was proven before" in done.stderr
     assert json.loads(done.stdout)["plan"]["layers"] == []
-    after = files(model)
+    after = files(planned)
     assert json.loads(after.pop("adaattn_failed.json"))["report"]
     assert after == before
 
 
 def test_a_plan_that_was_not_proven_or_is_of_other_weights_does_not_stay(
-    model: Path, material: tuple[str, str]
+    planned: Path, material: tuple[str, str]
 ) -> None:
-    assert run(model, material, "--budget", "1%").exit_code == 0
-    trained = AutoModelForCausalLM.from_pretrained(model)
+    trained = AutoModelForCausalLM.from_pretrained(planned)
     with torch.no_grad():
         trained.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
-    trained.save_pretrained(model)
-    done = run(model, material, "--budget", "1e-9")
+    trained.save_pretrained(planned)
+    done = run(planned, material, "--budget", "1e-9")
     assert (done.exit_code, "the plan is exact" in done.output) == (BUDGET_NOT_MET, True), done.output
-    assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
+    assert json.loads((planned / "adaattn_plan.json").read_text())["layers"] == []
 
 
 def test_a_fine_tuned_checkpoint_that_carries_a_plan_is_calibrated_again(
-    model: Path, material: tuple[str, str], tmp_path: Path
+    planned: Path, material: tuple[str, str], tmp_path: Path
 ) -> None:
     """Its plan would refuse the weights; losses are those beside the exact model in any case."""
-    assert run(model, material, "--budget", "1%").exit_code == 0
-    trained = AutoModelForCausalLM.from_pretrained(model)
+    trained = AutoModelForCausalLM.from_pretrained(planned)
     assert trained.config.adaattn["plan"]
     with torch.no_grad():
         trained.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
     again = tmp_path / "trained"
-    shutil.copytree(model, again, ignore=shutil.ignore_patterns("adaattn_*"))
+    shutil.copytree(planned, again, ignore=shutil.ignore_patterns("adaattn_*"))
     trained.save_pretrained(again)
     done = run(again, material, "--budget", "1%")
     assert done.exit_code == 0, done.output
@@ -483,10 +491,9 @@ def test_a_report_is_json_where_a_number_is_not_finite(
 
 
 def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
-    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    planned: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(model, material, "--budget", "1%").exit_code == 0
-    whole = (model / "adaattn_plan.json").read_bytes()
+    whole = (planned / "adaattn_plan.json").read_bytes()
     real, calls = fisher.measure, []
 
     def stops(*args: Any, **kwargs: Any) -> Any:
@@ -496,18 +503,18 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(fisher, "measure", stops)
-    stopped = run(model, material, "--budget", "1%")
+    stopped = run(planned, material, "--budget", "1%")
     assert stopped.exit_code == 130
     assert "with --resume" in stopped.stderr
-    anew = run(model, material, "--budget", "1%")
+    anew = run(planned, material, "--budget", "1%")
     assert anew.exit_code == 2
     assert "is an interrupted calibration; pass --resume" in anew.stderr
-    assert (model / FILE).is_file()
-    resumed = run(model, material, "--budget", "1%", "--resume")
+    assert (planned / FILE).is_file()
+    resumed = run(planned, material, "--budget", "1%", "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert len(calls) == 3
-    assert (model / "adaattn_plan.json").read_bytes() == whole
-    assert not (model / FILE).exists()
+    assert (planned / "adaattn_plan.json").read_bytes() == whole
+    assert not (planned / FILE).exists()
 
 
 @pytest.mark.parametrize(

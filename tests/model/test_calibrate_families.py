@@ -20,9 +20,9 @@ from transformers import (
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.search import MOST_JOINT_STEPS
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
-from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.prices import PriceTable
 
-from ..support.calibration import calibrate
+from ..support.calibration import calibrate, price_table
 
 LENGTH, OWN = 192, 48
 WINDOWS = {"w16+16": 0.3, "w32+16": 0.4, "w64+16": 0.6}
@@ -38,8 +38,7 @@ def prices() -> PriceTable:
         {"exact": 1.0, "bf16": 0.8} | WINDOWS | {f"{name} bf16": 0.8 * cost for name, cost in WINDOWS.items()}
     )
     row |= {f"{label} in {OWN}": 0.5 * cost for label, cost in row.items()}
-    every = {label: Price(0.0, cost) for label, cost in row.items()}
-    return PriceTable("a table", {}, {"prefill": {LENGTH: every}, "decode": {LENGTH: every}})
+    return price_table(LENGTH, row)
 
 
 @pytest.fixture(scope="module")

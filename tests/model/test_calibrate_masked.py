@@ -53,7 +53,7 @@ from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.policy.table import SolverTable
 from studies.budget.held_out import ratio
 
-from ..support.calibration import calibrate, open_inputs, save_plan
+from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
 
 LENGTH = 256
@@ -67,8 +67,7 @@ def prices(**seconds: float) -> PriceTable:
     """A table without decode, in which windows cost a third, bf16 half and ranks as much as exact attention."""
     cost = {"exact": 1.0, "bf16": 0.5, "w32+16": 0.3, "w64+16": 0.4, "w32+16 bf16": 0.2, "w64+16 bf16": 0.25}
     cost |= {"r16": 0.95, **seconds}
-    row = {label: Price(0.0, value) for label, value in cost.items()}
-    return PriceTable("a table", {}, {"prefill": {LENGTH: row}})
+    return price_table(LENGTH, cost, decode=False)
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +244,8 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     hybrid = ModernBertForMaskedLM(config).eval()
     cost = {"exact": 8.0, "bf16": 4.0, "w8+16": 2.0, "w8+16 bf16": 1.0, "w32+16": 3.0, "w32+16 bf16": 1.5}
     # its own window of 17 keys each way leaves as much to every choice
-    row = {label: Price(0.0, value) for label, value in cost.items()}
-    row |= {f"{label} in 17": Price(0.0, value / 8) for label, value in cost.items()}
-    table = PriceTable("a table", {}, {"prefill": {LENGTH: row}})
+    row = cost | {f"{label} in 17": value / 8 for label, value in cost.items()}
+    table = price_table(LENGTH, row, decode=False)
     settings = replace(
         SETTINGS, families=("window", "bf16"), windows=(8, 32), sequences=1, held_out=2, tries=1
     )
@@ -266,13 +264,9 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     picks[[2, 3, 6, 7]] = exact
     assert ratio(measured, picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
     # the report tells the same, also of what a launch costs in layers of either kind
-    lines = {name: Price(price.seconds(1), price.slope / 2) for name, price in row.items()}
-    told = pricing.unit_prices(
-        PriceTable("a table", {}, {"prefill": {LENGTH: lines}}), measured.layers, [LENGTH], 0
-    )
-    both = replace(
-        measured, table=replace(table, prices={"prefill": {LENGTH: lines}}), prices=told[0], launches=told[1]
-    )
+    lines = price_table(LENGTH, {name: Price(one, one / 2) for name, one in row.items()}, decode=False)
+    told = pricing.unit_prices(lines, measured.layers, [LENGTH], 0)
+    both = replace(measured, table=lines, prices=told[0], launches=told[1])
     words = report(both, [], evaluate(picks, told[0], both.risks(), told[1]), np.ones(1), [])
     assert words["price_exact_seconds"] == pytest.approx(2 * (8 + 8) + 2 * (1 + 1))
     assert words["price_plan_seconds"] == pytest.approx(2 * (4 + 4) + 2 * (1 + 1))

@@ -14,16 +14,14 @@ import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.patches.plans import attach, hashes
-from adaattn_hf.patches.plans.configured import computes_by
-from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import monitor, sampled
 from adaattn_hf.plans.choices import Choice
-from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, UnitRecord
+from adaattn_hf.plans.plan import EXACT, LayerPlan, UnitRecord
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.plans import give
 
 LENGTH = 160
 WINDOW = make_choice("window", 32, 4)
@@ -42,18 +40,9 @@ def _model() -> LlamaForCausalLM:
 
 def _planned(p95: float, monitor: bool = True, choice: Choice = WINDOW) -> LlamaForCausalLM:
     model = _model()
-    modules = dict(attention_modules(model, "llama"))
-    plan = Plan(
-        format=PLAN_FORMAT, model_type="llama",
-        weight_hash=hashes.model_hash(model), configuration=computes_by(model.config),
-        dtype="float32", adaattn="0", torch="0",
-        transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(256,), verified=None,
-        layers=tuple(LayerPlan(i, hashes.weight_hash(m), (choice, choice)) for i, m in modules.items()),
-        units=tuple(UnitRecord(i, h, 1e-4, 0.5, 1.0, p95 / 2, p95, p95**2) for i in modules for h in (0, 1)),
-        tensors="",
-    )  # fmt: skip
-    attach.attach(model, plan, unverified=True)
-    model.config.adaattn = {**model.config.adaattn, "monitor": monitor}
+    units = tuple(UnitRecord(i, h, 1e-4, 0.5, 1.0, p95 / 2, p95, p95**2) for i in (0, 1) for h in (0, 1))
+    give(model, choice, lengths=(256,), units=units)
+    model.config.adaattn |= {"monitor": monitor}
     return model
 
 

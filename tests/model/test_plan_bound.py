@@ -284,9 +284,7 @@ def test_autocast_to_another_dtype_is_refused_and_to_the_same_is_not() -> None:
     ):
         logits(model)
     half = fresh_pair("llama").ours.to(torch.bfloat16)
-    half.config.adaattn = {
-        "plan": replace(plan_for(half, make_choice("window", window=WINDOW)), dtype="bfloat16").to_dict()
-    }
+    half.config.adaattn = {"plan": plan_for(half, make_choice("window", window=WINDOW)).to_dict()}
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.isfinite(logits(half)).all()
     with torch.autocast("cpu", torch.float16), pytest.raises(PlanError, match="autocast computes in float16"):
@@ -303,7 +301,7 @@ def test_training_in_mixed_precision_goes_on() -> None:
 # ------------------------------------------------------------------------------------------------ permissions
 def test_a_permission_belongs_to_the_process(tmp_path: Path) -> None:
     model = fresh_pair("llama").ours
-    plan = replace(plan_for(model, make_choice("window", window=WINDOW)), verified=None)
+    plan = plan_for(model, make_choice("window", window=WINDOW), verified=None)
     attach(model, plan, unverified=True)
     right = logits(model)
     assert torch.equal(logits(copy.deepcopy(model)), right)
@@ -326,7 +324,7 @@ def test_a_permission_belongs_to_the_process(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_a_permission_does_not_give_it(tmp_path: Path) -> None:
     model = fresh_pair("llama").ours
-    plan = replace(plan_for(model, make_choice("window", window=WINDOW)), verified=None)
+    plan = plan_for(model, make_choice("window", window=WINDOW), verified=None)
     model.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn")
@@ -378,7 +376,7 @@ def test_towers_are_saved_without_the_plan_too(tmp_path: Path) -> None:
     model = tf.LlavaForConditionalGeneration._from_config(composite(), attn_implementation="adaattn")
     model.config.dtype = torch.float32
     tower = model.model.language_model
-    plan = replace(plan_for(tower, make_choice("window", window=WINDOW)), weight_hash=model_hash(model))
+    plan = plan_for(tower, make_choice("window", window=WINDOW), weight_hash=model_hash(model))
     model.config.text_config.adaattn = model.config.adaattn = {"plan": plan.to_dict()}
     model.train()(**composite_inputs()).logits.sum().backward()
     model.config.save_pretrained(tmp_path)
@@ -398,9 +396,7 @@ def test_compiled_passes_go_on_behind_training() -> None:
 @needs_tracing
 def test_an_allowed_plan_compiles() -> None:
     model = fresh_pair("llama").ours
-    attach(
-        model, replace(plan_for(model, make_choice("window", window=WINDOW)), verified=None), unverified=True
-    )
+    attach(model, plan_for(model, make_choice("window", window=WINDOW), verified=None), unverified=True)
     expected = logits(model)
     torch._dynamo.reset()
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)

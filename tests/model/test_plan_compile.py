@@ -27,15 +27,13 @@ from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.plans import attach, fit, hashes
-from adaattn_hf.patches.plans.configured import computes_by
-from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.patches.plans import attach, fit
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
-from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.plans.program import PROGRAMS
 
 from ..support.choices import make_choice
+from ..support.plans import plan_for
 from ..support.processor import ROUNDS_BF16
 from ..support.versions import needs_tracing
 
@@ -82,17 +80,9 @@ def planned(choice: Choice, family: str = "llama") -> Any:
             GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=512, initializer_range=0.3)
         )
     model.eval().set_attn_implementation("adaattn")
-    modules = dict(attention_modules(model, model.config.model_type))
     tensors = bases(0, heads) | bases(1, heads)
-    plan = Plan(
-        format=PLAN_FORMAT, model_type=model.config.model_type,
-        weight_hash=hashes.model_hash(model), configuration=computes_by(model.config),
-        dtype="float32", adaattn="0", torch="0",
-        transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(512,), verified=None,
-        layers=tuple(LayerPlan(i, hashes.weight_hash(m), (choice,) * heads) for i, m in modules.items()),
-        units=(), tensors=store.remember_tensors(tensors) if choice.columns else "",
-    )  # fmt: skip
-    attach.attach(model, plan, unverified=True)
+    name = store.remember_tensors(tensors) if choice.columns else ""
+    attach.attach(model, plan_for(model, choice, lengths=(512,), tensors=name))
     return model
 
 

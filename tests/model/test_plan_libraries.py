@@ -16,22 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import adaattn_hf
-from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.store import remember_tensors
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens
-from ..support.plans import plan_for
+from ..support.plans import give, plan_for
 
 
 def planned(**choice: Any) -> Any:
     """A LLaMA whose second layer runs a choice, bound to all its weights."""
     _, ours = fresh_pair("llama")
-    plan = plan_for(ours, make_choice(**choice), layers=(1,))
-    bound = replace(plan, weight_hash=model_hash(ours))
-    ours.config.adaattn = {"plan": bound.to_dict()}
+    give(ours, make_choice(**choice), layers=(1,))
     return ours
 
 

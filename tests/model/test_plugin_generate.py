@@ -83,14 +83,6 @@ def test_encoder_decoder_generation_equals_eager(name: str) -> None:
     assert_generates_the_same(name, padding("right"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window"])
-def test_beam_search_equals_eager(name: str) -> None:
-    stock, ours = pair(name)
-    settings = dict(attention_mask=padding("left"), num_beams=3, max_new_tokens=5, do_sample=False)
-    with torch.no_grad():
-        assert torch.equal(stock.generate(tokens(), **settings), ours.generate(tokens(), **settings))
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_pieces_with_a_cache_equal_the_whole(name: str, kind: str) -> None:

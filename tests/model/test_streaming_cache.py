@@ -16,15 +16,14 @@ from typer.testing import CliRunner
 import adaattn_hf
 from adaattn_hf.cli.main import app
 from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
-from adaattn_hf.patches.plans import attach, hashes
-from adaattn_hf.patches.plans.configured import computes_by
-from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from studies.cache_speed import held_bytes
 
 from ..support.choices import make_choice
+from ..support.plans import plan_for
 from ..support.versions import needs_tracing
 
 VOCAB, LIMIT = 61, 600
@@ -52,16 +51,8 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.f
 
 
 def give(model: Any, layers: Any, limit: int = LIMIT, protocol: Any = None) -> None:
-    modules = dict(attention_modules(model, "llama"))
-    plan = Plan(
-        format=PLAN_FORMAT, model_type="llama",
-        weight_hash=hashes.model_hash(model), configuration=computes_by(model.config),
-        dtype=str(model.dtype).removeprefix("torch."),
-        adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol=protocol or {},
-        lengths=(limit,), verified=None,
-        layers=tuple(LayerPlan(i, hashes.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
-    )  # fmt: skip
-    attach.attach(model, plan, unverified=True)
+    own = dict(enumerate(layers[: model.config.num_hidden_layers]))
+    attach.attach(model, plan_for(model, own, lengths=(limit,), protocol=protocol or {}))
 
 
 def model_for(stored: str) -> Any:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
@@ -23,9 +22,9 @@ from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precisi
 from adaattn_hf.plans.plan import LayerPlan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.candidates import candidates, refuse_unknown
-from adaattn_hf.policy.prices import Price, PriceTable
 
-from ..support.calibration import calibrate, save_plan
+from ..support.calibration import calibrate, price_table, save_plan
+from ..support.letters import encode, lettered_llama, random_words
 
 LENGTH = 192
 
@@ -72,39 +71,20 @@ def _known() -> Iterator[None]:
     del KINDS[EverySecond.name]
 
 
-def make_model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
-    )  # fmt: skip
-    config._attn_implementation = "adaattn"
-    return LlamaForCausalLM(config).eval()
-
-
-def encode(text: str) -> Sequence[int]:
-    return [ord(character) % 128 for character in text]
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make_model()
+    return lettered_llama(layers=2)
 
 
 @pytest.fixture(scope="module")
 def result(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
-    random = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(2, 8))) for _ in range(200)]
-    path.write_text("\n".join(" ".join(random.choice(words, 12)) for _ in range(120)), encoding="utf-8")
-    row = {label: Price(0.0, seconds) for label, seconds in (("exact", 1.0), ("e128", 0.5), ("e160", 0.6))}
-    row |= {f"{label} bf16": Price(0.0, 2.0) for label in ("e128", "e160")} | {"bf16": Price(0.0, 2.0)}
+    path = random_words(tmp_path_factory.mktemp("text") / "book.txt")
+    row = {"exact": 1.0, "bf16": 2.0, "e128": 0.5, "e128 bf16": 2.0, "e160": 0.6, "e160 bf16": 2.0}
     settings = CalibrationSettings(
         budget=2e-2, lengths=(LENGTH,), sequences=2, rows=32, labels=1, held_out=4, tries=2, needles=2,
         families=("every_second", "bf16"),
     )  # fmt: skip
-    prices = PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
-    return calibrate(model, encode, [path], settings, prices=prices)
+    return calibrate(model, encode, [path], settings, prices=price_table(LENGTH, row))
 
 
 def test_it_is_a_candidate_and_crosses_with_precisions() -> None:
@@ -129,7 +109,7 @@ def test_it_is_stored_loaded_and_run(model: Any, result: Calibration, tmp_path: 
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn").eval()
     assert adaattn_hf.load_plan(again) == result.plan
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    exact = make_model()
+    exact = lettered_llama(layers=2)
     with torch.no_grad(), adaattn_hf.monitoring(again) as watching:
         found = again(tokens).logits
         assert (found - exact(tokens).logits).abs().max() > 1e-5

@@ -38,41 +38,29 @@ def drawn(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(*shape, 4, 7, 8), torch.randn(*shape, 2, 7, 8), torch.randn(*shape, 2, 7, 8)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["traced with ones", "traced with padding"])
+@pytest.mark.parametrize("made", ["with ones", "with padding", "without a mask"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window", "bert"])
-def test_a_traced_model_reads_the_mask_that_it_is_called_with(family: str, padded: bool) -> None:
-    """A graph may not keep that the mask of its making hid nothing."""
+def test_a_traced_model_computes_attention_of_its_inputs(family: str, made: str) -> None:
+    """A graph may keep neither the tokens of its making nor that their mask hid nothing."""
     stock, ours = fresh_pair(family)
     ids, ones, left = tokens(), torch.ones_like(tokens()), padding("left")
     assert left is not None
     without_cache = {} if family == "bert" else {"use_cache": False}
 
-    def run(ids: Tensor, mask: Tensor) -> Tensor:
+    def run(ids: Tensor, mask: Tensor | None = None) -> Tensor:
         out: Tensor = ours(input_ids=ids, attention_mask=mask, **without_cache)[0]
         return out
 
-    ours.requires_grad_(False)
-    with torch.no_grad():
-        traced = torch.jit.trace(run, (ids, left if padded else ones), check_trace=False)
-        for mask in (ones, left, left.roll(1, 0)):
-            expected = stock(input_ids=ids, attention_mask=mask, **without_cache)[0]
-            real = mask.bool()
-            torch.testing.assert_close(traced(ids, mask)[real], expected[real], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_a_traced_model_computes_attention_of_its_inputs(family: str) -> None:
-    _, ours = fresh_pair(family)
     ours.requires_grad_(False)  # the tracer takes no leaf that needs a gradient for a constant
-    first, second = tokens(), tokens().flip(1)
-
-    def run(ids: Tensor) -> Tensor:
-        out: Tensor = ours(input_ids=ids, **({} if family == "bert" else {"use_cache": False}))[0]
-        return out
-
+    given = {"with ones": (ids, ones), "with padding": (ids, left), "without a mask": (ids,)}[made]
+    masks = (ones, left, left.roll(1, 0)) if len(given) == 2 else (ones,)
+    others = ids.flip(1)
     with torch.no_grad():
-        traced = torch.jit.trace(run, first, check_trace=False)
-        torch.testing.assert_close(traced(second), run(second), atol=1e-5, rtol=1e-5)
+        traced = torch.jit.trace(run, given, check_trace=False)
+        for mask in masks:
+            expected = stock(input_ids=others, attention_mask=mask, **without_cache)[0]
+            found, real = traced(others, *((mask,) if len(given) == 2 else ())), mask.bool()
+            torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adaattn", "adaattn_sdpa", "adaattn_eager"])

@@ -34,6 +34,7 @@ from ..support.models import (
     tokens,
 )
 from ..support.versions import needs_tracing
+from .test_plugin_heads import inputs_of
 
 UNPADDED = "unpadded"
 LABEL_PAD = -100
@@ -224,22 +225,6 @@ def test_a_row_of_nothing_but_padding_is_zero_and_disturbs_nobody() -> None:
 
 
 # ---------------------------------------------------------------- heads, losses, gradients
-def labels_of(head: type, mask: Tensor) -> dict[str, Tensor]:
-    """Labels for a head of any task; no label at padding."""
-    name = head.__name__
-    token_labels = (tokens(seed=9) % 2).masked_fill(mask == 0, LABEL_PAD)
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "DoubleHeadsModel")):
-        return {"labels": tokens(seed=9).masked_fill(mask == 0, LABEL_PAD)}
-    if name.endswith("ForPreTraining"):
-        labels = tokens(seed=9).masked_fill(mask == 0, LABEL_PAD)
-        return {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 0])}
-    if name.endswith("ForTokenClassification"):
-        return {"labels": token_labels}
-    if name.endswith(("ForSequenceClassification", "ForNextSentencePrediction")):
-        return {"labels": torch.tensor([0, 1, 0])}
-    if name.endswith("ForQuestionAnswering"):
-        return {"start_positions": torch.tensor([0, 2, 3]), "end_positions": torch.tensor([1, 3, 3])}
-    return {}
 
 
 MORE_HEADS = {
@@ -269,25 +254,12 @@ def head_of(cls: Any) -> Pair:
 def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
     stock, ours = head_of(cls)
     adaattn_hf.prepare(ours)
-    mask = padding("right")
-    inputs: dict[str, Any] = {
-        "input_ids": ids_of(stock, mask),
-        "attention_mask": mask,
-        **labels_of(cls, mask),
-    }
-    if cls is tf.BertForMultipleChoice:
-        # two choices for each of two questions
-        inputs = {k: torch.cat([v, v[:1]]).unflatten(0, (2, 2)) for k, v in inputs.items()}
-        inputs["labels"] = torch.tensor([1, 0])
-    if cls is tf.GPT2DoubleHeadsModel:
-        inputs = {k: v[:, None] for k, v in inputs.items()}
-        inputs.update(mc_token_ids=torch.tensor([[2], [1], [3]]), mc_labels=torch.tensor([0, 0, 0]))
-        inputs.pop("labels")
+    inputs = inputs_of(cls)
     gradients = []
     for model in (stock, ours):
         output = model(**inputs)
         loss = next((output[name] for name in ("loss", "mc_loss") if output.get(name) is not None), None)
-        value = main_output(output)[mask.bool()].square().mean() if loss is None else loss
+        value = main_output(output)[inputs["attention_mask"].bool()].square().mean() if loss is None else loss
         value.backward()
         gradients.append((value.detach(), {n: p.grad for n, p in model.named_parameters()}))
     (left_loss, left), (right_loss, right) = gradients

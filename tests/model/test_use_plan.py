@@ -28,14 +28,14 @@ from ..support.versions import needs_tracing
 class Case:
     """One model, what it computes exactly and by windows of two and five tokens, and these plans."""
 
-    def __init__(self) -> None:
-        _, self.model = fresh_pair("llama")
-        self.model.eval()
+    def __init__(self, layers: int = 2) -> None:
+        self.model = fresh_pair("llama", num_hidden_layers=layers).ours
         self.ids = tokens()
         self.plans: dict[str, Plan | None] = {"exact": None}
         self.expected = {"exact": self.logits()}
         for name, window in (("narrow", 2), ("wide", 5)):
-            self.plans[name] = give(self.model, make_choice("window", window=window))
+            choice = make_choice("window", window=window)
+            self.plans[name] = give(self.model, choice, layers=tuple(range(layers)))
             self.expected[name] = self.logits()
             adaattn_hf.remove_plan(self.model)
 
@@ -58,6 +58,12 @@ def _fresh() -> None:
 @pytest.fixture
 def case() -> Case:
     return Case()
+
+
+@pytest.fixture
+def small() -> Case:
+    """Of one layer: graphs of it are traced soon."""
+    return Case(layers=1)
 
 
 def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
@@ -178,42 +184,42 @@ def test_training_is_refused(case: Case) -> None:
 @needs_tracing
 @torch.no_grad()
 @pytest.mark.parametrize("first", ["graph", "block"])
-def test_a_graph_is_refused_while_a_block_is_open(case: Case, first: str) -> None:
-    model = case.model
+def test_a_graph_is_refused_while_a_block_is_open(small: Case, first: str) -> None:
+    model = small.model
     whole = torch.compile(model, backend="eager", fullgraph=True)
     if first == "graph":
-        torch.testing.assert_close(whole(input_ids=case.ids).logits, case.expected["exact"])
+        torch.testing.assert_close(whole(input_ids=small.ids).logits, small.expected["exact"])
     with (
-        adaattn_hf.use_plan(model, case.plans["narrow"], unverified=True),
+        adaattn_hf.use_plan(model, small.plans["narrow"], unverified=True),
         pytest.raises(Exception, match="use_plan_runs_outside_graphs"),
     ):
-        whole(input_ids=case.ids)
-    torch.testing.assert_close(whole(input_ids=case.ids).logits, case.expected["exact"])
+        whole(input_ids=small.ids)
+    torch.testing.assert_close(whole(input_ids=small.ids).logits, small.expected["exact"])
     if first == "graph":
         return
     torch._dynamo.reset()
     parts = torch.compile(model, backend="eager")
-    for name in ("narrow", "exact", "narrow"):
-        with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
-            torch.testing.assert_close(parts(input_ids=case.ids).logits, case.expected[name])
+    for name in ("narrow", "exact"):
+        with adaattn_hf.use_plan(model, small.plans[name], unverified=True):
+            torch.testing.assert_close(parts(input_ids=small.ids).logits, small.expected[name])
 
 
 @needs_tracing
 @torch.no_grad()
-def test_a_copy_made_in_a_block_is_run_by_its_own_plan_and_compiled(case: Case) -> None:
-    with adaattn_hf.use_plan(case.model, case.plans["narrow"], unverified=True):
-        twin = copy.deepcopy(case.model)
-        torch.testing.assert_close(twin(input_ids=case.ids).logits, case.expected["exact"])
+def test_a_copy_made_in_a_block_is_run_by_its_own_plan_and_compiled(small: Case) -> None:
+    with adaattn_hf.use_plan(small.model, small.plans["narrow"], unverified=True):
+        twin = copy.deepcopy(small.model)
+        torch.testing.assert_close(twin(input_ids=small.ids).logits, small.expected["exact"])
     whole = torch.compile(twin, backend="eager", fullgraph=True)
-    torch.testing.assert_close(whole(input_ids=case.ids).logits, case.expected["exact"])
+    torch.testing.assert_close(whole(input_ids=small.ids).logits, small.expected["exact"])
 
 
 @needs_tracing
 @torch.no_grad()
 def test_a_step_outside_of_a_graph_knows_the_windows_of_its_layers() -> None:
     """A graph's mask is dense, and one row of it does not tell what a window hides from padding."""
-    model = fresh_pair("mistral-window").ours
-    plan = plan_for(model, make_choice("window", window=2, sinks=1))
+    model = fresh_pair("mistral-window", num_hidden_layers=1).ours
+    plan = plan_for(model, make_choice("window", window=2, sinks=1), layers=(0,))
     found = []
     with adaattn_hf.use_plan(model, plan, unverified=True):
         for step in (model, torch.compile(model, backend="eager")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,12 +42,6 @@ with torch.no_grad():
     out = call(q, k, v)
     print(peak() - before, out.numel() * out.element_size())
 """
-
-
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterpreter]:
-    with WarmInterpreter(tmp_path_factory.mktemp("printed")) as warm:
-        yield warm
 
 
 def growth(interpreter: WarmInterpreter, way: str, dtype: str, threads: int) -> tuple[int, int]:

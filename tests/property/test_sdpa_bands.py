@@ -16,7 +16,7 @@ from adaattn_hf.backends import base
 from adaattn_hf.backends.sdpa import SdpaBackend, kernels, limits
 from adaattn_hf.backends.sdpa.masked import Band
 
-from ..support.requests import HALF, bound, generator, leaves, requests
+from ..support.requests import HALF, assert_right, assert_right_gradients, generator, leaves, requests
 
 BACKEND = SdpaBackend()
 LOW = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300, "SHORT_KEYS": 0, "FEW_KEYS_HALF": 0}
@@ -41,9 +41,7 @@ def fresh(request: AttentionRequest) -> AttentionRequest:
 @settings(max_examples=120)
 @given(drawn=requests())
 def test_output(drawn: AttentionRequest) -> None:
-    drawn = fresh(drawn)
-    truth, found = reference.attention(drawn), BACKEND.attend(drawn)
-    assert float((found.out.double() - truth.out).abs().amax()) <= bound(drawn, truth.out)
+    assert_right(drawn, BACKEND.attend(fresh(drawn)).out)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
@@ -51,24 +49,13 @@ def test_output(drawn: AttentionRequest) -> None:
 @given(data=st.data())
 def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
     drawn = fresh(data.draw(requests(dtype=dtype)))
-    truth = reference.attention(drawn).out
-    assert float((BACKEND.attend(drawn).out.double() - truth).abs().amax()) <= bound(drawn, truth)
+    assert_right(drawn, BACKEND.attend(drawn).out)
 
 
 @settings(max_examples=60)
 @given(drawn=requests())
 def test_gradients(drawn: AttentionRequest) -> None:
-    ours, tensors = leaves(drawn)
-    weight = torch.randn(reference.attention(ours).out.shape, generator=generator(5))
-    found = torch.autograd.grad((BACKEND.attend(ours).out * weight).sum(), tensors, allow_unused=True)
-    theirs, copies = leaves(drawn)
-    truth = torch.autograd.grad((reference.attention(theirs).out * weight).sum(), copies, allow_unused=True)
-    scores = float(drawn.query.abs().amax() * drawn.key.abs().amax()) * abs(drawn.scaling)
-    for tensor, mine, exact in zip(tensors, found, truth, strict=True):
-        mine = torch.zeros_like(tensor) if mine is None else mine
-        exact = torch.zeros_like(tensor) if exact is None else exact
-        scale = max(1.0, float(exact.abs().amax()), float(tensor.detach().abs().amax()))
-        assert float((mine - exact).abs().amax()) <= 3e-6 * scale * (10 + scores)
+    assert_right_gradients(drawn, lambda asked: BACKEND.attend(asked).out)
 
 
 @settings(max_examples=40)
@@ -81,8 +68,7 @@ def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: st
     tiny = AttentionRequest(
         drawn.query, drawn.key, drawn.value, drawn.structure.with_changes(), drawn.scaling, 1e-9, **more
     )
-    truth = reference.attention(tiny).out
-    assert float((BACKEND.attend(tiny).out.double() - truth).abs().amax()) <= bound(tiny, truth)
+    assert_right(tiny, BACKEND.attend(tiny).out)
 
 
 @pytest.mark.parametrize("columns", [1, 40])
@@ -91,8 +77,7 @@ def test_the_way_of_dropout_adds_a_bias_to_sinks_in_front_of_a_window(columns: i
     bias = torch.randn(1, 2, 40, columns, generator=generator(3))
     structure = CallStructure(1, 40, 40, causal=True, window=4, sinks=2)
     tiny = AttentionRequest(query, key, value, structure, 0.3, 1e-9, bias=bias)
-    truth = reference.attention(tiny).out
-    assert float((BACKEND.attend(tiny).out.double() - truth).abs().amax()) <= bound(tiny, truth)
+    assert_right(tiny, BACKEND.attend(tiny).out)
 
 
 def test_a_step_whose_products_half_precision_cannot_say() -> None:
@@ -101,8 +86,7 @@ def test_a_step_whose_products_half_precision_cannot_say() -> None:
     structure = CallStructure(1, 1, 40, causal=True, q_offset=39)
     request = AttentionRequest(query, key * 0.1 + 30, value, structure, 128**-0.5)
     assert (query.float() @ request.key.float().mT > torch.finfo(torch.float16).max).all()
-    truth = reference.attention(request).out
-    assert float((BACKEND.attend(request).out.double() - truth).abs().amax()) <= bound(request, truth)
+    assert_right(request, BACKEND.attend(request).out)
 
 
 @pytest.mark.parametrize("offset", [0, 8])
@@ -159,10 +143,9 @@ def test_one_query(
         strict=True,
     ):
         request = AttentionRequest(query, key, value, STEPS[case].with_changes(), 0.25)
-        truth = reference.attention(request).out
         found = BACKEND.attend(request).out
         assert found.shape == (3, 1, 2 * groups, 16)
-        assert float((found.double() - truth).abs().amax()) <= bound(request, truth)
+        assert_right(request, found)
 
 
 LONG = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pag
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.policy.prices import Price, PriceTable
-from studies.budget import peers, speed, study
+from adaattn_hf.policy.prices import PriceTable
+from studies.budget import speed, study
+
+from ..support.calibration import price_table
 
 LENGTH = 192
 LABELS = ("exact", "bf16", "w64+16", "w64+16 bf16")
@@ -41,9 +42,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    row = {label: Price(0.0, 1.0 / (1 + place)) for place, label in enumerate(LABELS)}
+    row = {label: 1.0 / (1 + place) for place, label in enumerate(LABELS)}
     path = tmp_path_factory.mktemp("prices") / "prices.json"
-    path.write_text(PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json())
+    path.write_text(price_table(LENGTH, row).to_json())
     return path
 
 
@@ -193,37 +194,3 @@ def test_recorded_plans_have_the_mean_keys_that_int8_takes_off(text: list[Path])
         assert program.tensors.key_mean is not None
         torch.testing.assert_close(program.tensors.key_mean, wanted)
     assert speed.plan_of_record(record, model).tensors == ""
-
-
-def test_peers_that_are_not_installed_are_rows_that_say_so(
-    tmp_path: Path, text: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stock, a plan, and every peer: measured where it is there, named where it is not."""
-    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
-    settings = {"lengths": [128], "dtype": "float32", "families": ["bf16"], "windows": []}
-    plan = speed.plan_of_record(
-        {"settings": settings, "picks": ["bf16"] * 8, "budget": 1e-3, "seed": 0}, model
-    )
-    monkeypatch.setitem(peers.PEERS, "absent_library", ("absent-library", peers.of_kvpress))
-    monkeypatch.delitem(peers.PEERS, "modelopt")
-    monkeypatch.delitem(peers.PEERS, "kvpress")
-    tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
-    kept: list[list[dict[str, Any]]] = []
-    peers.compare(model, {"bf16": plan}, tokens, 32, lambda rows: kept.append([dict(row) for row in rows]))
-    assert [len(rows) for rows in kept] == [1, 2, 3]
-    stock, planned, absent = kept[-1]
-    again: list[int] = []
-    rest = {"tokens": tokens, "scored": 32, "keep": lambda rows: again.append(len(rows))}
-    peers.compare(model, {"bf16": plan}, earlier=kept[-1], **rest)
-    assert not again  # all of it is known
-    peers.compare(model, {"bf16": plan}, wanted=re.compile("absent"), earlier=kept[0], **rest)
-    assert again == [2]
-    assert stock["KL"] == 0.0
-    assert 0.0 < planned["KL"] < 1e-2
-    assert absent["what"] == "absent-library: not installed"
-    with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
-        model.set_attn_implementation("adaattn")
-        attach.attach(model, plan, unverified=True)
-        other = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
-    assert planned["Δnll"] == pytest.approx(float(other - loss), abs=2e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.policy.prices import Price, PriceTable
 
 
 def calibrate(model: Any, *given: Any, **more: Any) -> Calibration:
@@ -25,3 +27,10 @@ def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:
     """`assemble.save_plan` beside a model."""
     assemble.save_plan(Subject(model), result, directory)
+
+
+def price_table(length: int, row: Mapping[str, float | Price], decode: bool = True) -> PriceTable:
+    """Prices of a launch by the label of its choice, at one length; a number is one without a constant."""
+    prices = {label: one if isinstance(one, Price) else Price(0.0, one) for label, one in row.items()}
+    phases = ("prefill", "decode") if decode else ("prefill",)
+    return PriceTable("a table", {}, {phase: {length: prices} for phase in phases})

@@ -26,6 +26,14 @@ def encode(text: str) -> list[int]:
     return [ord(character) % 128 for character in text]
 
 
+def random_words(path: Path) -> Path:
+    """Writes 120 lines of 12 words out of 200, the same at every call."""
+    random = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(2, 8))) for _ in range(200)]
+    path.write_text("\n".join(" ".join(random.choice(words, 12)) for _ in range(120)), encoding="utf-8")
+    return path
+
+
 def random_letters(path: Path) -> Path:
     """Writes 100 lines of 60 letters, the same at every call."""
     letters = np.random.default_rng(0).integers(97, 123, 6000)

@@ -7,7 +7,7 @@ wide enough that every key counts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,47 +24,34 @@ BATCH, LENGTH = 3, 11
 RTOL = 1e-5
 """DESIGN: fp32 attention is exact to 1e-5."""
 
-_LLAMA: Mapping[str, Any] = MappingProxyType(
+USUAL: Mapping[str, Any] = MappingProxyType(
     dict(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=96,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96, type_vocab_size=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None, cls_token_id=1, sep_token_id=2,
+        decoder_start_token_id=0, forced_eos_token_id=None, embedding_size=HIDDEN, d_model=HIDDEN, d_kv=8,
+        d_ff=48, num_layers=2, num_heads=4, dim=HIDDEN, n_layers=2, n_heads=4, hidden_dim=48, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, image_size=16, patch_size=4, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        dropout_rate=0.0, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
     )
-)
-_GROUPED: Mapping[str, Any] = MappingProxyType({**_LLAMA, "num_key_value_heads": 2})
-_SIZED: Mapping[str, Any] = MappingProxyType({**_GROUPED, "head_dim": 8})
-_GPT2: Mapping[str, Any] = MappingProxyType(
+)  # fmt: skip
+"""Sizes and switches that a configuration takes where it knows the name."""
+MLA: Mapping[str, Any] = MappingProxyType(
     dict(
-        vocab_size=VOCABULARY,
-        n_embd=HIDDEN,
-        n_layer=2,
-        n_head=4,
-        n_positions=96,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, head_dim=8,
+        v_head_dim=12, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=2,
     )
-)
-_BERT: Mapping[str, Any] = MappingProxyType(
-    {**_LLAMA, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+)  # fmt: skip
+"""What configurations with latent keys take besides."""
+HYBRID: Mapping[str, Any] = MappingProxyType(
+    {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 )
 
-# keywords of the base class, which the signatures of these two do not name
-_LOCAL: Mapping[str, Any] = MappingProxyType(
-    {"local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
-)
-_STARTS_WITH_PADDING: Mapping[str, Any] = MappingProxyType({"decoder_start_token_id": 0})
-
-Recipe = Callable[[], tuple[type[tf.PreTrainedModel], tf.PreTrainedConfig]]
+Recipe = tuple[type[tf.PreTrainedModel], Mapping[str, Any]]
+"""A class, and what its tiny configuration has besides the usual sizes."""
 
 GPT2_HEADS = (
     tf.GPT2Model,
@@ -94,107 +81,54 @@ LLAMA_HEADS = (
 )
 
 DECODERS: dict[str, Recipe] = {
-    "gpt2": lambda: (tf.GPT2LMHeadModel, tf.GPT2Config(**_GPT2)),
-    "gpt2-inverse-layer": lambda: (
-        tf.GPT2LMHeadModel,
-        tf.GPT2Config(**_GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True),
+    "gpt2": (tf.GPT2LMHeadModel, {}),
+    "gpt2-inverse-layer": (
+        tf.GPT2LMHeadModel, {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
     ),
-    "llama": lambda: (tf.LlamaForCausalLM, tf.LlamaConfig(**_GROUPED)),
-    "llama-mqa": lambda: (tf.LlamaForCausalLM, tf.LlamaConfig(**{**_LLAMA, "num_key_value_heads": 1})),
-    "bert-decoder": lambda: (tf.BertLMHeadModel, tf.BertConfig(**_BERT, is_decoder=True)),
-    "mistral-window": lambda: (tf.MistralForCausalLM, tf.MistralConfig(**_GROUPED, sliding_window=4)),
-    "qwen2-hybrid": lambda: (
-        tf.Qwen2ForCausalLM,
-        tf.Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "llama": (tf.LlamaForCausalLM, {}),
+    "llama-mqa": (tf.LlamaForCausalLM, {"num_key_value_heads": 1}),
+    "bert-decoder": (tf.BertLMHeadModel, {"is_decoder": True}),
+    "mistral-window": (tf.MistralForCausalLM, {"sliding_window": 4}),
+    "qwen2-hybrid": (
+        tf.Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     ),
-    "gemma2-softcap": lambda: (
-        tf.Gemma2ForCausalLM,
-        tf.Gemma2Config(**_SIZED, sliding_window=4, attn_logit_softcapping=5.0),
-    ),
-    "gemma3-hybrid": lambda: (
-        tf.Gemma3ForCausalLM,
-        tf.Gemma3TextConfig(**_SIZED, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
-    ),
-    "gpt-oss-sinks": lambda: (
-        tf.GptOssForCausalLM,
-        tf.GptOssConfig(**_SIZED, sliding_window=4, num_local_experts=2, num_experts_per_tok=2),
-    ),
-    "llama4-chunked": lambda: (
+    "gemma2-softcap": (tf.Gemma2ForCausalLM, {"sliding_window": 4, "attn_logit_softcapping": 5.0}),
+    "gemma3-hybrid": (tf.Gemma3ForCausalLM, HYBRID),
+    "gpt-oss-sinks": (tf.GptOssForCausalLM, {"sliding_window": 4, "num_local_experts": 2}),
+    "llama4-chunked": (
         tf.Llama4ForCausalLM,
-        tf.Llama4TextConfig(
-            **_SIZED,
-            attention_chunk_size=4,
-            layer_types=["chunked_attention", "full_attention"],
-            num_local_experts=2,
-            intermediate_size_mlp=48,
-        ),
+        {
+            "attention_chunk_size": 4, "layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2,
+            "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
+        },
     ),
-    "deepseek-mla": lambda: (
-        tf.DeepseekV3ForCausalLM,
-        tf.DeepseekV3Config(
-            **{**_LLAMA, "num_key_value_heads": 4},
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=12,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            first_k_dense_replace=2,
-        ),
-    ),
-    "phi": lambda: (tf.PhiForCausalLM, tf.PhiConfig(**_LLAMA)),
-    "gpt-neox": lambda: (tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig(**_LLAMA)),
-}
+    "deepseek-mla": (tf.DeepseekV3ForCausalLM, {}),
+    "phi": (tf.PhiForCausalLM, {"num_key_value_heads": 4}),
+    "gpt-neox": (tf.GPTNeoXForCausalLM, {}),
+}  # fmt: skip
 ENCODERS: dict[str, Recipe] = {
-    "bert": lambda: (tf.BertModel, tf.BertConfig(**_BERT)),
-    "roberta": lambda: (tf.RobertaModel, tf.RobertaConfig(**_BERT)),
-    "modernbert-local": lambda: (
-        tf.ModernBertModel,
-        tf.ModernBertConfig(**_LLAMA, **_LOCAL),
-    ),
+    "bert": (tf.BertModel, {}),
+    "roberta": (tf.RobertaModel, {}),
+    "modernbert-local": (tf.ModernBertModel, {"local_attention": 4, "global_attn_every_n_layers": 2}),
 }
 ENCODER_DECODERS: dict[str, Recipe] = {
-    "t5": lambda: (
-        tf.T5ForConditionalGeneration,
-        tf.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=HIDDEN,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=4,
-            pad_token_id=0,
-            eos_token_id=None,
-            dropout_rate=0.0,
-            **_STARTS_WITH_PADDING,
-        ),
-    ),
-    "bart": lambda: (
+    "t5": (tf.T5ForConditionalGeneration, {"decoder_start_token_id": 0}),
+    "bart": (
         tf.BartForConditionalGeneration,
-        tf.BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=HIDDEN,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=96,
-            pad_token_id=0,
-            eos_token_id=None,
-            bos_token_id=1,
-            decoder_start_token_id=1,
-            forced_eos_token_id=None,
-            dropout=0.0,
-        ),
+        {"encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1},
     ),
 }
 RECIPES = MappingProxyType({**DECODERS, **ENCODERS, **ENCODER_DECODERS})
+
+
+def sized(config_class: Any, changes: Mapping[str, Any] = MappingProxyType({})) -> tf.PreTrainedConfig:
+    """A tiny configuration of a class: the usual sizes that it knows, and changes."""
+    known = config_class()
+    usual = {name: value for name, value in USUAL.items() if hasattr(known, name)}
+    if hasattr(known, "kv_lora_rank"):
+        usual |= MLA
+    config: tf.PreTrainedConfig = config_class(**{**usual, **copy.deepcopy(dict(changes))})
+    return config
 
 
 class Pair(NamedTuple):
@@ -204,9 +138,10 @@ class Pair(NamedTuple):
     ours: Any
 
 
-def config_of(family: str) -> tf.PreTrainedConfig:
-    """The configuration of `gpt2`, `bert` or `llama` for a head of any task."""
-    return RECIPES[family]()[1]
+def config_of(name: str) -> tf.PreTrainedConfig:
+    """A configuration of a recipe's family for a head of any task."""
+    cls, changes = RECIPES[name]
+    return sized(cls.config_class, changes)
 
 
 def build(
@@ -228,16 +163,21 @@ def build(
 @cache
 def pair(name: str, implementation: str = "adaattn") -> Pair:
     """The models of a recipe, shared by all tests of a process: evaluation only, not to be changed."""
-    cls, config = RECIPES[name]()
-    return build(cls, config, implementation)
+    return fresh_pair(name, implementation)
+
+
+@cache
+def shallow(name: str, implementation: str = "adaattn") -> Pair:
+    """The same with one layer, of which a graph is traced in half the time."""
+    return fresh_pair(name, implementation, num_hidden_layers=1)
 
 
 def fresh_pair(name: str, implementation: str = "adaattn", **config_changes: Any) -> Pair:
     """The models of a recipe for a test that trains or changes them."""
-    cls, config = RECIPES[name]()
+    config = config_of(name)
     for key, value in config_changes.items():
         setattr(config, key, value)
-    return build(cls, config, implementation)
+    return build(RECIPES[name][0], config, implementation)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from adaattn_hf.patches.plans.configured import computes_by
@@ -17,18 +18,23 @@ PROVEN = Verified(
 
 
 def plan_for(
-    model: Any, choice: Choice, layers: tuple[int, ...] = (0, 1), lengths: tuple[int, ...] = (64,)
+    model: Any,
+    choice: Choice | Mapping[int, tuple[Choice, ...]],
+    layers: tuple[int, ...] = (0, 1),
+    lengths: tuple[int, ...] = (64,),
+    **fields: Any,
 ) -> Plan:
-    """The same choice for every key/value head of some layers."""
+    """One choice for every key/value head of some layers, or the choices of each layer; `fields` win over these."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     modules = dict(attention_modules(model, config.model_type))
-    return Plan(
+    chosen = dict.fromkeys(layers, (choice,) * heads) if isinstance(choice, Choice) else choice
+    given: dict[str, Any] = dict(
         format=PLAN_FORMAT,
         model_type=config.model_type,
         weight_hash=model_hash(model),
         configuration=computes_by(next(iter(modules.values())).config),
-        dtype="float32",
+        dtype=str(model.dtype).removeprefix("torch."),
         adaattn="0.1.0",
         torch="2.13.0",
         transformers="5.17.0",
@@ -37,11 +43,12 @@ def plan_for(
         data_fingerprint="",
         protocol={},
         lengths=lengths,
-        layers=tuple(LayerPlan(i, weight_hash(modules[i]), (choice,) * heads) for i in layers),
+        layers=tuple(LayerPlan(i, weight_hash(modules[i]), own) for i, own in chosen.items()),
         units=(),
         verified=PROVEN,
         tensors="",
     )
+    return Plan(**given | fields)
 
 
 def give(model: Any, choice: Choice, **where: Any) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -161,3 +161,28 @@ def leaves(request: AttentionRequest) -> tuple[AttentionRequest, list[Tensor]]:
             found[name] = tensor.detach().clone().requires_grad_()
     changed: dict[str, Any] = dict(found)
     return replace(request, structure=request.structure.with_changes(), **changed), list(found.values())
+
+
+def assert_right(request: AttentionRequest, out: Tensor) -> None:
+    """An output is as near to the reference's as `bound` asks."""
+    truth = reference.attention(request).out
+    error, limit = float((out.double() - truth).abs().amax()), bound(request, truth)
+    assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
+
+
+def assert_right_gradients(request: AttentionRequest, attend: Callable[[AttentionRequest], Tensor]) -> None:
+    """The gradients of every tensor of a request, in a drawn direction, are those of the reference."""
+    ours, tensors = leaves(request)
+    theirs, copies = leaves(request)
+    truth = reference.attention(theirs).out
+    weight = torch.randn(truth.shape, generator=generator(5))
+    found, exact = (
+        torch.autograd.grad((out * weight).sum(), given, allow_unused=True, materialize_grads=True)
+        for out, given in ((attend(ours), tensors), (truth, copies))
+    )
+    scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
+    for tensor, mine, right in zip(tensors, found, exact, strict=True):
+        assert torch.isfinite(mine).all()
+        scale = max(1.0, float(right.abs().amax()), float(tensor.detach().abs().amax()))
+        error, limit = float((mine - right).abs().amax()), 3e-6 * scale * (10 + scores)
+        assert error <= limit, f"a gradient off by {error:.2e}, allowed {limit:.2e}"
