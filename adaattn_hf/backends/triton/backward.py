@@ -171,20 +171,10 @@ def of_queries(  # type: ignore[no-untyped-def]
     p = i + offset
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
-    q = rows_of(
-        q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n, i, d, q_n, q_d, q_len, DIM, PAD, False
-    )
-    grad = rows_of(
-        grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n,
-        i,
-        dv,
-        g_n,
-        g_d,
-        q_len,
-        DIM_V,
-        PAD_V,
-        False,
-    )
+    q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
+    g_base = grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n
+    q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
+    grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
     l_base = row * l_b + head * l_h + q_start
     shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
     sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)

@@ -282,10 +282,11 @@ def specialised(  # type: ignore[no-untyped-def]
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
-    or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes. With ALTERNATE the groups begin their products one after the
-    other, with AHEAD queries are brought an item ahead. With CLOSE the keys of a segment may end within a tile and before
-    the tensor does; then there are as many as a tile's piece at least. Heads have HEAD channels, which lie side by side;
-    keys and values are read by their descriptors alone, and scores have no softcap.
+    or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes.
+    With ALTERNATE the groups begin their products one after the other, with AHEAD queries are brought an item ahead. With
+    CLOSE the keys of a segment may end within a tile and before the tensor does; then there are as many as a tile's piece
+    at least. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
+    scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER
