@@ -113,7 +113,7 @@ def on(sm: int, believed: int | None = None) -> list[Launch]:
     vars(hopper)["usable"] = lambda device: facts.sm == hopper._SM
     # calls are small here, and large ones shall be shown
     vars(prefill)["_LEAST_PRODUCTS"] = vars(hopper)["_LEAST_OF_WINDOWS"] = vars(hopper)["_LEAST_OF_ROWS"] = 0
-    vars(hopper)["multiprocessors"] = lambda device: 132
+    vars(prefill)["processors"] = lambda device: 132
     # apart from kernels that are launched, of which Triton 3.6 cannot tell these
     triton.knobs.cache.dir = str(Path("build", "compiled").resolve())
     triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code

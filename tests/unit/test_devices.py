@@ -146,12 +146,9 @@ def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm(sms[index]))
     monkeypatch.setattr(hopper, "_installed", lambda: True)
-    remembered = kernels._cudnn_comes_first, hopper._fits
-    for one in remembered:
-        one.cache_clear()
+    kernels._cudnn_comes_first.cache_clear()
     yield
-    for one in remembered:
-        one.cache_clear()
+    kernels._cudnn_comes_first.cache_clear()
 
 
 @pytest.mark.usefixtures("unlike")

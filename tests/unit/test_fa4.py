@@ -203,7 +203,7 @@ def test_lists_made_in_inference_mode_serve_gradients(stand: Stand, padded: bool
     structure = CallStructure(1, N, N, causal=True, key_padding=padding)
     with torch.inference_mode():
         check(make(structure, per_head=rules((0, 70))))
-        made = fa4_launch._lists(structure, ((ALL, 0), (70, 16)), 2, torch.device("cpu"))
+        made = fa4_launch._make_lists(structure, torch.device("cpu"), ((ALL, 0), (70, 16)), 2)
     assert not any(t.is_inference() for t in (*made.by_queries, *made.tables))
 
 

@@ -213,7 +213,7 @@ def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(fa4_kernels, "listing", Launches())
     structure = CallStructure(3, 300, 300, causal)
     with NamedOperators() as noted:
-        made = fa4_launch._lists(structure, ((ALL, 0), (70, 16)), 2, CPU)
+        made = fa4_launch._make_lists(structure, CPU, ((ALL, 0), (70, 16)), 2)
     assert grids == [(3, 2, 1)]
     assert len(noted.names) + 1 <= 8, noted.names
     assert all(t.shape[-1] <= 4 for t in made.tables)  # nothing as long as the queries

@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
 
     monkeypatch.setattr(hopper, "usable", lambda device: True)
     monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
+    monkeypatch.setattr(prefill, "processors", lambda device: PROGRAMS)
     monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
     monkeypatch.setattr(prefill, "launch_forward", named("forward"))
     return found
@@ -198,13 +198,10 @@ def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything says that the current device is a Hopper one."""
-    hopper._fits.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((9, 0)))
     monkeypatch.setattr(hopper, "_installed", lambda: True)
-    yield
-    hopper._fits.cache_clear()
 
 
 def heavy(**changes: Any) -> CallSpec:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adaattn_hf.backends import select
-from adaattn_hf.backends.triton.building import cannot_build
+from adaattn_hf.backends.triton.backend import cannot_build
 
 
 @pytest.fixture(autouse=True)

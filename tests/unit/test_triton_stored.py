@@ -107,7 +107,7 @@ def test_rows_that_adjoin_are_read_in_whole_tiles(seen: int, bits: int, dtype: t
 @pytest.mark.parametrize("windows", [None, ((32768, 0), (1024, 16)) * 4])
 def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences: int) -> None:
     """Unless each head of each sequence takes one already; one more share of the longest heads would be too many."""
-    from adaattn_hf.backends.triton.split import split
+    from adaattn_hf.backends.triton.step import split
 
     most, span = split(windows, 8, 32768, sequences, 396, 256, False)
     counts = [32768] * 8 if windows is None else [32768, 1040] * 4

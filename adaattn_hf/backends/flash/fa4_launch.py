@@ -13,7 +13,7 @@ from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..base import derived_on
 from .fa4_lists import BLOCK, BlockLists, runs_of
-from .variants import attend_packed
+from .variants import attend_runs
 
 # its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
@@ -26,34 +26,17 @@ def _kernels() -> Any:
 
 def attend(request: AttentionRequest) -> AttentionResult:
     """One launch: dense, over packed segments, or over lists of blocks."""
-    kernels = _kernels()
-    structure = request.structure
-    windows = head_windows(structure, request.per_head, request.key.shape[1])
-    alike = windows is None or (len(set(windows)) == 1 and not windows[0][1])
-    if not alike and windows is not None:
+    windows = head_windows(request.structure, request.per_head, request.key.shape[1])
+    if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
         return _listed(request, windows)
-    if structure.kind == "ragged":
-        return AttentionResult(
-            attend_packed(request, kernels.flash_attn_varlen_func, _arguments(request, windows))
-        )
-    kv_len = structure.kv_len
-    if structure.causal:
-        # the kernels align causality to the last key: cut the keys behind the last query
-        kv_len = min(kv_len, structure.offset() + structure.q_len)
-    out, lse = kernels.flash_attn_func(
-        request.query.transpose(1, 2),
-        request.key[:, :, :kv_len].transpose(1, 2),
-        request.value[:, :, :kv_len].transpose(1, 2),
-        **_arguments(request, windows),
-    )
-    return AttentionResult(out, lse if request.need_lse else None)
+    return attend_runs(request, _kernels(), _arguments(request, windows))
 
 
 def _listed(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
     """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
     structure, groups = request.structure, request.query.shape[1] // request.key.shape[1]
     plain, kv_len = _plain(structure), _keys(structure)
-    made = _lists(structure, windows, groups, request.query.device)
+    made = derived_on(structure, request.query.device, _make_lists, windows, groups)
     mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
     listing = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     more = {}
@@ -83,14 +66,10 @@ def _keys(structure: CallStructure) -> int:
     return structure.kv_len
 
 
-def _lists(structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device) -> BlockLists:
-    """Returns the lists of a structure and its heads' windows, shared by layers."""
-    return derived_on(structure, device, _make_lists, windows, groups)
-
-
 def _make_lists(
     structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int
 ) -> BlockLists:
+    """The lists of a structure and its heads' windows, shared by layers."""
     by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
     kv_len, runs = _keys(structure), None
     with torch.inference_mode(False):  # a later pass may want gradients

@@ -132,25 +132,8 @@ class FlashBackend(Backend):
         """One dense call, or one variable-length call over the segments."""
         if request.asks_nothing:
             return nothing_seen(request)
-        module = importlib.import_module(self.variant.module)
-        structure = request.structure
-        if structure.kind == "ragged":
-            return AttentionResult(
-                attend_packed(request, module.flash_attn_varlen_func, self._arguments(request))
-            )
-        kv_len = structure.kv_len
-        if structure.causal:
-            # the kernels align causality to the last key: cut the keys behind the last query
-            kv_len = min(kv_len, structure.offset() + structure.q_len)
-        out = module.flash_attn_func(
-            request.query.transpose(1, 2),
-            request.key[:, :, :kv_len].transpose(1, 2),
-            request.value[:, :, :kv_len].transpose(1, 2),
-            **self._arguments(request),
-        )
-        if isinstance(out, tuple):
-            return AttentionResult(out[0], out[1] if request.need_lse else None)
-        return AttentionResult(out)
+        kernels = importlib.import_module(self.variant.module)
+        return attend_runs(request, kernels, self._arguments(request))
 
     def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
         """Keywords that both kernels share."""
@@ -171,6 +154,32 @@ class FlashBackend(Backend):
         if request.need_lse:
             arguments["return_attn_probs"] = True
         return arguments
+
+
+def attend_runs(request: AttentionRequest, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:
+    """One dense call, or one variable-length call over the segments.
+
+    Args:
+        request: The call.
+        kernels: The module of `flash_attn_func` and `flash_attn_varlen_func`; where they answer with several tensors,
+            these are the output and the log-sum-exp.
+        arguments: Keywords of both.
+    """
+    structure = request.structure
+    if structure.kind == "ragged":
+        return AttentionResult(attend_packed(request, kernels.flash_attn_varlen_func, arguments))
+    kv_len = structure.kv_len
+    if structure.causal:
+        # the kernels align causality to the last key: cut the keys behind the last query
+        kv_len = min(kv_len, structure.offset() + structure.q_len)
+    answer = kernels.flash_attn_func(
+        request.query.transpose(1, 2),
+        request.key[:, :, :kv_len].transpose(1, 2),
+        request.value[:, :, :kv_len].transpose(1, 2),
+        **arguments,
+    )
+    out, lse = answer[:2] if isinstance(answer, tuple) else (answer, None)
+    return AttentionResult(out, lse if request.need_lse else None)
 
 
 def attend_packed(

@@ -7,14 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .guard import check_extents, check_rule, lies, readable
-from .library import BACKWARD, CALL, DTYPES, LAYOUT, library, missing
+from .guard import check_extents, check_rule, readable
+from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
 from .rules import NO_RULES, Rules
 
-Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
-_CODES = frozenset((torch.int8, torch.uint8))
 _NONE4 = (0, 0, 0, 0)
 NO_BACKWARD = bytes(BACKWARD.size)
 _ERRORS = {
@@ -30,27 +26,13 @@ def error_of(status: int) -> RuntimeError:
     return RuntimeError(_ERRORS[status])
 
 
-def extents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """What the library is told of shapes and dtypes: those of query, key and value, batch, heads, lengths, sizes."""
-    batch, heads, q_len, dim = q.shape
-    _, kv_heads, kv_len, dim_v = v.shape
-    if v.dtype is torch.uint8:
-        dim_v *= 2
-    dtypes = DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype]
-    return *dtypes, batch, heads, kv_heads, q_len, kv_len, dim, dim_v
+def values_of(v: Tensor) -> int:
+    """Channels of the values, of which a byte in uint8 holds two."""
+    return v.shape[3] * (2 if v.dtype is torch.uint8 else 1)
 
 
-def layout_of(extents: tuple[int, ...], strides: Strides) -> bytes:
-    """What the argument structure says of shapes, dtypes and strides; the output is contiguous.
-
-    Args:
-        extents: As `extents_of` says.
-        strides: Of query, key and value.
-    """
-    dim_v = extents[9]
-    width = extents[4] * dim_v
-    q, k, v = strides
-    return LAYOUT.pack(*extents, *q, *k, *v, extents[6] * width, dim_v, width, 1)
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
 
 
 def without_memory() -> RuntimeError:
@@ -61,13 +43,10 @@ def without_memory() -> RuntimeError:
     )
 
 
-def arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def packed(
+    inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor | None,
     lse: Tensor | None,
-    extents: tuple[int, ...],
     scaling: float,
     level: int,
     rules: bytes,
@@ -76,10 +55,9 @@ def arguments(
     """The argument structure of a call; every tensor in it must outlive the call.
 
     Args:
-        q, k, v: Plain tensors that the rules were checked for.
+        inputs: Query, key and value, that the rules were checked for.
         out: Contiguous `[batch, q_len, heads, head_dim_v]`, None where it is not computed.
         lse: Contiguous `[batch, heads, q_len]`, None where it is not computed.
-        extents: Of the tensors, as `extents_of` says.
         scaling: Factor on the scores.
         level: Number of an instruction set.
         rules: Packed.
@@ -87,10 +65,16 @@ def arguments(
     """
     if type(out if lse is None else lse) is not Tensor:
         raise without_memory()
+    q, k, v = inputs
+    batch, heads, q_len, dim = q.shape
+    dim_v = values_of(v)
+    layout = LAYOUT.pack(
+        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], batch, heads, k.shape[1], q_len, k.shape[2], dim, dim_v,
+        *q.stride(), *k.stride(), *v.stride(), q_len * heads * dim_v, dim_v, heads * dim_v, 1,
+    )  # fmt: skip
     return CALL.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(),
-        0 if lse is None else lse.data_ptr(), layout_of(extents, (q.stride(), k.stride(), v.stride())),
-        scaling, torch.get_num_threads(), level, rules, backward,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(lse), layout, scaling,
+        torch.get_num_threads(), level, rules, backward,
     )  # fmt: skip
 
 
@@ -121,59 +105,22 @@ def forward(
     Raises:
         RuntimeError: The library is missing or refuses the call.
     """
-    native = library()
-    if native is None:
-        raise RuntimeError(f"native backend: {'; '.join(missing())}")
-    q, k, v = _checked(q, k, v)
+    native = loaded()
+    q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
+    check_extents(q, k, v, DTYPES)
     if k.dtype is torch.int8 and (rules.key_scale is None or rules.value_scale is None):
         raise ValueError("key, value: got torch.int8 without scales; set key_scale and value_scale")
-    extents = extents_of(q, k, v)
-    _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, dim_v = extents
+    (batch, heads, q_len, dim), (kv_heads, kv_len), dim_v = q.shape, k.shape[1:3], values_of(v)
     # plain tensors, whatever subclass the query is of
     out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device="cpu") if need_out else None
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
-    if 0 in extents[3:]:
+    if 0 in (batch, heads, q_len, kv_len, dim, dim_v):
         return _nothing(out, lse, rules)
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
-    status = native.forward(
-        arguments(
-            q, k, v, out, lse, extents, scaling, native.level if level is None else level, rules.packed()
-        )
-    )
-    if status:
+    level = native.level if level is None else level
+    if status := native.forward(packed((q, k, v), out, lse, scaling, level, rules.packed())):
         raise error_of(status)
     return out, lse
-
-
-def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with their numbers in memory.
-
-    Raises:
-        ValueError: They cannot be read, or do not belong together.
-    """
-    if not (lies(q) and lies(k) and lies(v) and _belong_together(q, k, v)):
-        q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
-        check_extents(q, k, v, DTYPES)
-    return q, k, v
-
-
-def _belong_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether shapes and dtypes of three tensors fit one another; False asks `check_extents`, which says why."""
-    if not q.dim() == k.dim() == v.dim() == 4:
-        return False
-    batch, heads, _, dim = q.shape
-    k_batch, kv_heads, kv_len, k_dim = k.shape
-    v_batch, v_heads, v_len, _ = v.shape
-    dtype = q.dtype
-    return (
-        dtype in _FLOATS
-        and ((dtype is k.dtype and dtype is v.dtype) or (k.dtype is torch.int8 and v.dtype in _CODES))
-        and batch == k_batch == v_batch
-        and kv_heads == v_heads
-        and kv_len == v_len
-        and dim == k_dim
-        and heads % kv_heads == 0
-    )
 
 
 def _nothing(out: Tensor | None, lse: Tensor | None, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
@@ -221,9 +168,7 @@ def backward(
     Raises:
         RuntimeError: The library is missing or refuses the call.
     """
-    native = library()
-    if native is None:
-        raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    native = loaded()
     q, k, v, grad, out, lse = (
         readable(tensor, name)
         for name, tensor in zip(
@@ -235,15 +180,11 @@ def backward(
     check_rule("grad", grad, shape, q.dtype, "strided")
     check_rule("out", out, shape, q.dtype, "contiguous")
     check_rule("lse", lse, tuple(q.shape[:3]), torch.float32, "contiguous")
-    dq = (
-        torch.zeros(q.shape, dtype=q.dtype, device="cpu")
-        if rules.segments is not None
-        else torch.empty(q.shape, dtype=q.dtype, device="cpu")
-    )
-    dk, dv = (
-        torch.zeros(k.shape, dtype=k.dtype, device="cpu"),
-        torch.zeros(v.shape, dtype=v.dtype, device="cpu"),
-    )
+    # queries and keys of no segment are not written to
+    make = torch.empty if rules.segments is None else torch.zeros
+    dq = make(q.shape, dtype=q.dtype, device="cpu")
+    dk = torch.zeros(k.shape, dtype=k.dtype, device="cpu")
+    dv = torch.zeros(v.shape, dtype=v.dtype, device="cpu")
     dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32, device="cpu") if need_bias else None
     g = grad.transpose(1, 2)
     tail = BACKWARD.pack(
@@ -251,23 +192,9 @@ def backward(
         *dq.stride(), *dk.stride(), *dv.stride(),
         *((0, *_NONE4) if dbias is None else (dbias.data_ptr(), *dbias.stride())),
     )  # fmt: skip
-    extents = extents_of(q, k, v)
-    _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, _ = extents
-    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
-    status = native.handle.ada_backward(
-        arguments(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            extents,
-            scaling,
-            native.level if level is None else level,
-            rules.packed(),
-            tail,
-        )
-    )
-    if status:
+    rules.check(*q.shape, *k.shape[1:3])
+    level = native.level if level is None else level
+    asked = packed((q, k, v), out, lse, scaling, level, rules.packed(), tail)
+    if status := native.handle.ada_backward(asked):
         raise error_of(status)
     return Gradients(dq, dk, dv, dbias)

@@ -36,6 +36,8 @@ def readable(tensor: Tensor, name: str) -> Tensor:
         ValueError: Its memory cannot be read: another device or layout, a tensor subclass that only traces, wraps or
             shards, or storage that was freed.
     """
+    if lies(tensor):
+        return tensor
     keys = torch._C._dispatch_keys(tensor)
     wraps = type(tensor) not in _PLAIN_TYPES and keys.has(torch._C.DispatchKey.Python)
     if wraps or tensor.layout != torch.strided or not tensor.is_cpu:

@@ -88,30 +88,32 @@ class OneCall:
         return (alike(request) if self._group is None else by_groups(request, [self._group])).out
 
 
-def alike(request: AttentionRequest) -> AttentionResult:
-    """Any request whose heads all do the same, without a gradient."""
-    rules = request.structure.derived(find_rules)
+def _asked(rules: Rules, request: AttentionRequest) -> Rules:
+    """The rules with all that a request asks for beside its structure."""
     if request.stored is not None:
         rules = replace(rules, **request.stored.rules())
-    rules = with_extras(
-        rules, request.bias, request.sink_logits, request.softcap or 0.0, request.key.shape[2]
-    )
+    softcap, kv_len = request.softcap or 0.0, request.key.shape[2]
+    return with_extras(rules, request.bias, request.sink_logits, softcap, kv_len)
+
+
+def _computed(request: AttentionRequest, rules: Rules) -> AttentionResult:
+    """The library's answer, without a gradient."""
     out, lse = call.forward(
-        request.query, request.key, request.value, request.scaling, rules, need_lse=request.need_lse
-    )
+        request.query, request.key, request.value, request.scaling, _asked(rules, request),
+        need_lse=request.need_lse,
+    )  # fmt: skip
     assert out is not None  # it is asked for
     return AttentionResult(out, lse)
 
 
+def alike(request: AttentionRequest) -> AttentionResult:
+    """Any request whose heads all do the same, without a gradient."""
+    return _computed(request, request.structure.derived(find_rules))
+
+
 def differentiated(request: AttentionRequest) -> AttentionResult:
     """Any request whose heads all do the same, with gradients."""
-    rules = with_extras(
-        request.structure.derived(find_rules),
-        request.bias,
-        request.sink_logits,
-        request.softcap or 0.0,
-        request.key.shape[2],
-    )
+    rules = _asked(request.structure.derived(find_rules), request)
     inputs = request.query, request.key, request.value, request.bias, request.sink_logits
     return AttentionResult(*Differentiable.apply(*inputs, request.scaling, rules))  # type: ignore[no-untyped-call]
 
@@ -145,17 +147,11 @@ def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
         compute = precision if precision == "int8" or dtype == torch.float32 else "model"
         windows = torch.tensor([rules.windows[head] or -1 for head in heads], dtype=torch.int64, device="cpu")
         sinks = torch.tensor([rules.sinks[head] for head in heads], dtype=torch.int64, device="cpu")
-        mean = rules.key_mean if precision == "int8" else None
         packed = HEADS.pack(COMPUTE[compute], windows.data_ptr(), sinks.data_ptr())
-        found.append(
-            Group(
-                tuple(heads),
-                packed,
-                (windows, sinks),
-                compute,
-                None if mean is None else mean.detach()[heads].float()[None].contiguous(),
-            )
-        )
+        mean = None
+        if precision == "int8" and rules.key_mean is not None:
+            mean = rules.key_mean.detach()[heads].float()[None].contiguous()
+        found.append(Group(tuple(heads), packed, (windows, sinks), compute, mean))
     return found
 
 
@@ -185,33 +181,21 @@ def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionRe
     dense = not at_runs(rules, told)
     if dense:
         groups = [part for group in groups for part in _by_window(group, rules, structure)]
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
+    results = []
     for group in groups:
         part = some_heads(request, group.heads)
         if dense:
             window, sinks = rules.window_in(structure, group.heads[0])
-            narrowed = part.structure.with_changes(window=window, sinks=sinks)
-            asked = replace(find_rules(narrowed), compute=group.precision, key_mean=group.key_mean)
+            asked = find_rules(part.structure.with_changes(window=window, sinks=sinks))
         else:
-            asked = replace(
-                told, head_windows=group.tensors[0], head_sinks=group.tensors[1], compute=group.precision,
-                key_mean=group.key_mean,
-            )  # fmt: skip
-        if part.stored is not None:
-            asked = replace(asked, **part.stored.rules())
-        asked = with_extras(asked, part.bias, part.sink_logits, part.softcap or 0.0, part.key.shape[2])
-        out, lse = call.forward(
-            part.query, part.key, part.value, part.scaling, asked, need_lse=request.need_lse
-        )
-        assert out is not None  # the output is asked for
-        outs.append(out)
-        if lse is not None:
-            lses.append(lse)
+            asked = replace(told, head_windows=group.tensors[0], head_sinks=group.tensors[1])
+        asked = replace(asked, compute=group.precision, key_mean=group.key_mean)
+        results.append(_computed(part, asked))
     order = [head for group in groups for head in group.heads]
     repeats = request.query.shape[1] // request.key.shape[1]
-    out = joined_heads(outs, order, repeats, dim=2)
-    return AttentionResult(out, joined_heads(lses, order, repeats, dim=1) if request.need_lse else None)
+    out = joined_heads([one.out for one in results], order, repeats, dim=2)
+    lses = [one.lse for one in results if one.lse is not None]
+    return AttentionResult(out, joined_heads(lses, order, repeats, dim=1) if lses else None)
 
 
 def _by_window(group: Group, rules: HeadRules, structure: CallStructure) -> list[Group]:

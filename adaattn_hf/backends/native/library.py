@@ -210,13 +210,41 @@ def library() -> Library | None:
     return None if missing() else _library
 
 
+def loaded() -> Library:
+    """The loaded library.
+
+    Raises:
+        RuntimeError: There is none; the error says why.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    return found
+
+
 def level_here() -> str:
     """Name of the instruction set that calls use on this machine, `none` without the library."""
-    loaded = library()
-    return "none" if loaded is None else loaded.level_name
+    found = library()
+    return "none" if found is None else found.level_name
 
 
 def level_names() -> tuple[str, ...]:
     """Instruction sets that can run on this machine; empty without a library."""
-    loaded = library()
-    return () if loaded is None else tuple(name for name in LEVELS if loaded.has_level(name))
+    found = library()
+    return () if found is None else tuple(name for name in LEVELS if found.has_level(name))
+
+
+def reset_peak() -> None:
+    """Begins a new count of `peak_bytes`; without a library there is nothing to count."""
+    if (found := library()) is not None:
+        found.handle.ada_peak_bytes(1)
+
+
+def peak_bytes() -> int:
+    """Returns the most bytes that native calls worked with at a time since `reset_peak`; torch cannot see them.
+
+    These are packed keys and values, tables and scratch, in the sizes that the calls asked for; a thread keeps such
+    buffers between calls, which counts where a call uses them.
+    """
+    found = library()
+    return 0 if found is None else int(found.handle.ada_peak_bytes(0))

@@ -19,41 +19,27 @@ if TYPE_CHECKING:
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float softcap"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float softcap, {OPERANDS}"
 
 
-def _rules(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    sink_logits: Tensor | None,
-    softcap: float,
-    operands: tuple[Any, ...],
-) -> Rules:
+def _rules(inputs: tuple[Any, ...]) -> Rules:
+    """The rules of a call in the order of `_INPUTS`."""
     from .rules import find_rules, with_extras
 
-    rules = find_rules(CallStructure.of_operands(q, k, *operands))
-    return with_extras(rules, bias, sink_logits, softcap, k.shape[2])
+    q, k, _, bias, sink_logits, _, softcap, *operands = inputs
+    return with_extras(
+        find_rules(CallStructure.of_operands(q, k, *operands)), bias, sink_logits, softcap, k.shape[2]
+    )
 
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}, {OPERANDS}) -> (Tensor, Tensor)"
+    f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
 )
-def attend_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink_logits: Tensor | None,
-    scaling: float,
-    softcap: float,
-    *operands: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention of a traced graph, with the fields of its structure."""
+def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a call in a traced graph."""
     from . import call
 
-    rules = _rules(q, k, bias, sink_logits, softcap, operands)
-    out, lse = call.forward(q, k, v, scaling, rules, need_lse=True)
+    out, lse = call.forward(*inputs[:3], inputs[5], _rules(inputs), need_lse=True)
     assert out is not None
     assert lse is not None
     return out, lse
@@ -70,45 +56,26 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 @torch.library.custom_op(
     f"{_NAMESPACE}::native_attend_backward",
     mutates_args=(),
-    schema=f"(bool need_bias, Tensor grad, Tensor out, Tensor lse, {_INPUTS}, {OPERANDS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(bool need_bias, Tensor grad, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def backward_op(
-    need_bias: bool,
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink_logits: Tensor | None,
-    scaling: float,
-    softcap: float,
-    *operands: Any,
+    need_bias: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
     from . import call
 
-    rules = _rules(q, k, bias, sink_logits, softcap, operands)
-    gradients = call.backward(grad, q, k, v, out, lse, scaling, rules, need_bias=need_bias)
-    if bias is None or gradients.bias is None:
-        return gradients.q, gradients.k, gradients.v, q.new_empty(0)
-    return gradients.q, gradients.k, gradients.v, gradients.bias.sum_to_size(bias.shape).to(bias.dtype)
+    q, bias, scaling = inputs[0], inputs[3], inputs[5]
+    found = call.backward(grad, *inputs[:3], out, lse, scaling, _rules(inputs), need_bias=need_bias)
+    if bias is None or found.bias is None:
+        return found.q, found.k, found.v, q.new_empty(0)
+    return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
 @backward_op.register_fake
 def _backward_fake(
-    need_bias: bool,
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    *_: Any,
+    need_bias: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, bias = inputs[:4]
     dbias = q.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 

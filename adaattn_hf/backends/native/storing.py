@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .call import error_of
 from .guard import lies
-from .library import DTYPES, STORE, library, missing
+from .library import DTYPES, STORE, library, loaded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.uint8)
@@ -66,9 +66,7 @@ def store(
             f"and place {at}, expected codes and scales with room for every token, and a contiguous mean in fp32, in "
             "the memory of the CPU"
         )
-    native = library()
-    if native is None:
-        raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    native = loaded()
     x_at, codes_at, scale_at = x.data_ptr(), codes.data_ptr(), scale.data_ptr()
     steps, scale_steps = codes.stride(), scale.stride()
     status = native.handle.ada_store(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import functools
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,21 +32,14 @@ class TritonBackend(Backend):
 
     name, device, package = "triton", "cuda", "triton"
 
-    def __init__(self) -> None:
-        """Nothing is imported before the first call."""
-        self._launch: Any = None
-
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported, and what it builds its launchers with."""
-        if not installed("triton"):
-            return ("triton is not installed",)
-        from .building import cannot_build
-
-        return cannot_build()
+        return cannot_build() if installed("triton") else ("triton is not installed",)
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+        from .sizes import LEAST_SM, refusals
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
@@ -53,7 +50,7 @@ class TritonBackend(Backend):
         facts = capability(spec.device_index) if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif facts and facts.sm < (8, 0):
+        elif facts and facts.sm < LEAST_SM:
             reasons.append(
                 "Triton multiplies on matrix units from compute capability 8.0 on, got "
                 f"{facts.sm[0]}.{facts.sm[1]}"
@@ -64,10 +61,8 @@ class TritonBackend(Backend):
             reasons.append(
                 f"the Triton kernels compute in float16 or bfloat16, and one query in float32, got {spec.dtype}"
             )
-        if max(spec.head_dim, spec.head_dim_v) > 256:
-            reasons.append(
-                f"the Triton kernels serve head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
-            )
+        if (widest := max(spec.head_dim, spec.head_dim_v)) > 256:
+            reasons.append(f"the Triton kernels serve head sizes up to 256, got {widest}")
         if spec.stored is not None and (not spec.decode or spec.needs_grad):
             reasons.append(
                 f"the Triton kernels read keys and values stored as {spec.stored} for one query "
@@ -90,8 +85,6 @@ class TritonBackend(Backend):
                 "without a gradient and without the log-sum-exp"
             )
         if facts and not reasons:
-            from .sizes import refusals
-
             reasons += refusals(spec, facts.shared_memory)
         return tuple(reasons)
 
@@ -116,19 +109,32 @@ class TritonBackend(Backend):
         """One launch over all segments; few queries share the keys among many programs."""
         if torch.compiler.is_compiling():
             return AttentionResult(traced_step(request))
-        result: AttentionResult = self._launches().attend(request)
-        return result
+        from . import launch
+
+        return launch.attend(request)
 
     def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
         """The launch of calls without gradients, of one query per sequence or of many; else `attend`."""
         if spec.needs_grad or spec.opaque:
             return super().prepare(spec, rules)
-        launches = self._launches()
-        prepared: Launch = launches.prepare_step(spec, rules) if spec.decode else launches.prepare(rules)
-        return prepared
+        from . import launch
 
-    def _launches(self) -> Any:
-        """The module that launches, imported with the first call."""
-        if self._launch is None:
-            self._launch = importlib.import_module(f"{__package__}.launch")
-        return self._launch
+        return launch.prepare_step(spec, rules) if spec.decode else launch.prepare(rules)
+
+
+@functools.cache
+def cannot_build() -> tuple[str, ...]:
+    """What Triton lacks for the C that it compiles before its first launch on this machine; empty if nothing.
+
+    Found out without importing it, as it looks itself (`triton/runtime/build.py`); on Windows it brings a compiler.
+    """
+    if os.name == "nt":
+        return ()
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    reasons = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        reasons.append("triton finds no C compiler, which it needs to launch kernels: install gcc, or set CC")
+    if not header.is_file():
+        reasons.append(f"triton needs Python's headers to launch kernels: no {header} (package python3-dev)")
+    return tuple(reasons)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import columns_of, rows_of, tanh, visible
+from .tiles import entry_of, keys_of, rows_of, tanh, visible
 
 
 @triton.jit
@@ -65,21 +65,10 @@ def of_keys(  # type: ignore[no-untyped-def]
 
     An entry is (segment, first key, key/value head).
     """
-    entry = work_ptr + 3 * tl.program_id(0)
-    segment = tl.load(entry)
-    first = tl.load(entry + 1)
-    kv_head = tl.load(entry + 2)
-    row_ = tl.load(segments_ptr + 6 * segment)
+    row_, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
+        work_ptr, segments_ptr, rules_ptr, tl.program_id(0), WINDOW
+    )
     row = row_.to(tl.int64)
-    q_start = tl.load(segments_ptr + 6 * segment + 1)
-    q_len = tl.load(segments_ptr + 6 * segment + 2)
-    k_start = tl.load(segments_ptr + 6 * segment + 3)
-    k_len = tl.load(segments_ptr + 6 * segment + 4)
-    offset = tl.load(segments_ptr + 6 * segment + 5)
-    window, sinks = 0, 0
-    if WINDOW:
-        window = tl.load(rules_ptr + 2 * kv_head)
-        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
     j = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
@@ -173,60 +162,28 @@ def of_queries(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of queries; programs are entries of the work table, each for all query heads of its group."""
-    entry = work_ptr + 3 * (tl.program_id(0) // GROUPS)
-    segment = tl.load(entry)
-    first = tl.load(entry + 1)
-    kv_head = tl.load(entry + 2)
+    row, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
+        work_ptr, segments_ptr, rules_ptr, tl.program_id(0) // GROUPS, WINDOW
+    )
     head = (kv_head * GROUPS + tl.program_id(0) % GROUPS).to(tl.int64)
-    row = tl.load(segments_ptr + 6 * segment).to(tl.int64)
-    q_start = tl.load(segments_ptr + 6 * segment + 1)
-    q_len = tl.load(segments_ptr + 6 * segment + 2)
-    k_start = tl.load(segments_ptr + 6 * segment + 3)
-    k_len = tl.load(segments_ptr + 6 * segment + 4)
-    offset = tl.load(segments_ptr + 6 * segment + 5)
-    window, sinks = 0, 0
-    if WINDOW:
-        window = tl.load(rules_ptr + 2 * kv_head)
-        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
+    row = row.to(tl.int64)
     i = first + tl.arange(0, BLOCK_M)
     p = i + offset
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
-    q = rows_of(
-        q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n, i, d, q_n, q_d, q_len, DIM, PAD, False
-    )
-    grad = rows_of(
-        grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n,
-        i,
-        dv,
-        g_n,
-        g_d,
-        q_len,
-        DIM_V,
-        PAD_V,
-        False,
-    )
+    q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
+    g_base = grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n
+    q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
+    grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
     l_base = row * l_b + head * l_h + q_start
     shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
     sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
     k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
     v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
 
-    low_p = first + offset
-    high_p = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
-    start, stop = 0, k_len
-    all_start, all_stop = 0, k_len
-    if CAUSAL:
-        stop = tl.minimum(k_len, high_p + 1)
-        all_stop = tl.minimum(k_len, low_p + 1)
-    if WINDOW:
-        start = tl.maximum(0, low_p - window + 1) // BLOCK_N * BLOCK_N
-        all_start = tl.maximum(0, high_p - window + 1)
-        if not CAUSAL:
-            stop = tl.minimum(k_len, tl.maximum(high_p + window, sinks))
-            all_stop = tl.minimum(k_len, low_p + window)
-    all_start = tl.maximum(start, tl.cdiv(all_start, BLOCK_N) * BLOCK_N)
-    all_stop = tl.maximum(all_start, tl.maximum(all_stop, 0) // BLOCK_N * BLOCK_N)
+    start, stop, all_start, all_stop = keys_of(
+        first + offset, tl.minimum(first + BLOCK_M, q_len) - 1 + offset, k_len, window, sinks, BLOCK_N, CAUSAL, WINDOW
+    )  # fmt: skip
     of_sinks, of_left = 0, 0
     if WINDOW:
         of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK_N)
@@ -242,15 +199,15 @@ def of_queries(  # type: ignore[no-untyped-def]
             n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
             limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
         j = n + tl.arange(0, BLOCK_N)
-        k = columns_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False)
-        v = columns_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
+        k = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
+        v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False, TURNED=True)
         w, ds = _tile(q, k, grad, v, shift, sums, scale, softcap, HAS_CAP)
         w = tl.where(visible(p, j, limit, window, sinks, CAUSAL, WINDOW), w, 0.0)
         dq = tl.dot((w * ds).to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     for n in range(all_start, all_stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
-        k = columns_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True)
-        v = columns_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True)
+        k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True, TURNED=True)
+        v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True, TURNED=True)
         w, ds = _tile(q, k, grad, v, shift, sums, scale, softcap, HAS_CAP)
         dq = tl.dot((w * ds).to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     tl.store(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .shares import finish, reading, rotated
-from .steps import capped
+from .tiles import capped
 
 
 @triton.jit
@@ -64,11 +64,12 @@ def _numbers(pairs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _onto(acc, v, w, decay, total, OFFSET: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products of codes `[w, c, n]`, all OFFSET too large, and weights `[w, n, columns]`, onto sums that are scaled down.
+def _onto(acc, pairs, w, decay, total, OFFSET: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products of `_numbers` of codes, all OFFSET too large, and weights `[w, n, columns]`, onto sums that are scaled down.
 
     For queries in fp32 the codes are made right first: of the sum OFFSET would take seven bits or more.
     """
+    v = _numbers(pairs)
     acc = acc * decay[:, None, :]
     if WIDE:  # one way out: Triton 3.6 compiles what follows a return, too
         acc = tl.dot((v.to(tl.float32) - OFFSET).to(tl.float16), w, acc)
@@ -255,26 +256,14 @@ def decode_codes(  # type: ignore[no-untyped-def]
             decay, total = _twice(decay), _twice(total)
         pairs = _pairs(tl.permute(v, (0, 2, 1)))
         if BITS == 8:
-            acc_0 = _onto(
-                acc_0, _numbers((pairs & low_bytes) ^ 0x64806480), rounded, decay, total, 1152.0, WIDE
-            )
-            acc_1 = _onto(
-                acc_1, _numbers(((pairs >> 8) & low_bytes) ^ 0x64806480), rounded, decay, total, 1152.0, WIDE
-            )
+            acc_0 = _onto(acc_0, (pairs & low_bytes) ^ 0x64806480, rounded, decay, total, 1152.0, WIDE)
+            acc_1 = _onto(acc_1, ((pairs >> 8) & low_bytes) ^ 0x64806480, rounded, decay, total, 1152.0, WIDE)
         else:  # halves of bytes, the high ones 16 times as large; 7.5 is the code of zero
-            acc_0 = _onto(
-                acc_0, _numbers((pairs & low_halves) | 0x64006400), rounded, decay, total, 1031.5, WIDE
-            )
-            acc_1 = _onto(
-                acc_1, _numbers((pairs & high_halves) | 0x64006400), rounded, decay, total, 1144.0, WIDE
-            )
+            acc_0 = _onto(acc_0, (pairs & low_halves) | 0x64006400, rounded, decay, total, 1031.5, WIDE)
+            acc_1 = _onto(acc_1, (pairs & high_halves) | 0x64006400, rounded, decay, total, 1144.0, WIDE)
             pairs = pairs >> 8
-            acc_2 = _onto(
-                acc_2, _numbers((pairs & low_halves) | 0x64006400), rounded, decay, total, 1031.5, WIDE
-            )
-            acc_3 = _onto(
-                acc_3, _numbers((pairs & high_halves) | 0x64006400), rounded, decay, total, 1144.0, WIDE
-            )
+            acc_2 = _onto(acc_2, (pairs & low_halves) | 0x64006400, rounded, decay, total, 1031.5, WIDE)
+            acc_3 = _onto(acc_3, (pairs & high_halves) | 0x64006400, rounded, decay, total, 1144.0, WIDE)
 
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])

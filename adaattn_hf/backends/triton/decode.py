@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .shares import finish, reading
-from .steps import scores, step
+from .tiles import scores, step
 
 
 # lengths grow by one in every step: they must not be compiled in
@@ -59,7 +59,8 @@ def decode(  # type: ignore[no-untyped-def]
         k = tl.load(k_base + j[None, :] * k_n, mask=there[None, :] & (d < DIM)[:, None], other=0.0)
         v = tl.load(v_base + j[:, None] * v_n, mask=there[:, None] & (dv < DIM_V)[None, :], other=0.0)
         s = scores(q, k, scale, softcap, HAS_CAP)
-        acc, m, l = step(acc, m, l, tl.where(there[None, :], s, float("-inf")), v)
+        s = tl.where(there[None, :], s, float("-inf"))
+        acc, m, l = step(acc, m, l, s, v, 1.0, SCALE=False, HIDDEN=True)
     finish(
         acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
         ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, 0, SINGLE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import columns_of, rows_of, scores, step, step_of_all, step_of_some, visible
+from .tiles import capped, entry_of, keys_of, rows_of, step, visible
 
 
 @triton.jit
@@ -23,22 +23,11 @@ def forward(  # type: ignore[no-untyped-def]
     TMA brings the tiles that all queries of a block see, and with EDGES the others, too, whose keys then end with a tile
     or with the tensor: `k_bulk` and `v_bulk` are descriptors of the keys and values.
     """
-    entry = work_ptr + 3 * (tl.program_id(0) // GROUPS)
-    segment = tl.load(entry)
-    first = tl.load(entry + 1)
-    kv_head = tl.load(entry + 2)
+    row_, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
+        work_ptr, segments_ptr, rules_ptr, tl.program_id(0) // GROUPS, WINDOW
+    )
     head = (kv_head * GROUPS + tl.program_id(0) % GROUPS).to(tl.int64)
-    row_ = tl.load(segments_ptr + 6 * segment)
     row = row_.to(tl.int64)
-    q_start = tl.load(segments_ptr + 6 * segment + 1)
-    q_len = tl.load(segments_ptr + 6 * segment + 2)
-    k_start = tl.load(segments_ptr + 6 * segment + 3)
-    k_len = tl.load(segments_ptr + 6 * segment + 4)
-    offset = tl.load(segments_ptr + 6 * segment + 5)
-    window, sinks = 0, 0
-    if WINDOW:
-        window = tl.load(rules_ptr + 2 * kv_head)
-        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
 
     i = first + tl.arange(0, BLOCK_M)
     p = i + offset
@@ -49,22 +38,9 @@ def forward(  # type: ignore[no-untyped-def]
     k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
     v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
 
-    # keys that some query of the block sees, and keys that all of them see
-    low_p = first + offset
-    high_p = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
-    start, stop = 0, k_len
-    all_start, all_stop = 0, k_len
-    if CAUSAL:
-        stop = tl.minimum(k_len, high_p + 1)
-        all_stop = tl.minimum(k_len, low_p + 1)
-    if WINDOW:
-        start = tl.maximum(0, low_p - window + 1) // BLOCK_N * BLOCK_N
-        all_start = tl.maximum(0, high_p - window + 1)
-        if not CAUSAL:
-            stop = tl.minimum(k_len, tl.maximum(high_p + window, sinks))
-            all_stop = tl.minimum(k_len, low_p + window)
-    all_start = tl.maximum(start, tl.cdiv(all_start, BLOCK_N) * BLOCK_N)
-    all_stop = tl.maximum(all_start, tl.maximum(all_stop, 0) // BLOCK_N * BLOCK_N)
+    start, stop, all_start, all_stop = keys_of(
+        first + offset, tl.minimum(first + BLOCK_M, q_len) - 1 + offset, k_len, window, sinks, BLOCK_N, CAUSAL, WINDOW
+    )  # fmt: skip
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -91,29 +67,26 @@ def forward(  # type: ignore[no-untyped-def]
             k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
             v = v_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD_V)
         else:
-            k = columns_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False)
+            k = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
             v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
         seen = visible(p, j, limit, window, sinks, CAUSAL, WINDOW)
+        s = tl.dot(q, k, input_precision="ieee")
         if HAS_CAP:
-            s = tl.where(seen, scores(q, k, scale, softcap, HAS_CAP), float("-inf"))
-            acc, m, l = step(acc, m, l, s, v)
-        else:
-            s = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
-            acc, m, l = step_of_some(acc, m, l, s, v, scale)
+            s = capped(s * scale, softcap, HAS_CAP)
+        s = tl.where(seen, s, float("-inf"))
+        acc, m, l = step(acc, m, l, s, v, scale, SCALE=not HAS_CAP, HIDDEN=True)
     for n in range(all_start, all_stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         if BULK:
             k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
-        else:
-            k = columns_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True)
-        if BULK:
             v = v_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD_V)
         else:
+            k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True, TURNED=True)
             v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True)
+        s = tl.dot(q, k, input_precision="ieee")
         if HAS_CAP:
-            acc, m, l = step(acc, m, l, scores(q, k, scale, softcap, HAS_CAP), v)
-        else:
-            acc, m, l = step_of_all(acc, m, l, tl.dot(q, k, input_precision="ieee"), v, scale)
+            s = capped(s * scale, softcap, HAS_CAP)
+        acc, m, l = step(acc, m, l, s, v, scale, SCALE=not HAS_CAP, HIDDEN=False)
 
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     o_rows = out_ptr + row * o_b + head * o_h + (q_start + i).to(tl.int64)[:, None] * o_n

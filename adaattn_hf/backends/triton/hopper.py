@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,6 @@ _TRIED = (3, 6)
 """The first version of Triton whose Gluon these kernels were compiled with."""
 _SM = (9, 0)
 """Devices with both TMA and the products of four warps that the kernels are made of."""
-
-
 _LEAST_OF_WINDOWS = 1950
 """Keys that queries of 64 channels see on average, some 100 fewer than blocks of them read, from which on windows gain
 by these kernels. With windows of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys
@@ -90,43 +88,16 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
     return None
 
 
-@functools.cache
-def layout() -> Any:
-    """How TMA lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-@functools.cache
-def descriptors() -> Any:
-    """Gluon's tensor descriptors."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor
-
-
 def usable(device: torch.device) -> bool:
     """Whether the kernels run on a device with the Triton that is installed."""
-    return _installed() and _fits(device)
+    facts = capability(device) if device.type == "cuda" and _installed() else None
+    return facts is not None and facts.sm == _SM
 
 
 @functools.cache
 def _installed() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return version >= _TRIED and bool(installed("triton.experimental.gluon"))
-
-
-@functools.cache
-def _fits(device: torch.device) -> bool:
-    facts = capability(device) if device.type == "cuda" else None
-    return facts is not None and facts.sm == _SM
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """As many programs as are resident at once; they compute all items, which hides how each begins and ends."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

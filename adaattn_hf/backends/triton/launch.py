@@ -33,12 +33,11 @@ def attend(request: AttentionRequest) -> AttentionResult:
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if request.query.shape[2] == 1 and not grad:
         return step.attend_step(request)
-    segments = request.structure.segments()
-    if segments is None:
+    if request.structure.segments() is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])
     if grad:
-        return attend_with_gradients(request, segments, windows)
+        return attend_with_gradients(request, windows)
     return attend_forward(request, windows)
 
 

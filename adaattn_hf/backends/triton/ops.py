@@ -28,23 +28,14 @@ _NAMESPACE = __name__.partition(".")[0]
     schema="(Tensor query, Tensor key, Tensor value, Tensor? sink_logits, float scaling, float? softcap, "
     f"int[]? windows, SymInt? until, {OPERANDS}) -> Tensor",
 )
-def step_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink_logits: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    windows: list[int] | None,
-    until: int | None,
-    *operands: Any,
-) -> Tensor:
+def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """One query per sequence, `[batch, 1, heads, head_dim_v]`.
 
     `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence.
     """
     from .step import attend_step
 
+    sink_logits, scaling, softcap, windows, until, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits
@@ -81,15 +72,6 @@ def traced_step(request: AttentionRequest) -> Tensor:
             until = request.per_head.until
             _make_window_table(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
-    out: Tensor = step_op(
-        query,
-        key,
-        value,
-        request.sink_logits,
-        request.scaling,
-        request.softcap,
-        windows,
-        until,
-        *structure.operands(),
-    )
+    asked = request.sink_logits, request.scaling, request.softcap, windows, until
+    out: Tensor = step_op(query, key, value, *asked, *structure.operands())
     return out

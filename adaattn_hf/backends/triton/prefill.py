@@ -16,7 +16,7 @@ from . import hopper
 from .descriptors import descriptor_of
 from .forward import forward
 from .launcher import Launcher, aligned
-from .sizes import padded, scale_of, tile_on
+from .sizes import padded, processors, scale_of, tile_on
 from .tables import (
     Cut,
     Dealing,
@@ -159,23 +159,24 @@ def _parts_on_hopper(
     cut = Cut("queries", warps.rows, least=keys)
     runs = structure.derived(runs_of, keys)
     pairs, queries = pairs_seen(structure, every, keys), sum(run.q_len for run in runs) * kind.kv_heads
-    processors = hopper.multiprocessors(device)
-    if not runs or not _is_heavy(kind, pairs) or not warps.pays(pairs, queries, groups, processors):
+    # as many programs as are resident at once compute all items, which hides how each begins and ends
+    programs = processors(device)
+    if not runs or not _is_heavy(kind, pairs) or not warps.pays(pairs, queries, groups, programs):
         return ()
     closed = all(ends_with_tiles(run, keys, structure.kv_len) for run in runs)
     constants = kind.facts(structure.causal, windows is not None) | {
         "HEAD": kind.dim, "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
         "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
-    dealing = Dealing(groups // warps.together, keys, pieces, processors)
-    items, programs = derived_on(structure, device, find_items, cut, dealing, every)
+    dealing = Dealing(groups // warps.together, keys, pieces, programs)
+    items, dealt = derived_on(structure, device, find_items, cut, dealing, every)
     tables = (
         derived_on(structure, device, find_runs, keys, False),
         items,
         items if windows is None else window_table(windows, device),
     )
     box = keys, None if windows is None else 64
-    part = Part(hopper.launch_specialised(), (programs,), tables, constants, constants, box, True)
+    part = Part(hopper.launch_specialised(), (dealt,), tables, constants, constants, box, True)
     if not structure.derived(runs_of, keys, True):
         return (part,)
     return (part, *_plain_part(structure, device, kind, windows, False, cut._replace(short=True)))
@@ -247,8 +248,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
     """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
     if not parts or parts[0].by_tma is None:
         return None
-    layout = hopper.layout() if parts[0].specialised else None
-    keys, values = (descriptor_of(tensor, *parts[0].box, layout=layout) for tensor in (key, value))
+    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].specialised) for one in (key, value))
     return None if keys is None or values is None else (keys, values)
 
 

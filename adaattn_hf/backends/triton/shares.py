@@ -115,16 +115,10 @@ def _write(  # type: ignore[no-untyped-def]
         g = tl.arange(0, MOST)
         x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
         rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
+        PRECISION: tl.constexpr = "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3"
         for first in range(0, DIM_V, 32):
             d = first + tl.arange(0, 32)
-            part = rotated(
-                x,
-                first,
-                PAD_V,
-                32,
-                ROTATION_V,
-                "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3",
-            )
+            part = rotated(x, first, PAD_V, 32, ROTATION_V, PRECISION)
             inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
             tl.store(rows + d[None, :], part.to(out_ptr.dtype.element_ty), mask=inside)
     else:

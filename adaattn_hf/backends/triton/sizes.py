@@ -11,6 +11,9 @@ from ...attention.request import CallSpec
 from ...attention.stored import BITS
 from ..capability import shared_memory
 
+LEAST_SM = (8, 0)
+"""The compute capability from which on Triton multiplies on matrix units."""
+
 
 class Tile(NamedTuple):
     """How a kernel cuts its work: query rows, key columns, warps, stages of its pipeline, most registers a thread.
@@ -129,6 +132,12 @@ def tile_on(kernel: str, width: int, device: torch.device, rows: int = 16) -> Ti
     if tile is None:
         raise ValueError(_said(kernel, f"heads of {width} bytes", memory))
     return tile
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; off CUDA, where kernels are interpreted, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def refusals(spec: CallSpec, memory: int) -> list[str]:

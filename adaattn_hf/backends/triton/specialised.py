@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from . import tiles
 from .warps import (
     ROWS,
     add_tile,
@@ -19,6 +20,8 @@ from .warps import (
     ring,
     write_rows,
 )
+
+_keys_of = gluon.jit(tiles.keys_of.fn)
 
 
 @gluon.jit
@@ -65,22 +68,9 @@ def _item(  # type: ignore[no-untyped-def]
     if WINDOW:
         window = gl.load(rules_ptr + 2 * kv_head)
         sinks = gl.load(rules_ptr + 2 * kv_head + 1)
-    # as in `forward`: keys that some query of the block sees, and keys that all of them see
-    low_p = first + offset
-    high_p = gl.minimum(first + BLOCK_M, q_len) - 1 + offset
-    start, stop = 0, k_len
-    all_start, all_stop = 0, k_len
-    if CAUSAL:
-        stop = gl.minimum(k_len, high_p + 1)
-        all_stop = gl.minimum(k_len, low_p + 1)
-    if WINDOW:
-        start = gl.maximum(0, low_p - window + 1) // PART * PART
-        all_start = gl.maximum(0, high_p - window + 1)
-        if not CAUSAL:
-            stop = gl.minimum(k_len, gl.maximum(high_p + window, sinks))
-            all_stop = gl.minimum(k_len, low_p + window)
-    all_start = gl.maximum(start, gl.cdiv(all_start, PART) * PART)
-    all_stop = gl.maximum(all_start, gl.maximum(all_stop, 0) // PART * PART)
+    start, stop, all_start, all_stop = _keys_of(
+        first + offset, gl.minimum(first + BLOCK_M, q_len) - 1 + offset, k_len, window, sinks, PART, CAUSAL, WINDOW
+    )  # fmt: skip
     # pieces by the rule: those of the sinks before what all rows see, then both edges of the window
     of_sinks, of_left, apart = 0, 0, 0
     if WINDOW:
@@ -292,10 +282,11 @@ def specialised(  # type: ignore[no-untyped-def]
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
-    or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes. With ALTERNATE the groups begin their products one after the
-    other, with AHEAD queries are brought an item ahead. With CLOSE the keys of a segment may end within a tile and before
-    the tensor does; then there are as many as a tile's piece at least. Heads have HEAD channels, which lie side by side;
-    keys and values are read by their descriptors alone, and scores have no softcap.
+    or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes.
+    With ALTERNATE the groups begin their products one after the other, with AHEAD queries are brought an item ahead. With
+    CLOSE the keys of a segment may end within a tile and before the tensor does; then there are as many as a tile's piece
+    at least. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
+    scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,12 +12,11 @@ from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult, format_of, head_dim_of
 from ...attention.stored import BITS
 from ...attention.structure import CallStructure
-from ..base import capturing
+from ..base import capturing, derived_on
 from .codes import decode_codes
 from .decode import decode
 from .launcher import Launcher, aligned
-from .sizes import Tile, padded, rows_of, scale_of, tile_on
-from .split import split
+from .sizes import padded, processors, rows_of, scale_of, tile_on
 from .tables import window_table
 
 if TYPE_CHECKING:
@@ -39,18 +37,14 @@ class Sized(NamedTuple):
     """What all steps of a kind share, whatever their lengths.
 
     Attributes:
-        tile: Of the kernel.
         bits: Of a value's codes, 0 for numbers.
-        rows: Query heads that a product has, some of them idle.
         value_dim: Channels of a value.
         least: Fewest keys that a program reads.
         processors: Of the device.
         constants: The kernel's, as far as structures and lengths do not change them.
     """
 
-    tile: Tile
     bits: int
-    rows: int
     value_dim: int
     least: int
     processors: int
@@ -99,7 +93,7 @@ def sized(
     }  # fmt: skip
     if bits:
         constants |= {"BITS": bits, "HALVES": tile.halves, "WARPS": tile.warps}
-    return Sized(tile, bits, rows, value_dim, max(tile.columns, _LEAST_KEYS), _processors(device), constants)
+    return Sized(bits, value_dim, max(tile.columns, _LEAST_KEYS), processors(device), constants)
 
 
 def attend_step(
@@ -213,7 +207,7 @@ def launch(known: Sized, step: Step) -> AttentionResult:
     constants |= {
         "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
         "ROTATION": dim & -dim if stored.rotated else 0, "ROTATION_V": value_dim & -value_dim if stored.rotated else 0,
-        "CLOSE": windows is None and rows is None and kv_len >= known.tile.columns
+        "CLOSE": windows is None and rows is None and kv_len >= constants["BLOCK_N"]
         and (constants["PAD"], constants["PAD_V"]) == (dim, value_dim)
         and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
     }  # fmt: skip
@@ -224,17 +218,51 @@ def launch(known: Sized, step: Step) -> AttentionResult:
     return AttentionResult(out, lse)
 
 
+def split(
+    windows: HeadWindows | None,
+    kv_heads: int,
+    kv_len: int,
+    sequences: int,
+    programs: int,
+    least: int,
+    whole: bool,
+) -> tuple[int, int]:
+    """Into how many shares the head that reads most splits its keys, and how many keys a share has.
+
+    The same for `least` lengths in a row, so that steps of a generation round alike.
+
+    Args:
+        windows: Of `head_windows`.
+        kv_heads: Key/value heads.
+        kv_len: Keys of a sequence.
+        sequences: Sequences that are read alike.
+        programs: As many as the device runs at once; there are no more shares unless each head has one.
+        least: Fewest keys worth a program.
+        whole: Whether every head may have to read all keys, where windows end.
+    """
+    length = -(-kv_len // least) * least
+    if windows is None or whole:
+        counts = [length]
+    else:
+        counts = [max(1, min(window + sinks, length)) for window, sinks in dict.fromkeys(windows)]
+    longest = max(counts)
+    slots = programs // sequences
+    if len(counts) == 1:
+        slots //= kv_heads
+    else:
+        # every head may have a share that is not full
+        total = sum(min(window + sinks, length) for window, sinks in windows or ())
+        slots = (slots - kv_heads) * longest // total
+    most = max(1, min(longest // least, slots))
+    span = -(-longest // most)
+    return -(-longest // span), span
+
+
 def _adjoining(codes: Tensor) -> Tensor:
     """Codes whose channels adjoin and whose rows begin at even addresses: as every cache lays them out."""
     *others, last = codes.stride()
     plain = last == 1 and not any(stride % 2 for stride in others) and codes.data_ptr() % 2 == 0
     return codes if plain else codes.contiguous()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a device; off CUDA, where kernels are interpreted, a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 _buffers: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
@@ -266,12 +294,13 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
         raise ValueError("structure: a dense mask, expected runs; use the sdpa backend")
     if structure.one_run_a_row and (structure.window is None or structure.sinks_at_runs):
         if structure.key_padding is not None:
-            return (*structure.derived(_rows_of_padding, device), True, structure.batch)
+            return (*derived_on(structure, device, _rows_of_padding), True, structure.batch)
         return None, None, True, structure.batch
     segments = structure.segments()
     if segments is None:
         raise ValueError("structure: sinks beside chunks, expected runs; use the sdpa backend")
-    return structure.derived(_rows_of_runs, device), None, len(segments) == structure.batch, len(segments)
+    rows = derived_on(structure, device, _rows_of_runs)
+    return rows, None, len(segments) == structure.batch, len(segments)
 
 
 def _rows_of_runs(structure: CallStructure, device: torch.device) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import Tensor
 from ...attention.stored import CHANNELS, hadamard
 from ..capability import capability
 from .launcher import Launcher, aligned
+from .sizes import LEAST_SM
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
@@ -89,13 +92,19 @@ def store_tokens(  # type: ignore[no-untyped-def]
 launch_store = Launcher(store_tokens)
 
 
+@functools.cache
+def _multiplies(device: torch.device) -> bool:
+    """Whether a device has the matrix units that the kernel turns tokens on; asked of a cache for every token."""
+    facts = capability(device)
+    return facts is None or facts.sm >= LEAST_SM
+
+
 def serves(x: Tensor, codes: Tensor) -> bool:
     """Whether the kernel can round such tokens; else `adaattn_hf.attention.stored.quantise` does."""
     fours = codes.dtype is torch.uint8
-    facts = capability(x.device.index) if x.is_cuda else None
-    if facts is not None and facts.sm < (8, 0):
+    if x.dtype not in _DTYPES or x.shape[3] > _LARGEST or (fours and x.shape[3] % CHANNELS):
         return False
-    return x.dtype in _DTYPES and x.shape[3] <= _LARGEST and not (fours and x.shape[3] % CHANNELS)
+    return not x.is_cuda or _multiplies(x.device)
 
 
 def store(

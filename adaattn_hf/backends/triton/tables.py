@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,29 +168,19 @@ def find_items(
     turns = -(-count // max(programs // 2, 1)) + 2
     cost = torch.empty((heads, blocks), dtype=torch.int32, device=device)
     constants = {
-        "CAUSAL": structure.causal,
-        "ROWS": cut.block,
-        "PART": dealing.piece,
-        "PIECES": dealing.pieces,
-    }
-    rules = window_table(windows, device)
+        "CAUSAL": structure.causal, "ROWS": cut.block, "PART": dealing.piece, "PIECES": dealing.pieces, "LINE": _LINE,
+    }  # fmt: skip
     # lengths are not compiled in, and tensors are made here: there is one variant for each set of constants
     variant = () if device.type == "cuda" else None
-    launch_costs(
-        (-(-blocks // _LINE), heads),
-        (runs, run, first, rules, cost, blocks, dealing.parts),
-        {**constants, "LINE": _LINE},
-        variant,
-    )
+    arguments: tuple[Any, ...] = (
+        runs, run, first, window_table(windows, device), cost, blocks, dealing.parts
+    )  # fmt: skip
+    launch_costs((-(-blocks // _LINE), heads), arguments, constants, variant)
     cost, order = cost.flatten().sort(descending=True, stable=True)
     items = torch.empty((turns * programs, 3), dtype=torch.int32, device=device)
     lanes = max(16, 1 << (programs - 1).bit_length())
-    launch_deal(
-        (1,),
-        (run, first, order, cost, items, blocks, count, programs),
-        {"LANES": lanes, "num_warps": 8},
-        variant,
-    )
+    arguments = run, first, order, cost, items, blocks, count, programs
+    launch_deal((1,), arguments, {"LANES": lanes, "num_warps": 8}, variant)
     return items, programs
 
 

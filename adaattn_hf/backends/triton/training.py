@@ -12,7 +12,7 @@ from torch import Tensor
 from ...attention.gradients import first_order
 from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult
-from ...attention.structure import CallStructure, Segment
+from ...attention.structure import CallStructure
 from ..base import derived_on
 from .backward import of_keys, of_queries, prepare
 from .descriptors import descriptor_of
@@ -24,16 +24,14 @@ from .tables import Cut, find_entries, find_runs, window_table
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
 
-def attend_with_gradients(
-    request: AttentionRequest, segments: Sequence[Segment], windows: HeadWindows | None
-) -> AttentionResult:
+def attend_with_gradients(request: AttentionRequest, windows: HeadWindows | None) -> AttentionResult:
     """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
     if request.scaling <= 0:
         # the kernels divide by it, and take the largest score by the largest product
         query = -request.query if request.scaling else request.query * 0
         request = replace(request, query=query, scaling=-request.scaling or 1.0)
     out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
-        request.query, request.key, request.value, request.sink_logits, request, segments, windows
+        request.query, request.key, request.value, request.sink_logits, request, windows
     )
     return AttentionResult(out, lse if request.need_lse else None)
 
@@ -49,42 +47,34 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         sink: Tensor | None,
         request: AttentionRequest,
-        segments: Sequence[Segment],
         windows: HeadWindows | None,
     ) -> tuple[Tensor, Tensor | None]:
         out, lse = attend_forward(request, windows, keep_lse=True)
         ctx.save_for_backward(query, key, value, sink, out, lse)
-        ctx.structure, ctx.scaling, ctx.softcap = request.structure, request.scaling, request.softcap
-        ctx.segments, ctx.windows = segments, windows
+        ctx.call = request.structure, request.scaling, request.softcap, windows
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, out, lse = ctx.saved_tensors
-        if grad is None:
-            grad = torch.zeros_like(out)
-        call = (ctx.structure, ctx.scaling, ctx.softcap)
-        found = _gradients(
-            call, (query, key, value, sink), (out, lse), (grad, grad_lse), ctx.segments, ctx.windows
-        )
-        return (*found, None, None, None)
+        *inputs, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
+        return (*_gradients(ctx.call, inputs, (out, lse), (grad, grad_lse)), None, None)
 
 
 def _gradients(
-    call: tuple[CallStructure, float, float | None],
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    call: tuple[CallStructure, float, float | None, HeadWindows | None],
+    inputs: Sequence[Tensor],
     outputs: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of queries, keys, values and learned sinks."""
     query, key, value, sink = inputs
     out, lse = outputs
     grad, grad_lse = grads
-    structure, scaling, softcap = call
+    structure, scaling, softcap, windows = call
+    segments = structure.segments() or ()
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
     pad, value_pad = padded(dim), padded(value_dim)
@@ -99,13 +89,14 @@ def _gradients(
     }  # fmt: skip
     launch_prepare((batch, heads, -(-q_len // 64)), arguments, facts)
     columns = sum(s.k_len for s in segments) == batch * kv_len
-    dq = (torch.empty if segments else torch.zeros)(
-        (batch, q_len, heads, dim), dtype=query.dtype, device=query.device
+    dq, dk, dv = (
+        (like.new_empty if whole else like.new_zeros)((batch, length, count, width)).transpose(1, 2)
+        for like, whole, length, count, width in (
+            (query, bool(segments), q_len, heads, dim),
+            (key, columns, kv_len, kv_heads, dim),
+            (value, columns, kv_len, kv_heads, value_dim),
+        )
     )
-    make = torch.empty if columns else torch.zeros
-    dk = make((batch, kv_len, kv_heads, dim), dtype=key.dtype, device=key.device)
-    dv = make((batch, kv_len, kv_heads, value_dim), dtype=value.dtype, device=value.device)
-    dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     if segments:
         facts = {
             "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": value_pad,

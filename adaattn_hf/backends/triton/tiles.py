@@ -1,0 +1,135 @@
+"""Helpers of the Triton kernels: entries of the work table, loads of tiles, visibility, one tile of online softmax.
+
+Online softmax in base 2 with fp32 accumulation (FlashAttention-2's forward; Dao 2023). A segment is a row of six numbers,
+`(batch row, q_start, q_len, k_start, k_len, offset)`; its local query `i` stands at local key `p = i + offset`. A key `j`
+is visible if `j <= p` (causal), `j > p - W` and, both ways, `j < p + W` (window), or `j < S` (sinks, within causality).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """tanh by one exponential; exact at both ends."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def capped(s, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores in base 2, softcapped if HAS_CAP; without a cap `s` is in base 2 already."""
+    if HAS_CAP:
+        s = softcap * tanh(s / softcap) * 1.4426950408889634
+    return s
+
+
+@triton.jit
+def scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores in base 2: `log2(e) * (softcapped scaling * q k^T)`, where `scale` holds log2(e) unless there is a cap."""
+    return capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_CAP)
+
+
+@triton.jit
+def visible(p, j, limit, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Boolean `[p, j]` of the rules in the module's docstring; keys from `limit` on are not there."""
+    keep = (j < limit)[None, :]
+    if WINDOW:
+        near = (j[None, :] > p[:, None] - window) | (j < sinks)[None, :]
+        if not CAUSAL:
+            near = near & ((j[None, :] < p[:, None] + window) | (j < sinks)[None, :])
+        keep = keep & near
+    if CAUSAL:
+        keep = keep & (j[None, :] <= p[:, None])
+    return keep
+
+
+@triton.jit
+def step(acc, m, l, s, v, scale, SCALE: tl.constexpr, HIDDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds one tile to the running maximum, sum and output.
+
+    SCALE: scores are not yet multiplied by `scale` > 0. HIDDEN: some may be -inf, and a row of such stays as it is.
+    """
+    top = tl.max(s, 1)
+    if SCALE:
+        top = top * scale
+        s = s * scale
+    top = tl.maximum(m, top)
+    base = top
+    if HIDDEN:
+        base = tl.where(top == float("-inf"), 0.0, top)
+    w = tl.exp2(s - base[:, None])
+    decay = tl.exp2(m - base)
+    l = l * decay + tl.sum(w, 1)
+    acc = tl.dot(w.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, top, l
+
+
+@triton.jit
+def rows_of(  # type: ignore[no-untyped-def]
+    base, j, d, n_stride, d_stride, count, DIM: tl.constexpr, PAD: tl.constexpr, ALL: tl.constexpr,
+    TURNED: tl.constexpr = False,
+):  # fmt: skip
+    """Rows `j` of a matrix `[count, DIM]` as a tile `[j, PAD]`, TURNED as `[PAD, j]`, zero where there is none.
+
+    ALL: every row is there.
+    """
+    inside, there = d < DIM, (j >= 0) & (j < count)
+    if TURNED:
+        pointers = base + j.to(tl.int64)[None, :] * n_stride + d[:, None] * d_stride
+        inside, there = inside[:, None], there[None, :]
+    else:
+        pointers = base + j.to(tl.int64)[:, None] * n_stride + d[None, :] * d_stride
+        inside, there = inside[None, :], there[:, None]
+    if ALL and PAD == DIM:
+        tile = tl.load(pointers)
+    elif ALL:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        tile = tl.load(pointers, mask=there & inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def entry_of(work_ptr, segments_ptr, rules_ptr, number, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An entry of the work table: the six numbers of its segment, first row, key/value head, its window and sinks."""
+    entry = work_ptr + 3 * number
+    segment = segments_ptr + 6 * tl.load(entry)
+    first = tl.load(entry + 1)
+    kv_head = tl.load(entry + 2)
+    row = tl.load(segment)
+    q_start = tl.load(segment + 1)
+    q_len = tl.load(segment + 2)
+    k_start = tl.load(segment + 3)
+    k_len = tl.load(segment + 4)
+    offset = tl.load(segment + 5)
+    window, sinks = 0, 0
+    if WINDOW:
+        window = tl.load(rules_ptr + 2 * kv_head)
+        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
+    return row, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks
+
+
+@triton.jit
+def keys_of(low, high, k_len, window, sinks, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys that some of the queries from `low` to `high` see, and those that all see; where either begins and ends.
+
+    All but the end of the first are multiples of BLOCK; sinks before the window are not counted.
+    """
+    start, stop = 0, k_len
+    all_start, all_stop = 0, k_len
+    if CAUSAL:
+        stop = tl.minimum(k_len, high + 1)
+        all_stop = tl.minimum(k_len, low + 1)
+    if WINDOW:
+        start = tl.maximum(0, low - window + 1) // BLOCK * BLOCK
+        all_start = tl.maximum(0, high - window + 1)
+        if not CAUSAL:
+            stop = tl.minimum(k_len, tl.maximum(high + window, sinks))
+            all_stop = tl.minimum(k_len, low + window)
+    all_start = tl.maximum(start, (all_start + (BLOCK - 1)) // BLOCK * BLOCK)
+    all_stop = tl.maximum(all_start, tl.maximum(all_stop, 0) // BLOCK * BLOCK)
+    return start, stop, all_start, all_stop
