@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from adaattn_hf.backends.native import memory
+from adaattn_hf.policy.silence import silenced
 from adaattn_hf.stats.stopwatch import wait
+
+STDERR = 2
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -49,12 +50,12 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
         return torch.cuda.max_memory_allocated(device) - before, "max_memory_allocated"
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     memory.reset_peak()
-    with _unheard():
+    with silenced(STDERR):  # the profiler's library reports its start and stop, whatever its log level
         profile.start()
     try:
         call()
     finally:
-        with _unheard():
+        with silenced(STDERR):
             profile.stop()
     recorded: Any = profile.profiler
     events: list[Any] = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
@@ -63,16 +64,3 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
         held += event.nbytes()
         peak = max(peak, held)
     return int(peak) + memory.peak_bytes(), "torch's allocations and the native kernels' buffers"
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """The profiler's library reports its start and its stop on stderr, past Python and whatever its log level."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
