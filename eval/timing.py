@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from adaattn_hf.backends.native import library
+from adaattn_hf.policy.silence import silenced
 from adaattn_hf.stats.stopwatch import wait
+
+STDERR = 2
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -48,13 +49,13 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
         wait(device)
         return torch.cuda.max_memory_allocated(device) - before, "max_memory_allocated"
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    library.reset_peak()
-    with _unheard():
+from adaattn_hf.backends.native import library
+from adaattn_hf.policy.silence import silenced
         profile.start()
     try:
         call()
     finally:
-        with _unheard():
+        with silenced(STDERR):
             profile.stop()
     recorded: Any = profile.profiler
     events: list[Any] = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
@@ -62,17 +63,5 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return int(peak) + library.peak_bytes(), "torch's allocations and the native kernels' buffers"
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """The profiler's library reports its start and its stop on stderr, past Python and whatever its log level."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+from adaattn_hf.backends.native import library
+from adaattn_hf.policy.silence import silenced

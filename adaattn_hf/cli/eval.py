@@ -132,6 +132,8 @@ def _run(
 
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:
     """A model of the user's over each text; texts are looked at before weights are read."""
+    import torch
+
     from adaattn_hf.eval import corpora, tasks
     from adaattn_hf.eval.runner import Run
     from adaattn_hf.patches.checkpoint import load, read_config
@@ -150,19 +152,13 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
     for corpus in texts:
         tasks.check(corpus, settings)
     crew, device_index = team.join()
-    if crew.size > 1 and loading.device in (None, "cuda") and _sees_cuda():
+    if crew.size > 1 and loading.device in (None, "cuda") and torch.cuda.is_available():
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     writable(output.directory, "output")  # of a default place last: it is made here
     checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
-
-
-def _sees_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _out_of_memory(settings: Settings, output: Output, said: str) -> str:

@@ -59,17 +59,9 @@ def explain(
 
 
 def _record(explanation: Explanation) -> dict[str, Any]:
-    layers = [
-        {
-            "layer": choice.layer,
-            "phase": choice.phase,
-            "call": choice.spec.words(),
-            "backend": choice.backend,
-            "plan": choice.plan,
-            "refused": {name: list(reasons) for name, reasons in choice.refused.items()},
-        }
-        for choice in explanation.layers
-    ]
+    layers = [{**vars(choice), "call": choice.spec.words()} for choice in explanation.layers]
+    for layer in layers:
+        del layer["spec"]
     record: dict[str, Any] = {
         "model": explanation.model,
         "implementation": explanation.implementation,

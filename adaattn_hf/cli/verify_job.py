@@ -49,6 +49,7 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
         ValueError: If there is no text, or too little.
         PlanError: If there is no plan to prove, or one of another model.
     """
+    device = resolve_device(asked.device)
     if not asked.data:
         raise ValueError(
             "data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them"
@@ -57,7 +58,7 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
     own = Path(model) / PLAN_FILE
     path = asked.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
     plan = Plan.from_pretrained(path)
-    settings, device = settings_of(plan), resolve_device(asked.device)
+    settings = settings_of(plan)
     scoring = plan.protocol.get("scoring", {})
     masking = Masking(**{one.name: scoring[one.name] for one in fields(Masking) if one.name in scoring})
     sentence = (
@@ -92,7 +93,7 @@ def _verdicts(
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     programs = {index: one for index, one in programs_for(loaded.model, path).items() if one is not None}
     inputs = Inputs(subject, ModelArms(loaded.model), settings, loaded.scoring, {})
-    pool, ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
+    (pool, apart), ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
     stored, scoring = plan.verified, loaded.scoring
     tries = 1 if stored is None else stored.tries
     haystacks = settings.haystacks if scoring.generates else 0
@@ -105,7 +106,7 @@ def _verdicts(
             shard = pool[first:last] if last <= len(pool) else pool[: settings.most_held_out]
             cut = [replace(one, tokens=one.tokens[: scoring.content(length)]) for one in shard]
             step = partial(progress, f"verify {length}", total=len(cut) + haystacks)
-            evidence = Evidence(apart=len(asked.data) > 1)
+            evidence = Evidence(apart=apart)
             gather(inputs, plan_tap(programs), cut, evidence, plan.seed + tries, haystacks, step)
             verdicts[length] = judge(
                 evidence,
@@ -126,7 +127,9 @@ def settings_of(plan: Plan) -> CalibrationSettings:
     """
     kept = plan.protocol.get("settings", {})
     try:
-        words = {name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()}
+        words: dict[str, Any] = {
+            name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()
+        }
         return CalibrationSettings(**words, budget=plan.budget, lengths=plan.lengths, seed=plan.seed)
     except (AttributeError, TypeError, ValueError) as error:
         raise PlanError(f"protocol: settings cannot be read ({error}); calibrate again") from error
@@ -134,10 +137,10 @@ def settings_of(plan: Plan) -> CalibrationSettings:
 
 def held_out(
     plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Loaded
-) -> list[TokenSequence]:
-    """Returns sequences of a text in the order in which a calibration draws them, equally many of each source.
+) -> tuple[list[TokenSequence], bool]:
+    """Returns sequences of a text as a calibration draws them, and whether each source must keep the budget by itself.
 
-    Of the text that the plan was made on those are left out that chose it.
+    Of the text that the plan was made on those are left out that chose it; of other text each source has equally many.
 
     Raises:
         ValueError: A source has fewer than two.
@@ -148,7 +151,7 @@ def held_out(
     drawn = sample.parts["held_out"]
     words = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     if hashlib.sha256(words.encode()).hexdigest() == plan.data_fingerprint:
-        return drawn[own:]
+        return drawn[own:], False
     counts = Counter(one.source for one in drawn[:most])
     fewest = min(counts[str(path)] for path in data)
     if fewest < 2:
@@ -156,7 +159,7 @@ def held_out(
             f"data: a source holds {fewest} sequences of {length} tokens, expected at least 2 of every source; give "
             "more of its text, or leave it out"
         )
-    return drawn[: fewest * len(data)]
+    return drawn[: fewest * len(data)], True
 
 
 def looked_at(path: Path) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Keeps a library from writing to standard output past Python.
+"""Keeps a library from writing to standard output or standard error past Python.
 
 HiGHS 1.12, scipy's solver, prints lines that no option turns off (github.com/ERGO-Code/HiGHS/issues/2783).
 """
@@ -18,21 +18,21 @@ LIBC = None if os.name == "posix" else "ucrtbase"
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
-    """Throws away what is written to the process's standard output while it lasts."""
+def silenced(file: int = STDOUT) -> Iterator[None]:
+    """Throws away what is written to a file of the process, its standard output say, while it lasts."""
     _flush()
     try:
-        kept = os.dup(STDOUT)
+        kept = os.dup(file)
     except OSError:  # a process without one
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, STDOUT)
+        os.dup2(nowhere, file)
         yield
     finally:
         ctypes.CDLL(LIBC).fflush(None)
-        os.dup2(kept, STDOUT)
+        os.dup2(kept, file)
         os.close(kept)
         os.close(nowhere)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -419,9 +418,3 @@ def test_the_command_says_where_the_package_should_be(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="reinstall"):
         adaattn_command.command_line()
-
-
-def test_commands_are_typer_commands() -> None:
-    assert isinstance(typer.main.get_command(main.app), main.LazyCommands)
-    for name in main.COMMANDS:
-        assert main.load_command(name).name == name
