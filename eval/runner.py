@@ -20,6 +20,7 @@ from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.cache.caches import check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint, arms
 from adaattn_hf.patches.plans.attach import plan_of
+from adaattn_hf.patches.plans.hashes import weight_hash
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.stats.stopwatch import timed
 
@@ -326,7 +327,7 @@ def _fingerprint(
             windows.update(np.asarray(part, "<i8").tobytes())
     return {
         "model": checkpoint.name,
-        "weights": checkpoint.fingerprint(),
+        "weights": weight_hash(checkpoint.model),
         "dtype": checkpoint.dtype,
         "device": checkpoint.device.type,
         "data": corpus.sha256,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-_HASHED_BYTES = 1 << 20
 _LOADING = (OSError, ValueError, KeyError, ImportError)
 """Errors that Transformers raises for a checkpoint that is missing, broken or needs a package."""
 
@@ -85,15 +83,6 @@ class Checkpoint:
             if whole[at : at + len(body)] == body:
                 return whole[:at], whole[at + len(body) :]
         raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
-
-    def fingerprint(self) -> str:
-        """Returns a sha256 over name, shape, dtype and first MiB of every weight, which tells checkpoints apart."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            flat = tensor.detach().reshape(-1)[: _HASHED_BYTES // max(tensor.element_size(), 1)]
-            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:

@@ -292,6 +292,9 @@ class Plan(PlanFiles):
             "It was never verified on held-out text." if self.verified is None else self.verified.sentence
         )
         lengths = ", ".join(f"{length:,}" for length in self.lengths) or "none"
+        scoring = self.protocol.get("scoring")
+        masked = isinstance(scoring, Mapping) and "mask_share" in scoring
+        auto = f"AutoModelFor{'Masked' if masked else 'Causal'}LM"
         of_hub = f"base_model: {json.dumps(model)}\n" if model.count("/") == 1 else ""
         return f"""---
 library_name: adaattn-hf
@@ -307,15 +310,15 @@ What each head of the model reads, and in which precision, within a budget of {a
 
 * It speaks for up to {self.max_length:,} tokens, and was measured at {lengths}; what is longer is computed exactly.
 * It belongs to these weights in {printable(self.dtype)}: other weights, dtypes and settings are refused.
-* It was made with adaattn-hf {printable(self.adaattn)}, torch {printable(self.torch)} and transformers
+* Its versions: adaattn-hf {printable(self.adaattn)}, torch {printable(self.torch)}, transformers
   {printable(self.transformers)}.
 
 ```python
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
 import adaattn_hf
 
-model = AutoModelForCausalLM.from_pretrained({model!r}, dtype={self.dtype!r}, attn_implementation="adaattn")
+model = {auto}.from_pretrained({model!r}, dtype={self.dtype!r}, attn_implementation="adaattn")
 adaattn_hf.load_plan(model, {repository!r})
 ```
 

@@ -23,9 +23,6 @@ from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
 
-REVOKED = "unverified"
-"""Key of a permission that settings held in earlier versions; a file is not one to give it."""
-
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     """Returns an attention module's part of the plan, `None` if the module is exact.
@@ -50,7 +47,7 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
     raw, programs = programs_for(model, plan, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module, _ in programs.values()}
     for config in owners.values():
-        kept = {name: value for name, value in settings_of(config).items() if name not in (CARRIED, REVOKED)}
+        kept = {name: value for name, value in settings_of(config).items() if name != CARRIED}
         config.adaattn = {**kept, **raw}
     for module, program in programs.values():
         module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program)  # type: ignore[union-attr]
@@ -87,8 +84,7 @@ def remove_plan(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         settings = settings_of(config)
         if CONFIG_KEY in settings:
-            ours = (CONFIG_KEY, CARRIED, REVOKED)
-            rest = {name: value for name, value in settings.items() if name not in ours}
+            rest = {name: value for name, value in settings.items() if name not in (CONFIG_KEY, CARRIED)}
             # a plan of all models of the type is not given again
             if rest or hasattr(type(config), "adaattn"):
                 config.adaattn = rest

@@ -10,8 +10,8 @@ from torch import nn
 from adaattn_hf.plans.plan import PlanError
 
 
-def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, nn.Module]]:
-    """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type.
+def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterator[tuple[int, nn.Module]]:
+    """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type if any.
 
     Raises:
         PlanError: If two of them claim the same index: a plan could not tell them apart.
@@ -20,7 +20,7 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
     seen: dict[int, str] = {}
     for name, module in model.named_modules():
         index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
-        if not isinstance(index, int) or config is None or config.model_type != model_type:
+        if not isinstance(index, int) or config is None or model_type not in (None, config.model_type):
             continue
         if not _holds_weights(module) or not hasattr(module, "is_causal"):
             continue

@@ -50,7 +50,12 @@ class Subject:
 
     def binding(self, indices: Sequence[int]) -> Binding:
         """What a plan for these layers is bound to."""
-        config = _attention_config(self.model)
+        _, first = next(attention_modules(self.model), (0, None))
+        if first is None:
+            raise ValueError(
+                "the model has no attention modules with a layer_idx; a plan could not name its layers"
+            )
+        config: Any = first.config
         modules = dict(attention_modules(self.model, config.model_type))
         return Binding(
             model_type=str(config.model_type),
@@ -83,10 +88,3 @@ def name_of_model(model: nn.Module) -> str:
     # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
     kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
     return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name
-
-
-def _attention_config(model: nn.Module) -> Any:
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "is_causal"):
-            return module.config
-    raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")

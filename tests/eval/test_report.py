@@ -132,14 +132,6 @@ def test_the_commit_is_that_of_the_checkout_or_said(
     assert provenance.commit(tmp_path) == "abc1234"
 
 
-def test_weights_decide_the_fingerprint(llama: Path) -> None:
-    first, second = (checkpoint.load(llama, device="cpu") for _ in range(2))
-    assert first.fingerprint() == second.fingerprint()
-    with torch.no_grad():
-        second.model.lm_head.weight[3, 3] += 1e-4
-    assert first.fingerprint() != second.fingerprint()
-
-
 def test_arms_share_weights_and_nothing_else(llama: Path) -> None:
     loaded = checkpoint.load(llama, device="cpu")
     first, second = checkpoint.arms(loaded, ["sdpa", "eager"])

@@ -103,6 +103,9 @@ def test_the_card_says_what_was_proven_and_how_to_look_again(tmp_path: Path) -> 
         f"load_plan(model, '{tmp_path}')", f"adaattn eval somebody/llama --plan {tmp_path} --dtype float32",
     ):  # fmt: skip
         assert words in card
+    masked = replace(plan, protocol={"scoring": {"mask_share": 0.15}})
+    assert "AutoModelForMaskedLM" in masked.card("me/plan")
+    assert "AutoModelForCausalLM" in card
     (tmp_path / "README.md").write_text("mine", encoding="utf-8")
     plan.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "mine"
