@@ -161,7 +161,7 @@ def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Modu
         if any(held) and all(len(one) <= 1 for one in held):
             layers += module
             left = left.difference(*held)
-    return [*layers, *left]
+    return list(dict.fromkeys((*layers, *left)))
 
 
 def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:

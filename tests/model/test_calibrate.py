@@ -452,17 +452,10 @@ def test_memory_grows_with_one_layer() -> None:
 
 
 def test_the_peak_is_told_beforehand(text: list[Path]) -> None:
-    model, said = lettered_llama(layers=6), []
+    model = lettered_llama(layers=6)
     inputs = open_inputs(model, encode, text, replace(SETTINGS, lengths=(512,)))
-    layers = observe_layers(replace(inputs, say=said.append))
-    need = forecast(inputs, layers)
-    parts, tokens = layers.candidates.parts, torch.tensor([inputs.samples[512].risk[0].tokens])
-    peak = _peak(
-        lambda: fisher.measure(
-            inputs.arms, tokens, parts, layers.tensors, rows=48, labels=2,
-            generator=torch.Generator(), report=lambda *layer: None,
-        )
-    )  # fmt: skip
+    need = forecast(inputs, observe_layers(inputs))
+    peak = _peak(partial(_measured, model, torch.tensor([inputs.samples[512].risk[0].tokens]), 48, 2))
     assert 0.8 < (need.total - need.weights) / peak < 1.4, (need, peak)
     assert need.sentence(None).startswith("memory: about ")
     assert need.sentence(need.total - 1).endswith(": --lengths 384 would fit")

@@ -520,20 +520,8 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     directory = Path(shutil.copytree(demo_model_path("bert"), tmp_path / "bert"))
     table = tmp_path / "prices.json"
     table.write_text(prices().to_json())
-    small = [
-        "--sequences",
-        "1",
-        "--rows",
-        "16",
-        "--labels",
-        "1",
-        "--joint",
-        "1",
-        "--held-out",
-        "3",
-        "--tries",
-        "1",
-    ]
+    words = "--sequences 1 --rows 16 --labels 1 --joint 1 --held-out 3 --tries 1"
+    small = words.split()
     done = run_command(
         str(directory), "--data", str(text[0]), "--budget", "1%", "--lengths", str(LENGTH), "--maskings", "3",
         "--mask-share", "0.2", "--families", "bf16", "--prices", str(table), *small,
