@@ -24,15 +24,27 @@ class StoredTensor:
 
     ndim = 4
 
-    streams: Any = None
-    """The layer that holds the tokens by groups of heads, where they are not one tensor."""
+    def __init__(
+        self,
+        codes: Tensor,
+        record: StoredKV | None,
+        head_dim: int,
+        dtype: torch.dtype,
+        streams: Any = None,
+    ) -> None:
+        """Stands for keys or values.
 
-    def __init__(self, codes: Tensor, record: StoredKV | None, head_dim: int, dtype: torch.dtype) -> None:
-        """`codes` as in a request that has `record`; `dtype` is that of the model's own keys."""
-        self.codes = codes
-        self.record = record
-        self.head_dim = head_dim
-        self.dtype = dtype
+        Args:
+            codes: As in a request that has `record`.
+            record: What turns them into numbers.
+            head_dim: Channels of a key or value.
+            dtype: That of the model's own keys.
+            streams: The layer that holds the tokens by groups of heads, where they are not one tensor. There is no
+                record, then, and `codes` have the shape of all tokens and no memory.
+        """
+        self.codes, self.record = codes, record
+        self.head_dim, self.dtype = head_dim, dtype
+        self.streams = streams
 
     @property
     def device(self) -> torch.device:

@@ -31,8 +31,6 @@ _FIELDS = {"version", "stored", "streaming", "made_for", "weights", "layers"}
 _OF_LAYER = {"length", "window", "spans"}
 _AGAIN = "read the prompt again and save its cache anew"
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FROM_LAYER = "bkvw"
-"""Extents that all groups of a layer's heads have in common, see `_check_group`."""
 
 
 class Unsound(ValueError):
@@ -223,7 +221,8 @@ def _checked_layers(
                 f"was written under a plan with other windows in layer {index}, expected {own['spans']} for its heads; "
                 "load the model with the plan that the cache was made with"
             )
-        held = _within(tensors, f"{index}.")
+        prefix = f"{index}."
+        held = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         length = whole(said["length"], f"length of layer {index}", least=1)
         batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
         room_for(layer.limit, length)
@@ -232,11 +231,6 @@ def _checked_layers(
     if stray:
         raise Unsound(f"holds tensors {stray!r:.200} that no layer has, expected none; {_AGAIN}")
     return found
-
-
-def _within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors under a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _described(layer: Any) -> dict[str, Any]:
@@ -265,65 +259,46 @@ def _check_layer(
     Raises:
         Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.
     """
-    sizes: dict[str, int] = {} if batch is None else {"b": batch}
-    if layer.spans is None:
-        window = getattr(layer, "sliding_window", None)
-        least = length if window is None else min(length, window - 1)
-        return _check_group(where, stored, held, (least, length), sizes)["b"]
-    spans = list(dict.fromkeys(layer.spans))
-    numbers = [str(number) for number, _ in enumerate(spans)]
-    starts = held.get("starts")
-    if starts is None or any(name != "starts" and name.partition(".")[0] not in numbers for name in held):
-        raise Unsound(
-            f"has {sorted(held)!r:.200} in {where}, expected starts and tensors of {len(spans)} groups"
-        )
-    for number, span in zip(numbers, spans, strict=True):
-        count = length if span is None else min(length, sum(span))
-        heads = {"h": layer.spans.count(span)}
-        own = _within(held, f"{number}.")
-        found = _check_group(f"{where}, group {number}", stored, own, (count, count), sizes | heads)
-        sizes = {letter: size for letter, size in found.items() if letter in _FROM_LAYER}
-    inside = starts.dtype is torch.int64 and bool(((starts >= 0) & (starts <= length)).all())
-    if not inside or starts.shape != (sizes["b"],):
-        raise Unsound(
-            f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected {sizes['b']} whole numbers from "
-            f"0 to {length}"
-        )
-    return sizes["b"]
-
-
-def _check_group(
-    where: str,
-    stored: str,
-    held: Mapping[str, Tensor],
-    counts: tuple[int, int],
-    sizes: Mapping[str, int],
-) -> dict[str, int]:
-    """Returns the extents of tensors, by letter: batch, heads, number of tokens, and those that `PARTS` names.
-
-    They must hold `counts` tokens, from least to most, and agree in `sizes`.
-    """
-    needed = {
-        name: ("bhn" + extent, _NUMBERS if dtype is None else (dtype,))
-        for name, (dtype, extent) in PARTS[stored].items()
-    }
-    beside = {} if stored == "model" else dict.fromkeys(BESIDE, ("bhk", (torch.float32,)))
-    kinds = needed | beside
-    if not needed.keys() <= held.keys() <= kinds.keys():
-        raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed))}")
-    known = dict(sizes)
+    window = getattr(layer, "sliding_window", None)
+    spans = dict.fromkeys(layer.spans or ())
+    groups = {f"{number}.": span for number, span in enumerate(spans)} or {"": None}
+    # extents by name: equal names are equal sizes, and some are known beforehand
+    known = {} if batch is None else {"batch": batch}
+    needed: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
+    beside: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
+    for prefix, span in groups.items():
+        heads, count = f"{prefix}heads", f"{prefix}tokens"
+        if layer.spans:
+            known[heads] = layer.spans.count(span)
+        if window is None:
+            known[count] = length if span is None else min(length, sum(span))
+        for name, (dtype, extent) in PARTS[stored].items():
+            needed[prefix + name] = ("batch", heads, count, *extent), (dtype,) if dtype else _NUMBERS
+        for name in () if stored == "model" else BESIDE:
+            beside[prefix + name] = ("batch", heads, "k"), (torch.float32,)
+    if layer.spans:
+        needed["starts"] = ("batch",), (torch.int64,)
+    if not needed.keys() <= held.keys() <= needed.keys() | beside.keys():
+        raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
     for name, tensor in held.items():
-        letters, dtypes = kinds[name]
-        shape = dict(zip(letters, tensor.shape, strict=False))
-        fits = tensor.ndim == len(letters) and all(known.setdefault(c, n) == n > 0 for c, n in shape.items())
+        extents, dtypes = (needed | beside)[name]
+        fits = tensor.ndim == len(extents) and all(
+            known.setdefault(extent, size) == size > 0
+            for extent, size in zip(extents, tensor.shape, strict=True)
+        )
         if not fits or tensor.dtype not in dtypes:
-            expected = ", ".join(str(known.get(letter, "any")) for letter in letters)
+            expected = ", ".join(str(known.get(extent, "any")) for extent in extents)
             raise Unsound(
                 f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{' or '.join(map(str, dtypes))} [{expected}]"
             )
-    if not counts[0] <= known["n"] <= counts[1]:
+    if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
         raise Unsound(
-            f"holds {known['n']} tokens in {where}, expected {' to '.join(map(str, sorted(set(counts))))}"
+            f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}"
         )
-    return known
+    starts = held.get("starts")
+    if starts is not None and not bool(((starts >= 0) & (starts <= length)).all()):
+        raise Unsound(
+            f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected whole numbers from 0 to {length}"
+        )
+    return known["batch"]

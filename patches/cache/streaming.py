@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +13,8 @@ from adaattn_hf.plans.plan import LayerPlan, Plan
 
 from ..plans.attach import plan_of
 from .carrier import StoredTensor
-from .groups import HeadGroup, Read, some_heads
+from .groups import HeadGroup, Read, Span, some_heads
 from .layers import FullLayer, negative, refuse_gradients, room_for, same_rows
-from .slots import Span
 from .tokens import SMOOTHED, Tokens, numbers_like
 
 if TYPE_CHECKING:
@@ -47,21 +46,6 @@ def spans_in(layer: LayerPlan) -> Spans:
     """What each head keeps by a layer's plan; windows of less than 16 tokens save nothing."""
     spans = (choice.span for choice in layer.choices)
     return tuple(span if span is not None and span[0] >= SMOOTHED else None for span in spans)
-
-
-class StreamedTensor(StoredTensor):
-    """Stands for keys or values of a `StreamingLayer`, whose heads keep different numbers of tokens: no one tensor."""
-
-    def __init__(self, surface: Tensor, layer: StreamingLayer | None = None) -> None:
-        """Of the shape of all tokens.
-
-        Args:
-            surface: Has that shape, by strides of zero, and no memory for it.
-            layer: Holds the tokens, for the attention that is handed this. The layer's own `keys` and `values` leave it
-                out, since a layer that refers to itself would be freed late.
-        """
-        super().__init__(surface, None, surface.shape[3], surface.dtype)
-        self.streams = layer
 
 
 class StreamingLayer(FullLayer):
@@ -131,17 +115,21 @@ class StreamingLayer(FullLayer):
         elif not self._assigned():
             same_rows(self.keys.shape[0], key_states)
         self.count, self.fresh = total, (key_states, value_states)
-        self._surface(key_states, value_states)
-        return StreamedTensor(self.keys.codes, self), StreamedTensor(self.values.codes, self)
+        self._show(*self._surfaces(key_states, value_states))
+        return self._surfaces(key_states, value_states, streams=self)
 
-    def _surface(self, keys: Tensor, values: Tensor) -> None:
-        """Show the shape of all tokens of as many sequences and channels as these have."""
-        self._show(
-            *(
-                StreamedTensor(like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]))
-                for like in (keys, values)
-            )
+    def _surfaces(
+        self, keys: Tensor, values: Tensor, streams: Any = None
+    ) -> tuple[StoredTensor, StoredTensor]:
+        """The shape of all tokens, of as many sequences and channels as these have, without memory.
+
+        The layer's own `keys` and `values` leave `streams` out: a layer that refers to itself would be freed late.
+        """
+        full = (
+            like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]) for like in (keys, values)
         )
+        key, value = (StoredTensor(one, None, one.shape[3], one.dtype, streams) for one in full)
+        return key, value
 
     def read(self, starts: tuple[int, ...], queries: Tensor | None = None) -> list[tuple[HeadGroup, Read]]:
         """Write what `update` took; returns the groups of heads, each with what this call reads.
@@ -178,7 +166,7 @@ class StreamingLayer(FullLayer):
         """Take back the last `update`, whose attention was refused."""
         if self.fresh is not None:
             self.count -= self.fresh[0].shape[2]
-            self._surface(*self.fresh)
+            self._show(*self._surfaces(*self.fresh))
             self.fresh = None
 
     def fits(self, plan: LayerPlan) -> bool:
@@ -212,37 +200,23 @@ class StreamingLayer(FullLayer):
         for group in self.groups:
             group.crop(-tokens_to_remove)
         self.count += tokens_to_remove
-        self._surface(self.keys.codes, self.values.codes)
+        self._show(*self._surfaces(self.keys.codes, self.values.codes))
 
     def activate_past_recording(self) -> None:
         """From now to the next `crop`, keep what it may have to bring back; assisted decoding calls this."""
         self.record_past = True
 
-    def look(self) -> None:
-        """`keys` and `values` have a shape and no memory; only a change of rows changes them, see `_rows`."""
-
-    def let_go(self) -> None:
-        """They are windows on no storage."""
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch."""
-        if self.groups:
-            super().batch_select_indices(indices)
-            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-            self._rows([int(row) for row in rows.tolist()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        if self.groups:
-            super().batch_repeat_interleave(repeats)
-            self._rows([row for row in range(self.keys.shape[0]) for _ in range(repeats)])
-
-    def _rows(self, rows: Sequence[int]) -> None:
+    def change(self, tokens: Callable[[Tokens], None], plain: Callable[[Tensor], Tensor]) -> None:
+        """Change all tokens, and what is said of their rows."""
+        if not self.groups:
+            return
+        keys, values = (plain(one.codes[:, :, :0]) for one in (self.keys, self.values))
+        super().change(tokens, plain)
+        self._show(*self._surfaces(keys, values))
         if self.starts is not None:
-            self.starts = tuple(self.starts[row] for row in rows)
+            self.starts = tuple(plain(torch.tensor(self.starts, dtype=torch.int64, device="cpu")).tolist())
         for group in self.groups:
             group.commit()  # what was recorded for `crop` belongs to the rows as they were
-        self._surface(*(t.codes[:1].expand(len(rows), -1, -1, -1) for t in (self.keys, self.values)))
 
     def held(self) -> dict[str, Tensor]:
         """All tensors of the storage, by group and name; `take` puts them into an empty layer."""
@@ -265,4 +239,4 @@ class StreamingLayer(FullLayer):
             group.tokens.take(part)
             group.count = length
         self.count, self.starts = length, tuple(held["starts"].tolist())
-        self._surface(*like)
+        self._show(*self._surfaces(*like))

@@ -18,8 +18,7 @@ from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
 
 from ..plans.attach import program_of
-from .groups import some_heads
-from .slots import starts_of, structure_of
+from .groups import some_heads, starts_of, structure_of
 
 if TYPE_CHECKING:
     from .streaming import StreamingLayer

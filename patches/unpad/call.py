@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,18 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword
 from ..models.families import family_of
 from ..models.support import is_ours
-from .layout import PackedLayout
-from .positions import PositionRule
-from .prefill import PackedPrefill
+from .layout import PackedLayout, PackedPrefill
 
 IGNORED_LABEL = -100
 _REPLACED = (
     "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 )  # fmt: skip
 _WEIGHTS = ("output_attentions", "output_router_logits")
+PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
+"""(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
+
+# Model types that number the real tokens; others number the columns.
+_COUNT_MASK = ("opt", "biogpt")
 
 
 @dataclass(frozen=True)
@@ -201,3 +205,31 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | Non
         if bool(torch.any(bad)):
             return Pass("a label is scored at a padding position")
     return None
+
+
+def _columns(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    return torch.arange(mask.shape[1], device=like.device)[None]
+
+
+def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    real = mask.long().to(like.device)
+    return real.cumsum(dim=1) * real - 1
+
+
+def _after_padding_index(
+    input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int
+) -> Tensor:
+    """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
+    if input_ids is None:
+        return _columns(None, mask, like) + padding_index + 1
+    real = input_ids.ne(padding_index).long()
+    return real.cumsum(dim=1) * real + padding_index
+
+
+def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
+    """The rule by which this model numbers the positions of a padded batch; packed tokens must keep these."""
+    for module in trunk.modules():
+        if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
+            # no closure, which could not be pickled with the model
+            return functools.partial(_after_padding_index, padding_index=int(vars(module)["padding_idx"]))
+    return _real_tokens if getattr(config, "model_type", "") in _COUNT_MASK else _columns

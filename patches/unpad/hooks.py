@@ -21,10 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from adaattn_hf.attention.tap import tracing
 
 from ..models.cache_keyword import cache_keyword
-from .call import Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
-from .layout import PackedLayout
-from .positions import position_rule
-from .prefill import PackedPrefill
+from .call import Pass, arguments_of, has_cache, pack_call, position_rule, read_layout, scored_padding
+from .layout import PackedLayout, PackedPrefill
 
 logger = logging.getLogger("adaattn_hf")
 

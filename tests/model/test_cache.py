@@ -28,7 +28,7 @@ from transformers import (
 import adaattn_hf
 from adaattn_hf.patches.cache.caches import GrowingCache, convert_layers
 from adaattn_hf.patches.cache.growing import GrowingTensor
-from adaattn_hf.patches.cache.layers import FullLayer
+from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
 
 SMALL = {
     "vocab_size": 61,
@@ -69,22 +69,6 @@ def test_reserved_storage_never_moves() -> None:
     for _ in range(500):
         store.append(torch.randn(1, 1, 1, 4))
     assert store._room.data_ptr() == place
-
-
-def test_an_earlier_window_on_the_storage_stays_right() -> None:
-    store = GrowingTensor(torch.empty(1, 1, 0, 4), reserve=10)
-    first = torch.randn(1, 1, 3, 4)
-    store.append(first)
-    window = store.view()
-    store.append(torch.randn(1, 1, 4, 4))
-    assert torch.equal(window, first)
-
-
-def test_storage_refuses_settings_that_cannot_work() -> None:
-    with pytest.raises(ValueError, match=r"growth: got 1\.0"):
-        GrowingCache(growth=1.0)
-    with pytest.raises(ValueError, match="reserve: got -1"):
-        GrowingCache(reserve=-1)
 
 
 # ---------------- against DynamicCache
@@ -242,20 +226,6 @@ def test_a_prompt_read_in_inference_mode_may_be_continued_outside() -> None:
     assert torch.equal(keys, torch.cat([first[0], second[0]], dim=2))
 
 
-def test_offloading_keeps_the_values() -> None:
-    cache = GrowingCache()
-    with torch.no_grad():
-        keys, values = tokens(2, 5)
-        cache.update(keys, values, 0)
-        layer = cache.layers[0]
-        layer.offload()
-        assert layer.keys.device.type == "cpu"
-        layer.prefetch()
-        more = tokens(2, 1)
-        seen, _ = cache.update(*more, 0)
-    assert torch.equal(seen, torch.cat([keys, more[0]], dim=2))
-
-
 @pytest.mark.gpu
 def test_offloading_moves_the_tokens_off_the_device() -> None:
     cache = GrowingCache()
@@ -301,11 +271,12 @@ def test_a_sliding_layer_cannot_give_back_what_it_dropped() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 5])
-def test_tokens_of_other_rows_are_refused(rows: int) -> None:
-    cache = GrowingCache()
-    cache.update(*tokens(2, 3), 0)
+@pytest.mark.parametrize("layer", [FullLayer("model"), FullLayer("k8v4"), SlidingLayer("int8", WINDOW)])
+def test_tokens_of_other_rows_are_refused(layer: Any, rows: int) -> None:
+    layer.reset()
+    layer.update(*[torch.zeros(2, 2, 3, 32)] * 2)
     with pytest.raises(ValueError, match=f"got tokens of {rows} sequences for a cache that holds 2"):
-        cache.update(*tokens(rows, 1), 0)
+        layer.update(*[torch.zeros(rows, 2, 1, 32)] * 2)
 
 
 @pytest.mark.parametrize(

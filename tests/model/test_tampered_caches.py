@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -284,6 +285,8 @@ def test_layers_without_keys_are_refused_when_they_are_saved(tmp_path: Path) -> 
         TypeError, match=r"layer \d is a LinearAttentionLayer, expected layers of full or sliding"
     ):
         adaattn_hf.save_cache(cache, tmp_path / "cache")
+    with pytest.raises(TypeError, match="cache: got DynamicCache, expected an AdaAttnCache"):
+        adaattn_hf.save_cache(DynamicCache(), tmp_path / "cache")  # type: ignore[arg-type]
 
 
 def test_an_empty_cache_and_one_that_was_emptied_are_kept(tmp_path: Path) -> None:
