@@ -296,8 +296,8 @@ def _check_layer(
         raise Unsound(
             f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}"
         )
-    starts = held.get("starts", torch.zeros(1))
-    if not bool(((starts >= 0) & (starts <= length)).all()):
+    starts = held.get("starts")
+    if starts is not None and not bool(((starts >= 0) & (starts <= length)).all()):
         raise Unsound(
             f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected whole numbers from 0 to {length}"
         )

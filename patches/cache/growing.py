@@ -126,6 +126,7 @@ class GrowingTensor:
         """Forget all but the last `keep` tokens, and give room back that they will not need soon."""
         self._start = max(self._start, self._stop - keep)
         size = self._size(len(self) + 1)
+        # not at once, so that drafts that come and go move nothing
         if 2 * self.capacity > 3 * size:
             self._refill(self.view(), size)
 

@@ -127,11 +127,11 @@ class KeptLayer:
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> Tokens:
         """New storage for tokens shaped like these, which holds what plain tensors held before it."""
-        past = {"keys": self.keys, "values": self.values} if self.keys.numel() else {}
-        like = past.values() if past else (key_states, value_states)
-        self.tokens = Tokens(*like, self.stored, self.reserve, self.growth)
-        if past:
-            self.tokens.take(past)
+        plain = self.keys.numel() > 0
+        keys, values = (self.keys, self.values) if plain else (key_states, value_states)
+        self.tokens = Tokens(keys, values, self.stored, self.reserve, self.growth)
+        if plain:
+            self.tokens.take({"keys": keys, "values": values})
         return self.tokens
 
     def _prompt(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:

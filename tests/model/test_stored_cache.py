@@ -290,18 +290,21 @@ def test_a_token_takes_the_bytes_that_are_promised(stored: str, smaller: float) 
     assert 2 * 2 * 64 * 2 * 1000 / bytes_of(tokens) >= smaller * 0.999
 
 
-def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took() -> None:
-    layer = SlidingLayer("int8", 33)
+@torch.no_grad()
+@pytest.mark.parametrize(("stored", "channel"), [("model", 4), ("int8", 65 / 64)])
+def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took(
+    stored: str, channel: float
+) -> None:
+    layer = SlidingLayer(stored, 33)
     prompt, token = torch.randn(1, 2, 4000, 64), torch.randn(1, 2, 1, 64)
-    with torch.no_grad():
+    for _ in range(2):
         layer.update(prompt, prompt)
-        assert layer.tokens is not None
-        assert len(layer.tokens) == 32
-        assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 65
-        for _ in range(500):
-            keys, _ = layer.update(token, token)
-            assert keys.shape[2] == 33
-    assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 65
+        assert layer.keys.shape[2] == 32
+        assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 64 * channel
+    for _ in range(500):
+        keys, _ = layer.update(token, token)
+        assert keys.shape[2] == 33
+    assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 64 * channel
 
 
 @pytest.mark.parametrize("stored", ["model", *FORMATS])
