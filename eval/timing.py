@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adaattn_hf.backends.native import memory
+from adaattn_hf.backends.native import library
 from adaattn_hf.policy.silence import silenced
 from adaattn_hf.stats.stopwatch import wait
 
@@ -49,7 +49,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
         wait(device)
         return torch.cuda.max_memory_allocated(device) - before, "max_memory_allocated"
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    memory.reset_peak()
+    library.reset_peak()
     with silenced(STDERR):  # the profiler's library reports its start and stop, whatever its log level
         profile.start()
     try:
@@ -63,4 +63,4 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return int(peak) + memory.peak_bytes(), "torch's allocations and the native kernels' buffers"
+    return int(peak) + library.peak_bytes(), "torch's allocations and the native kernels' buffers"
