@@ -7,6 +7,7 @@ lengths of a plan) goes the long way, by `extended` and a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ IDLE = {*HARMLESS, "position_ids"}
 """Keywords that change no call. `position_ids` do in calls whose mask says so. Options of losses
 join when they are first met."""
 
-collecting = output_capturing._active_collector.get
+collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
 _casts = torch._C._is_any_autocast_enabled
 
