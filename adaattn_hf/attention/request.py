@@ -354,7 +354,7 @@ class CallSpec(NamedTuple):
         Args:
             request: A call.
             look: Look at padding, for which the host may have to wait for a device.
-            facts: Those of the request's structure, where they are known.
+            facts: Those of the request's structure, where they are known and no graph is traced.
         """
         q, k, v, structure = request.query, request.key, request.value, request.structure
         bias, sink_logits = request.bias, request.sink_logits
@@ -366,7 +366,7 @@ class CallSpec(NamedTuple):
             or (sink_logits is not None and sink_logits.requires_grad)
         )
         device, index = ("cpu", None) if q.is_cpu else (q.device.type, q.device.index)
-        compiling = torch.compiler.is_compiling()
+        compiling = facts is None and torch.compiler.is_compiling()
         opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
         if facts is None:
             facts = Facts.of(structure, look and not (compiling or opaque or device == "meta"))

@@ -60,19 +60,19 @@ def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
     """The facts by which the backend of a request is chosen, or by which one that was named refuses."""
     if torch.compiler.is_compiling():
         return CallSpec.of(request)
-    return CallSpec.of(request, facts=facts_of(request.structure, request.query.device.type, backend))
+    structure, device = request.structure, request.query.device.type
+    facts = structure.facts.get((device, backend is None)) or facts_of(structure, device, backend)
+    return CallSpec.of(request, facts=facts)
 
 
 def facts_of(structure: CallStructure, device: str, backend: str | None = None) -> Facts:
-    """The facts of a structure on a device, remembered with it.
+    """Finds the facts of a structure on a device, and keeps them with it.
 
     Padding is looked at where that is worth it, and for a named backend always.
     """
-    known = structure.facts.get((device, backend is None))
-    if known is None:
-        known = Facts.of(structure, device != "meta" and _worth_a_look(structure, device, backend))
-        structure.facts[device, backend is None] = known
-    return known
+    found = Facts.of(structure, device != "meta" and _worth_a_look(structure, device, backend))
+    structure.facts[device, backend is None] = found
+    return found
 
 
 def _worth_a_look(structure: CallStructure, device: str, backend: str | None) -> bool:

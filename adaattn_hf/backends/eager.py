@@ -17,7 +17,6 @@ _SERVES = (
 
 def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
     """Weights `[batch, heads, q_len, kv_len]` in the softmax's dtype, without dropout, and the row's log-sum-exp."""
-    request = request.widened()
     query, key = request.query, request.key
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -48,9 +47,9 @@ def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
 
 def attention_weights(request: AttentionRequest) -> Tensor:
     """The softmax weights `[batch, heads, q_len, kv_len]` in the query's dtype, before dropout."""
-    if request.asks_nothing:
-        return request.query.new_zeros((*request.query.shape[:3], request.key.shape[2]))
-    return _weights_and_lse(request)[0].to(request.query.dtype)
+    if not request.key.shape[2]:
+        return request.query.new_zeros((*request.query.shape[:3], 0))
+    return _weights_and_lse(request.widened())[0].to(request.query.dtype)
 
 
 class EagerBackend(Backend):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..attention.tap import tracing
 from ..errors import unknown
 from .base import Backend, Launch, facts_of, installed, nothing_seen, spec_of
 from .eager import EagerBackend
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from ..attention.structure import CallStructure
 
 logger = logging.getLogger("adaattn_hf")
+_traced = torch._C._get_tracing_state
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -227,9 +227,10 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
     Raises:
         BackendRefusal: The named backend cannot serve the call.
     """
-    serves = choose(spec_of(request, backend), backend)
+    spec = spec_of(request, backend)
+    serves = choose(spec, backend)
     # extents are symbols in a graph, which would be guarded by what is asked of them
-    if not tracing() and request.asks_nothing:
+    if not spec.compiling and _traced() is None and request.asks_nothing:
         return nothing_seen(request)
     return serves.attend(request)
 

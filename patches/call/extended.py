@@ -20,7 +20,7 @@ from adaattn_hf.config import EXACT, raw_settings, settings_in
 from ..mask.structured_mask import StructuredMask
 from .arguments import Call, one_dtype, read_mask, restored, with_keywords
 from .keywords import KNOWN, MEANT
-from .resolved import IDLE, collects_weights
+from .resolved import IDLE, collecting
 
 
 def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]:
@@ -32,9 +32,10 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
     adapted = raw_settings(config) is not None
     settings = settings_in(config) if adapted else EXACT
     forced = settings.backend if call.backend is None else call.backend
-    wanted = bool(call.kwargs.get("output_attentions")) or (not compiling and collects_weights())
+    collected = None if compiling else collecting()
+    wanted = call.kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
     if call.streams is not None:
-        return restored(call.streams.attend(module, request, forced, wanted), call.query.dtype), None
+        return restored(call.streams.attend(module, request, forced, bool(wanted)), call.query.dtype), None
     if heard.recorder is not None:
         heard.recorder.record(module, spec_of(request), forced)
         if heard.recorder.dry:

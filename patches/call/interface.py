@@ -110,11 +110,14 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
     return "eager"
 
 
-def _outside_graphs(module: nn.Module, key: Any) -> Callable[..., Any] | None:
+def _outside_graphs(module: nn.Module, key: Any) -> AttentionFunction | None:
     """What runs attention outside of the graph that is traced, where a graph cannot hold it."""
+    outside: AttentionFunction | None = None
     if getattr(module, SEATED, False):
-        return use_plan_runs_outside_graphs
-    return None if getattr(key, "streams", None) is None else streaming_heads_run_outside_graphs
+        outside = use_plan_runs_outside_graphs
+    elif getattr(key, "streams", None) is not None:
+        outside = streaming_heads_run_outside_graphs
+    return outside
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -7,6 +7,7 @@ lengths of a plan) goes the long way, by `extended` and a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,8 @@ IDLE = {*HARMLESS, "position_ids"}
 """Keywords that change no call. `position_ids` do in calls whose mask says so. Options of losses
 join when they are first met."""
 
-_collector = output_capturing._active_collector
+collecting: Callable[[], Any] = output_capturing._active_collector.get
+"""What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
 _casts = torch._C._is_any_autocast_enabled
 
 
@@ -60,7 +62,7 @@ def launch_of(
         or listening() != NOBODY
         or _casts()
         or fields.get("reorder_and_upcast_attn")
-        or ((collector := _collector.get()) is not None and "attentions" in collector)
+        or ((collector := collecting()) is not None and "attentions" in collector)
         or not query.dim() == key.dim() == value.dim() == 4
         or not query.shape[0] == key.shape[0] == value.shape[0]
         or not (stored is not None or query.dtype is key.dtype is value.dtype)
@@ -99,9 +101,3 @@ def launch_of(
             (rules,) = planned
     launch = launch_for(query, key, value, structure, backend, stored, rules)
     return None if launch is None else (launch, structure)
-
-
-def collects_weights() -> bool:
-    """Whether Transformers collects attention weights by hooks; GPT-2 does not pass `output_attentions` on."""
-    collector = _collector.get()
-    return collector is not None and "attentions" in collector
