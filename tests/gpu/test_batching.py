@@ -1,0 +1,93 @@
+"""Continuous batching on a CUDA device: tokens of `generate`, steps against the reference, captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import adaattn_hf
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches.call.batching import attend_requests
+from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.plans.choices import Choice, Window
+
+from ..support.plans import plan_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+LENGTHS, NEW = (5, 300, 40, 1, 130), 16
+
+
+def model(**changes: Any) -> Any:
+    """A LLaMA of two layers whose weights are wide enough that every key counts."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=None, initializer_range=0.1,
+    )  # fmt: skip
+    config = tf.MistralConfig(**sizes, sliding_window=changes.pop("window", None), **changes)
+    return tf.MistralForCausalLM._from_config(config, attn_implementation="adaattn").eval().cuda()
+
+
+def together(found: Any, prompts: list[list[int]], **engine: Any) -> list[list[int]]:
+    """Tokens of `generate_batch`."""
+    settings = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    engine = {"num_blocks": 64, "block_size": 256, "max_batch_tokens": 128, **engine}
+    answers = found.generate_batch(
+        prompts,
+        generation_config=settings,
+        continuous_batching_config=tf.ContinuousBatchingConfig(**engine),
+        progress_bar=False,
+    ).values()
+    assert not [one.error for one in answers if one.error]
+    return [one.generated_tokens for one in answers]
+
+
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("planned", [False, True])
+def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None:
+    found = model(window=window)
+    if planned:
+        # sliding layers count from the first key that they still hold, so that pieces of a prompt lie within the plan
+        lengths = (200 if window is None else 400,)
+        attach(found, plan_for(found, Choice.of(Window(24, sinks=4)), lengths=lengths), unverified=True)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
+    with adaattn_hf.continuous_batching(found):
+        answers = together(found, prompts, use_cuda_graph=False)
+    settings = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    right = [
+        found.generate(torch.tensor([ids]).cuda(), **settings)[0, len(ids) :].tolist() for ids in prompts
+    ]
+    assert answers == right
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch.dtype) -> None:
+    queries, keys = [200, 1, 64, 1, 1, 7], [200, 700, 300, 1, 65, 1000]
+    cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in (queries, keys))
+    query = torch.randn(1, 8, cu_q[-1], 128, device="cuda", dtype=dtype)
+    key, value = (torch.randn(1, 2, cu_k[-1], 128, device="cuda", dtype=dtype) for _ in range(2))
+    told = {
+        "cu_seq_lens_q": torch.tensor(cu_q).cuda(),
+        "cu_seq_lens_k": torch.tensor(cu_k).cuda(),
+        "read_index": [],
+    }
+    out, _ = attend_requests(None, torch.nn.Module(), query, key, value, sliding_window=window, **told)
+    for n, (q_len, k_len) in enumerate(zip(queries, keys, strict=True)):
+        q, k = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        structure = CallStructure(1, q_len, k_len, True, k_len - q_len, window)
+        tensors = (query[:, :, q].double(), key[:, :, k].double(), value[:, :, k].double())
+        right = reference.attention(AttentionRequest(*tensors, structure, 128**-0.5)).out
+        torch.testing.assert_close(out[:, q].double(), right, atol=2e-2, rtol=2e-2)
+
+
+def test_captured_steps_are_refused_with_the_way_out() -> None:
+    found = model()
+    with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found):
+        together(found, [[5, 6, 7]], use_cuda_graph=True)
