@@ -175,20 +175,11 @@ def test_compiled_decoding_step_takes_the_same_graphs_as_stock() -> None:
             token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
             for place in range(6, 18):
                 position = torch.tensor([[place]])
+                behind: dict[str, Any] = dict(past_key_values=cache, position_ids=position)
                 mask = tf.masking_utils.create_causal_mask(
-                    config=model.config,
-                    inputs_embeds=torch.empty(1, 1, 32),
-                    attention_mask=None,
-                    past_key_values=cache,
-                    position_ids=position,
+                    config=model.config, inputs_embeds=torch.empty(1, 1, 32), attention_mask=None, **behind
                 )
-                logits = step(
-                    input_ids=token,
-                    attention_mask=mask,
-                    past_key_values=cache,
-                    position_ids=position,
-                    use_cache=True,
-                ).logits
+                logits = step(input_ids=token, attention_mask=mask, use_cache=True, **behind).logits
                 token = logits[:, -1:].argmax(-1)
                 seen.append(logits)
         counts.append((graphs, torch.cat(seen, dim=1)))
