@@ -36,8 +36,6 @@ NEW_LENGTH = (
     "model is so small that the device waits for the host's launches, as in a pass of one sequence here, the pass "
     "takes as long as these, whatever a plan saves the device."
 )
-WITHIN = 1.5
-"""Factor that a prediction is meant to keep."""
 
 
 def merge(directory: Path, before: Path | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,18 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
+from ..support.requests import HALF
+
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 WINDOWS = [(-1, -1), (3, 3), (5, 0)]
 LENGTHS = [(3, 3), (5, 2), (1, 6), (0, 4), (4, 0), (2, 9)]
 """Queries and keys of packed sequences: square, more queries than keys, one query, none of either."""
+
+
+def cells(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every cell of some axes in float32, and the last one in half precision, which tests/property draws with all."""
+    last = [axis[-1] for axis in axes]
+    return [(torch.float32, *cell) for cell in itertools.product(*axes)] + [(half, *last) for half in HALF]
 
 
 def oracle(
@@ -58,10 +67,9 @@ def sums(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("cap", "sinks"), [(None, False), (2.0, False), (None, True), (2.0, True)])
+@pytest.mark.parametrize(
+    ("dtype", "causal", "window", "cap", "sinks"), cells([False, True], WINDOWS, [None, 2.0], [False, True])
+)
 def test_batches(
     flash: Any, dtype: torch.dtype, causal: bool, window: tuple[int, int], cap: float | None, sinks: bool
 ) -> None:
@@ -93,11 +101,10 @@ def test_any_factor_in_double_precision(flash: Any, scale: float) -> None:
     torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "causal", "window", "sinks", "paged"),
+    cells([False, True], WINDOWS, [False, True], [False, True]),
+)
 def test_packed_sequences(
     flash: Any, dtype: torch.dtype, causal: bool, window: tuple[int, int], sinks: bool, paged: bool
 ) -> None:
@@ -140,11 +147,9 @@ def test_packed_sequences(
     assert not out[-2:].any()  # tokens of no sequence
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "window", "sinks", "new", "paged"), cells(WINDOWS, [False, True], [1, 3], [False, True])
+)
 def test_decoding_with_a_cache(
     flash: Any, dtype: torch.dtype, window: tuple[int, int], sinks: bool, new: int, paged: bool
 ) -> None:

@@ -36,7 +36,8 @@ from adaattn_hf.policy.table import SolverTable
 
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
-from .test_calibrate import SETTINGS, _model, _prices, encode, text
+from ..support.letters import encode
+from .test_calibrate import SETTINGS, _model, _prices, text
 from .test_streaming_cache import LAYERS, ids, llama
 
 __all__ = ["text"]

@@ -59,17 +59,8 @@ def model(tmp_path: Path) -> Path:
 
 def arguments(model: Path, material: tuple[str, str]) -> list[str]:
     size = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --held-out 4 --most-held-out 4"
-    options = f"{size} --bolder 0 --families bf16 --tries 1"
-    return [
-        "calibrate",
-        str(model),
-        "--data",
-        material[0],
-        "--prices",
-        material[1],
-        "--in-place",
-        *options.split(),
-    ]
+    options = f"--in-place {size} --bolder 0 --families bf16 --tries 1"
+    return ["calibrate", str(model), "--data", material[0], "--prices", material[1], *options.split()]
 
 
 def run(model: Path, material: tuple[str, str], *more: str) -> Result:
@@ -551,16 +542,11 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
     try:
         assert run(model, material, *options).exit_code == 0
         whole = (model / "adaattn_plan.json").read_bytes()
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            "from adaattn_hf.cli.main import main; main()",
-            *arguments(model, material),
-        ]
+        command = [sys.executable, "-P", "-c", "from adaattn_hf.cli.main import main; main()"]
         process = subprocess.Popen(
-            [*command, *options], stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
-        )
+            [*command, *arguments(model, material), *options],
+            stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
         while process.poll() is None and not (model / FILE).is_file():
             time.sleep(0.005)
         process.send_signal(signal.SIGTERM)

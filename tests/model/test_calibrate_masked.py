@@ -520,11 +520,10 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     directory = Path(shutil.copytree(demo_model_path("bert"), tmp_path / "bert"))
     table = tmp_path / "prices.json"
     table.write_text(prices().to_json())
-    words = "--sequences 1 --rows 16 --labels 1 --joint 1 --held-out 3 --tries 1"
-    small = words.split()
+    small = "--sequences 1 --rows 16 --labels 1 --joint 1 --held-out 3 --tries 1"
     done = run_command(
         str(directory), "--data", str(text[0]), "--budget", "1%", "--lengths", str(LENGTH), "--maskings", "3",
-        "--mask-share", "0.2", "--families", "bf16", "--prices", str(table), *small,
+        "--mask-share", "0.2", "--families", "bf16", "--prices", str(table), *small.split(),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "perplexity +" in done.output
@@ -535,7 +534,16 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     assert plan.protocol["scoring"]["maskings"] == 3
     assert plan.protocol["scoring"]["mask_share"] == 0.2
     # without lengths: the model's positions, for which this table has no prices
-    again = [str(directory), "--data", str(text[0]), "--families", "bf16", "--prices", str(table), *small]
+    again = [
+        str(directory),
+        "--data",
+        str(text[0]),
+        "--families",
+        "bf16",
+        "--prices",
+        str(table),
+        *small.split(),
+    ]
     without = run_command(*again)
     assert without.exit_code == 2, without.output
     assert "measured at 256 to 256 tokens, expected prices around 512" in without.output
@@ -553,10 +561,5 @@ def test_the_command_refuses_an_encoder_without_its_head(tmp_path: Path, text: l
     AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
     done = run_command(str(tmp_path / "bare"), "--data", str(text[0]))
     assert done.exit_code == 2
-    for words in (
-        "saved as BertModel without",
-        "cls.predictions",
-        "…ForMaskedLM",
-        "load_plan(model, directory)",
-    ):
-        assert words in done.output, done.output
+    said = ("saved as BertModel without", "cls.predictions", "…ForMaskedLM", "load_plan(model, directory)")
+    assert all(words in done.output for words in said), done.output

@@ -11,7 +11,17 @@ from torch import nn
 
 from adaattn_hf.backends import select
 
-from ..support.models import ENCODERS, LENGTH, assert_same, fresh_pair, main_output, padding, pair, tokens
+from ..support.models import (
+    ENCODERS,
+    LENGTH,
+    assert_same,
+    fresh_pair,
+    main_output,
+    padding,
+    pair,
+    shallow,
+    tokens,
+)
 from ..support.versions import needs_tracing
 
 pytestmark = needs_tracing
@@ -44,12 +54,12 @@ class Graphs:
         return [node for node, shape in shapes if tuple(shape[-2:]) == (length, length)]
 
 
-@pytest.mark.parametrize("implementation", ["adaattn", "adaattn_sdpa"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("llama", "adaattn"), ("bert", "adaattn"), ("llama", "adaattn_sdpa")]
+)
 def test_a_plain_batch_is_traced_without_a_mask(family: str, implementation: str) -> None:
     """So is a padded one where the native kernels, which read padding, serve it."""
-    ours = fresh_pair(family).ours
-    ours.set_attn_implementation(implementation)
+    ours = shallow(family, implementation).ours
     masked = implementation == "adaattn_sdpa" or bool(select.by_name("native").missing())
     for side, expected in (("none", False), ("left", masked)):
         torch._dynamo.reset()
@@ -65,7 +75,7 @@ def test_a_plain_batch_is_traced_without_a_mask(family: str, implementation: str
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
-    stock, ours = pair(family)
+    stock, ours = shallow(family)
     graphs = Graphs()
     compiled = torch.compile(ours, backend=graphs, fullgraph=True)
     keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
@@ -80,7 +90,7 @@ def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_one_graph_forward_and_backward(family: str) -> None:
-    stock, ours = fresh_pair(family)
+    stock, ours = fresh_pair(family, num_hidden_layers=1)
     graphs: list[Any] = []
 
     def counted(graph: Any, inputs: Any) -> Any:
@@ -121,7 +131,7 @@ def test_layers_of_two_kinds_are_one_graph(side: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_runs_what_it_compiles() -> None:
-    stock, ours = pair("gpt2")
+    stock, ours = shallow("gpt2")
     compiled = torch.compile(ours, fullgraph=True)
     mask = padding("left")
     with torch.no_grad():
@@ -130,11 +140,10 @@ def test_inductor_runs_what_it_compiles() -> None:
     assert_same(expected, actual, mask)
 
 
-@pytest.mark.parametrize("first", ["fa3", "fa2", "triton"])
-def test_looking_for_packages_does_not_break_the_graph(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the backends in front are asked whether their packages are there; so they are here."""
-    _, ours = pair("llama")
-    monkeypatch.setattr(select, "order", lambda spec: (first, "sdpa", "eager"))
+    _, ours = shallow("llama")
+    monkeypatch.setattr(select, "order", lambda spec: ("fa3", "fa2", "triton", "sdpa", "eager"))
     with torch.no_grad():
         compiled = torch.compile(ours, backend="eager", fullgraph=True)
         assert_same(
@@ -157,7 +166,7 @@ class Exported(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_gives_the_same_numbers(family: str) -> None:
-    stock, ours = pair(family)
+    stock, ours = shallow(family)
     keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     mask = padding("left")
     assert mask is not None

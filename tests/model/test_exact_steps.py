@@ -27,7 +27,8 @@ from adaattn_hf.policy.prices import Price, PriceTable
 
 from ..support.calibration import calibrate
 from ..support.choices import make_choice
-from .test_calibrate import LENGTH, SETTINGS, _model, _prices, encode, text
+from ..support.letters import encode
+from .test_calibrate import LENGTH, SETTINGS, _model, _prices, text
 
 __all__ = ["text"]
 

@@ -24,8 +24,9 @@ from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..support.calibration import open_inputs, save_plan
+from ..support.letters import encode
 from ..unit.test_plan_page import embedded
-from .test_calibrate import SETTINGS, _model, _prices, encode, text
+from .test_calibrate import SETTINGS, _model, _prices, text
 
 __all__ = ["text"]  # a fixture
 

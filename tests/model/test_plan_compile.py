@@ -48,24 +48,24 @@ CHOICES = [
     make_choice("window", 32, 4, rank=6, precision="int8"),
 ]
 LLAMA: dict[str, Any] = dict(
-    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
 )  # fmt: skip
 
 
-def bases(layer: int, heads: int) -> dict[str, torch.Tensor]:
-    """Bases and means of a layer with heads of 16 columns."""
-    source = torch.Generator().manual_seed(layer)
+def bases(heads: int) -> dict[str, torch.Tensor]:
+    """Bases and means of the layer, whose heads have 16 columns."""
+    source = torch.Generator().manual_seed(0)
     found = {
-        f"layers.{layer}.{name}.{head}": torch.randn(16, 6, generator=source) / 4
+        f"layers.0.{name}.{head}": torch.randn(16, 6, generator=source) / 4
         for name in ("query_basis", "key_basis")
         for head in range(heads)
     }
-    return found | {f"layers.{layer}.key_mean": torch.randn(heads, 16, generator=source)}
+    return found | {"layers.0.key_mean": torch.randn(heads, 16, generator=source)}
 
 
 def planned(choice: Choice, family: str = "llama") -> Any:
-    """A small model with one choice in every head of its two layers."""
+    """A small model of one layer with a choice in every head."""
     torch.manual_seed(0)
     heads = 2
     if family == "llama":
@@ -77,12 +77,11 @@ def planned(choice: Choice, family: str = "llama") -> Any:
         model = Llama4ForCausalLM(Llama4TextConfig(**LLAMA, **more))
     else:
         model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=512, initializer_range=0.3)
+            GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=512, initializer_range=0.3)
         )
     model.eval().set_attn_implementation("adaattn")
-    tensors = bases(0, heads) | bases(1, heads)
-    name = store.remember_tensors(tensors) if choice.columns else ""
-    attach.attach(model, plan_for(model, choice, lengths=(512,), tensors=name))
+    name = store.remember_tensors(bases(heads)) if choice.columns else ""
+    attach.attach(model, plan_for(model, choice, layers=(0,), lengths=(512,), tensors=name))
     return model
 
 

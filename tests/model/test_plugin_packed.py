@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from typing import Any
 
@@ -21,17 +20,6 @@ from ..support.versions import needs_tracing
 
 BORDER = 4
 POSITIONS = torch.cat([torch.arange(BORDER), torch.arange(11 - BORDER)])[None]
-DECODER_NAMES = [
-    "gpt2",
-    "llama",
-    "llama-mqa",
-    "mistral-window",
-    "qwen2-hybrid",
-    "gemma2-softcap",
-    "gemma3-hybrid",
-    "phi",
-    "gpt-neox",
-]
 
 
 def borders() -> dict[str, Any]:
@@ -46,21 +34,14 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([main_output(first), main_output(second)], dim=1)
 
 
-@pytest.mark.parametrize("name", DECODER_NAMES)
-def test_restarting_positions_separate_documents(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-mqa"])
+@pytest.mark.parametrize("told", ["by positions", "by borders"])
+def test_documents_are_separated(name: str, told: str) -> None:
+    """As in all families: test_breadth.py."""
     stock, ours = pair(name)
-    ids = tokens(batch=1)
+    ids, more = tokens(batch=1), {"use_cache": False} if told == "by positions" else borders()
     with torch.no_grad():
-        packed = ours(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
-    assert_same(one_by_one(stock, ids), packed)
-
-
-@pytest.mark.parametrize("name", DECODER_NAMES)
-def test_document_borders_separate_documents_with_a_cache(name: str) -> None:
-    stock, ours = pair(name)
-    ids = tokens(batch=1)
-    with torch.no_grad():
-        packed = ours(input_ids=ids, position_ids=POSITIONS, **borders()).logits
+        packed = ours(input_ids=ids, position_ids=POSITIONS, **more).logits
     assert_same(one_by_one(stock, ids), packed)
 
 
@@ -202,7 +183,8 @@ def chunked_documents(masked: bool) -> tuple[Pair, Tensor, dict[str, Any], Tenso
 
     The second document begins where no chunk of the row does.
     """
-    both = family("llama4_text")
+    one = LISTED["decoders"]["llama4_text"] | {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}
+    both = models("llama4_text", one, AutoModelForCausalLM)
     both.ours.requires_grad_(False)  # else nothing traces it
     ids, sums = tokens(batch=1), torch.tensor([0, 3, 11], dtype=torch.int32)
     told: dict[str, Any] = dict(cu_seq_lens_q=sums, cu_seq_lens_k=sums, max_length_q=8, max_length_k=8)
@@ -276,7 +258,7 @@ def test_a_prompt_that_fills_a_cache_and_one_without_share_nothing(name: str) ->
     ("name", "how"),
     [
         *((name, "traced") for name in BORDERLESS),
-        *itertools.product(("opt", "gpt_oss"), ("compiled", "exported")),
+        *(("opt", way) for way in ("compiled", "exported")),
     ],
 )
 def test_graphs_do_as_stock_does(name: str, how: str) -> None:

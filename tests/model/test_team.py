@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from adaattn_hf.calibration.team import Team, join, present
+from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
-from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.prices import Price
+
+from ..support.calibration import price_table
 
 LENGTH = 160
 
@@ -38,10 +42,7 @@ def test_alone_there_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     text, prices = tmp_path / "text.txt", tmp_path / "prices.json"
     text.write_text("\n\n".join(calibration_pages()[:14]), encoding="utf-8")
-    row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(("exact", "bf16"))}
-    prices.write_text(
-        PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
-    )
+    prices.write_text(price_table(LENGTH, {"exact": Price(1e-4, 1.0), "bf16": Price(1e-4, 0.5)}).to_json())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,22 +52,21 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     launcher = (
         f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     )
-    started = []
-    for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launcher} -m adaattn_hf.cli.main")):
-        model = shutil.copytree(demo_model_path("llama"), tmp_path / name / "model")
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *way.split(), "calibrate", str(model), *options],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [process.communicate(timeout=600) for process in started]
-    assert [process.returncode for process in started] == [0, 0], outputs
-    assert outputs[1][0].count("at most +") == 1  # one of them speaks
-    plans = [(tmp_path / name / "model" / "adaattn_plan.json").read_bytes() for name in ("one", "two")]
+    models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
+    way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf.cli.main", "calibrate"]
+    two = subprocess.Popen(
+        [*way, str(models[1]), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    one = CliRunner().invoke(app, ["calibrate", str(models[0]), *options])
+    assert one.exit_code == 0, one.output
+    said, errors = two.communicate(timeout=600)
+    assert two.returncode == 0, errors
+    assert said.count("at most +") == 1  # one of them speaks
+    plans = [(model / "adaattn_plan.json").read_bytes() for model in models]
     assert plans[0] == plans[1]
     assert b'"bf16"' in plans[0]

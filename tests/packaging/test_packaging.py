@@ -52,6 +52,14 @@ def wheel(built: Path) -> Path:
     return found
 
 
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with the wheel, which was built without a compiler."""
+    python = environment(tmp_path_factory.mktemp("installed") / "venv")
+    install(python, wheel)
+    return python
+
+
 def mapped_name(name: str) -> str | None:
     """Where a file of the checkout is installed; None if it is not."""
     if name == "adaattn_command.py":  # the command's start, outside the package so that it loads without it
@@ -128,22 +136,17 @@ def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
     ]
 
 
-def test_installed_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
-    python = environment(tmp_path / "venv")
-    install(python, wheel)
-    package, patches = run([python, "-c", WORKS.format(closed=CLOSED)], cwd=tmp_path).split()
-    assert Path(package).is_relative_to(tmp_path / "venv")
+def test_installed_wheel_works_from_anywhere(installed: Path, tmp_path: Path) -> None:
+    package, patches = run([installed, "-c", WORKS.format(closed=CLOSED)], cwd=tmp_path).split()
+    assert Path(package).is_relative_to(installed.parents[1])
     assert Path(patches) == Path(package) / "patches"
-    assert "explain" in run([python.parent / "adaattn", "--help"], cwd=tmp_path)
-    assert "works" in run([python, ROOT / "tests" / "packaging" / "smoke.py"], cwd=tmp_path)
+    assert "explain" in run([installed.parent / "adaattn", "--help"], cwd=tmp_path)
+    assert "works" in run([installed, ROOT / "tests" / "packaging" / "smoke.py"], cwd=tmp_path)
 
 
-def test_smoke_fails_without_the_kernels_that_it_is_asked_for(wheel: Path, tmp_path: Path) -> None:
-    """The wheel at hand was built without a compiler."""
-    python = environment(tmp_path / "venv")
-    install(python, wheel)
+def test_smoke_fails_without_the_kernels_that_it_is_asked_for(installed: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="native"):
-        run([python, ROOT / "tests" / "packaging" / "smoke.py", "--native"], cwd=tmp_path)
+        run([installed, ROOT / "tests" / "packaging" / "smoke.py", "--native"], cwd=tmp_path)
 
 
 def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> None:
@@ -165,14 +168,12 @@ def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> 
     assert run([python, "-c", at_the_root], cwd=source).strip() == str(source / "patches" / "__init__.py")
 
 
-@pytest.mark.parametrize("installed", [False, True], ids=["nothing installed", "a copy installed"])
+@pytest.mark.parametrize("beside", [False, True], ids=["nothing installed", "a copy installed"])
 def test_a_python_started_in_the_checkout_runs_its_source(
-    wheel: Path, tmp_path: Path, installed: bool
+    beside: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     source = copy_checkout(tmp_path / "source")
-    python = environment(tmp_path / "venv")
-    if installed:
-        install(python, wheel)
+    python = request.getfixturevalue("installed") if beside else environment(tmp_path / "venv")
     code = """
 import adaattn_hf, adaattn_hf.configs, adaattn_hf.eval, adaattn_hf.patches.prepare, transformers, torch
 config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -185,7 +186,7 @@ print(adaattn_hf.__file__, adaattn_hf.patches.__file__, adaattn_hf.eval.__file__
     assert run([python, "-c", code], cwd=source).split() == expected
     assert run([python, "-m", "adaattn_hf", "--version"], cwd=source).startswith("adaattn")
     below = "import adaattn_hf.patches; print(adaattn_hf.__path__, adaattn_hf.patches.__file__)"
-    if installed:
+    if beside:
         found = run([python, "-c", below], cwd=tmp_path)
         assert str(source) not in found
-        assert found.count(str(tmp_path / "venv")) == 2
+        assert found.count(str(python.parents[1])) == 2

@@ -64,19 +64,8 @@ def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
     arms = study.remembering(ModelArms(model))
 
     def measured(settings: CalibrationSettings, *budgets: float) -> list[Path]:
-        return study.seed_study(
-            model,
-            encode,
-            text[:1],
-            text[1:],
-            prices,
-            settings,
-            budgets,
-            tmp_path,
-            check_data=text[:1],
-            check=2,
-            arms=arms,
-        )
+        own = {"check_data": text[:1], "check": 2, "arms": arms}
+        return study.seed_study(model, encode, text[:1], text[1:], prices, settings, budgets, tmp_path, **own)
 
     paths = measured(SETTINGS, 1e-12, 0.5)
     assert len(runs) == 1

@@ -247,4 +247,5 @@ if __name__ == "__main__":
         free = found.getsockname()[1]
     sys.stdout.flush()
     model().save_pretrained(sys.argv[1])
-    mp.spawn(worker, args=(free, sys.argv[1]), nprocs=2)  # type: ignore[attr-defined]
+    # copies of this process, which has started no thread: each new one would import torch and Transformers anew
+    mp.start_processes(worker, args=(free, sys.argv[1]), nprocs=2, start_method="fork")  # type: ignore[attr-defined]
