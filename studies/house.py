@@ -225,8 +225,8 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("lines of Python in the wheel", sum(lines.values()), 35_100),
         Limit("lines of studies", lines_under(root, "studies"), 5_500),
         Limit("lines of tests", lines_under(root, "tests"), 41_600),
-        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 40),
-        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 34),
+        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 38),
+        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 33),
     ]
 
 

@@ -39,7 +39,8 @@ def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
     from . import call
 
-    out, lse = call.forward(*inputs[:3], inputs[5], _rules(inputs), need_lse=True)
+    q, k, v, _, _, scaling, *_ = inputs
+    out, lse = call.forward(q, k, v, scaling, _rules(inputs), need_lse=True)
     assert out is not None
     assert lse is not None
     return out, lse
@@ -64,8 +65,8 @@ def backward_op(
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
     from . import call
 
-    q, bias, scaling = inputs[0], inputs[3], inputs[5]
-    found = call.backward(grad, *inputs[:3], out, lse, scaling, _rules(inputs), need_bias=need_bias)
+    q, k, v, bias, _, scaling, *_ = inputs
+    found = call.backward(grad, q, k, v, out, lse, scaling, _rules(inputs), need_bias=need_bias)
     if bias is None or found.bias is None:
         return found.q, found.k, found.v, q.new_empty(0)
     return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .shares import finish, reading
-from .tiles import scores, step
+from .tiles import capped, step
 
 
 # lengths grow by one in every step: they must not be compiled in
@@ -58,7 +58,7 @@ def decode(  # type: ignore[no-untyped-def]
         j = j.to(tl.int64)
         k = tl.load(k_base + j[None, :] * k_n, mask=there[None, :] & (d < DIM)[:, None], other=0.0)
         v = tl.load(v_base + j[:, None] * v_n, mask=there[:, None] & (dv < DIM_V)[None, :], other=0.0)
-        s = scores(q, k, scale, softcap, HAS_CAP)
+        s = capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_CAP)
         s = tl.where(there[None, :], s, float("-inf"))
         acc, m, l = step(acc, m, l, s, v, 1.0, SCALE=False, HIDDEN=True)
     finish(

@@ -21,16 +21,10 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def capped(s, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in base 2, softcapped if HAS_CAP; without a cap `s` is in base 2 already."""
+    """Scores in base 2, softcapped if HAS_CAP; without a cap their factor holds log2(e), and `s` is in base 2 already."""
     if HAS_CAP:
         s = softcap * tanh(s / softcap) * 1.4426950408889634
     return s
-
-
-@triton.jit
-def scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in base 2: `log2(e) * (softcapped scaling * q k^T)`, where `scale` holds log2(e) unless there is a cap."""
-    return capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_CAP)
 
 
 @triton.jit
