@@ -89,6 +89,18 @@ SHAPES = {
         },
     ),
     "8b": ("LLaMA-3.1-8B", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}),
+    "1.5b": (
+        "Qwen2.5-1.5B",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
     "tiny": (
         "a trial",
         {
@@ -105,10 +117,9 @@ SHAPES = {
 
 def shaped(shape: str, device: torch.device) -> Any:
     """A model of SHAPES in bfloat16, made on the device."""
-    sizes: dict[str, Any] = {"vocab_size": 128256} | SHAPES[shape][1]
-    config = LlamaConfig(
-        **sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=1 << 18
-    )
+    llama = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = llama | SHAPES[shape][1]
+    config = LlamaConfig(**sizes, max_position_embeddings=1 << 18)
     torch.manual_seed(0)
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)

@@ -96,7 +96,9 @@ class AdaAttnCache(DynamicCache):
             stored: `"model"` (numbers in the model's dtype), `"int8"` (one scale per token and head) or `"k8v4"` (int8
                 keys, values of four bits). None: what the model's plan was proven with, `"int8"` without such a proof.
             reserve: Tokens for which room is made at once in layers that keep everything.
-            max_cache_len: The same, and more is refused: memory is what it was at the first token.
+            max_cache_len: The same, and more is refused: memory is what it was at the first token. Codes of full
+                attention are counted on the device then, so that `generate` compiles its steps and captures them on a
+                GPU, as with `StaticCache`.
             growth: Factor on the length when room is made.
             streaming: Heads to which the model's plan gives a window keep its first and last tokens alone, for
                 sequences up to the length that the plan speaks for. None: as the plan was proven, where `stored` is
@@ -183,6 +185,13 @@ def convert_layers(
     while spans and len(cache.layers) <= max(spans):
         made: Any = cache.layer_class_to_replicate
         cache.layers.append(made())
+    # steps of a captured graph read one mask for all layers: of all that there is room for
+    room["fixed"] = (
+        max_cache_len is not None
+        and stored != "model"
+        and not (spans or cache.offloading)
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+    )
     cache.layers = [
         _in_place(layer, stored, (spans or {}).get(index), room) for index, layer in enumerate(cache.layers)
     ]

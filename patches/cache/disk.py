@@ -237,7 +237,7 @@ def _described(layer: Any) -> dict[str, Any]:
     """Tokens that a layer has seen, and what it keeps of them: its window, or what each of its heads does."""
     spans = layer.spans
     return {
-        "length": layer.get_seq_length(),
+        "length": int(layer.get_seq_length()),
         "window": getattr(layer, "sliding_window", None),
         "spans": None if spans is None else [None if span is None else list(span) for span in spans],
     }

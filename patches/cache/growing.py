@@ -57,6 +57,11 @@ class GrowingTensor:
         return self._room.shape[2]
 
     @property
+    def room(self) -> Tensor:
+        """`[batch, heads, capacity, …]`: all that there is room for, the same tensor until something moves."""
+        return self._room
+
+    @property
     def batch(self) -> int:
         """Rows of the batch."""
         return self._room.shape[0]

@@ -30,6 +30,7 @@ class KeptLayer:
     Attributes:
         stored: What the tokens are kept as, one of `CACHES`.
         reserve, growth, limit: Tokens of room at once, factor on it where it is used up, most tokens there may be.
+        fixed: Codes of all tokens have their room from the start, for graphs that are captured.
         spans: What each head keeps, in layers whose heads keep different tokens.
         tokens: The storage.
     """
@@ -38,6 +39,7 @@ class KeptLayer:
     reserve: int = 0
     growth: float = GROWTH
     limit: int | None = None
+    fixed: bool = False
     spans: tuple[Span | None, ...] | None = None
     tokens: Tokens | None = None
     _shown: tuple[Any, Any] = (None, None)
@@ -88,7 +90,7 @@ class KeptLayer:
     def look(self) -> None:
         """Point `keys` and `values` at what the storage holds now."""
         if self.tokens is not None:
-            self._show(*self.tokens.shown())
+            self._show(*self.tokens.shown(self.tokens.whole()))
 
     def let_go(self) -> None:
         """Hold no windows on the storage, which looks for others that do before it is changed."""
@@ -123,13 +125,17 @@ class KeptLayer:
             return
         tokens = kept[0] if kept else self._restart(key_states, value_states)
         same_rows(tokens.parts[0].batch, key_states)
-        self._show(*tokens.shown(tokens.append(key_states, value_states)))
+        # what stands for a whole room stays the same from step to step, as graphs are guarded by it
+        stays = tokens.count is not None and (torch.compiler.is_compiling() or len(tokens) > 0)
+        parts = tokens.append(key_states, value_states)
+        if not stays:
+            self._show(*tokens.shown(parts))
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> Tokens:
         """New storage for tokens shaped like these, which holds what plain tensors held before it."""
         plain = self.keys.numel() > 0
         keys, values = (self.keys, self.values) if plain else (key_states, value_states)
-        self.tokens = Tokens(keys, values, self.stored, self.reserve, self.growth)
+        self.tokens = Tokens(keys, values, self.stored, self.reserve, self.growth, fixed=self.fixed)
         if plain:
             self.tokens.take({"keys": keys, "values": values})
         return self.tokens
@@ -207,21 +213,52 @@ class FullLayer(KeptLayer, DynamicLayer):
     """A layer of full attention: keeps everything, up to `max_cache_len` tokens."""
 
     def __init__(
-        self, stored: str, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
+        self,
+        stored: str,
+        reserve: int = 0,
+        growth: float = GROWTH,
+        max_cache_len: int | None = None,
+        fixed: bool = False,
     ) -> None:
-        """`stored` is one of `CACHES`; the rest as in `AdaAttnCache`."""
+        """`stored` is one of `CACHES`; the rest as in `AdaAttnCache`, and `fixed` as said, beside `max_cache_len`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.growth, self.limit = stored, growth, max_cache_len
         self.reserve = reserve if max_cache_len is None else max_cache_len
+        self.fixed = self.is_compileable = fixed
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append `[batch, heads, n, head_dim]`; returns all keys and values, the first ones unrounded."""
-        past = self.get_seq_length()
-        room_for(self.limit, past + key_states.shape[2])
+        count, first = key_states.shape[2], False
+        if self.fixed and torch.compiler.is_compiling():
+            if count > 1 or self.tokens is None:
+                return prompts_are_stored_outside_graphs(self.update, key_states, value_states)
+        else:
+            past = self.held_length()
+            first = not past
+            room_for(self.limit, past + count)
         self._append(key_states, value_states)
-        if self.stored != "model" and not past:
+        if self.stored != "model" and first:
             return self._prompt(key_states, value_states)
+        if self.fixed and self.tokens is not None and count > 1:
+            return self.tokens.shown()
         return self.keys, self.values
+
+    def held_length(self) -> int:
+        """Tokens held, as the host knows or has to ask."""
+        return len(self.tokens) if self.fixed and self.tokens is not None else super().get_seq_length()
+
+    def get_seq_length(self) -> Any:
+        """Tokens held: a number, or the tensor that counts those of a fixed room, as in `StaticCache`."""
+        counted = None if self.tokens is None else self.tokens.count
+        return super().get_seq_length() if counted is None else counted
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that a call reads, and the place of the first: one token reads a fixed room as a whole."""
+        if not self.fixed:
+            return super().get_mask_sizes(query_length)
+        if query_length == 1 and self.tokens is not None:
+            return self.get_max_length(), 0
+        return self.held_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """`max_cache_len`, -1 where the layer grows."""
@@ -295,6 +332,13 @@ class SlidingLayer(KeptLayer, DynamicSlidingWindowLayer):
             self.cumulative_length += tokens_to_remove
         elif tokens_to_remove:
             self.cumulative_length = self.keys.shape[2]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def prompts_are_stored_outside_graphs(update: Any, /, *tokens: Tensor) -> tuple[Any, Any]:
+    """Updates a fixed room by several tokens, which are counted on the host; named for torch's errors."""
+    found: tuple[Any, Any] = update(*tokens)
+    return found
 
 
 def check_channels(stored: str, head_dim: int) -> None:

@@ -11,7 +11,7 @@ from adaattn_hf.attention.stored import StoredKV, direction_of, hadamard
 
 from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
-from .rounding import write
+from .rounding import write, write_at
 
 SMOOTHED = 16
 """Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""
@@ -59,6 +59,8 @@ class Tokens:
         stored: The format, one of `CACHES`.
         parts: Its tensors, in the order of `PARTS`.
         mean, first, along: See `BESIDE`; None where there is none yet, and of numbers.
+        count: The number of tokens as a tensor, where codes of all that there will be have their room from the start:
+            then a graph that is captured can write and read them. None where tokens grow.
     """
 
     def __init__(
@@ -69,8 +71,15 @@ class Tokens:
         reserve: int = 0,
         growth: float = GROWTH,
         most: int | None = None,
+        fixed: bool = False,
     ) -> None:
-        """Empty, for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`; room as in `GrowingTensor`."""
+        """Empty, for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`; room as in `GrowingTensor`.
+
+        Args:
+            keys, values, stored: As said.
+            reserve, growth, most: As in `GrowingTensor`.
+            fixed: Codes of `reserve` tokens lie where they are, and are counted by a tensor.
+        """
         self.stored, self.dtype, self.dim_v = stored, keys.dtype, values.shape[3]
         sizes, own = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
         self.parts = tuple(
@@ -89,20 +98,62 @@ class Tokens:
         self.mean: Tensor | None = None
         self.first: Tensor | None = None
         self.along: Tensor | None = None
+        self.count: Tensor | None = None
+        self._known: int | None = 0
+        if fixed:
+            for part in self.parts:
+                part.extend(reserve)
+            self.count = torch.zeros((), dtype=torch.int64, device=keys.device)
+            self._stay()
+
+    def _stay(self) -> None:
+        """Tell compiled graphs which tensors stay where they are: else they copy them before every replay."""
+        if self.count is not None and not torch.compiler.is_compiling():
+            beside = (self.mean, self.first, self.along)
+            for tensor in (self.count, *(part.room for part in self.parts), *beside):
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor)
 
     def __len__(self) -> int:
-        """Tokens held."""
-        return len(self.parts[0])
+        """Tokens held; behind a compiled step the host has to ask the device."""
+        if self.count is None:
+            return len(self.parts[0])
+        if self._known is None:
+            self._known = int(self.count)
+        return self._known
 
     # ---------------- writing
     def append(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Write `[batch, num_kv_heads, n, head_dim]` behind what is there; returns the parts of all tokens."""
+        """Write `[batch, num_kv_heads, n, head_dim]` behind what is there; returns `whole`."""
+        if self.count is not None:
+            self._append_in_room(keys, values, self.count)
+            return self.whole()
         past, count = len(self), keys.shape[2]
         self.begin(keys, values)
         views = [part.extend(count) for part in self.parts]
         if count:
             self.write(keys, values, views, past)
         return views
+
+    def _append_in_room(self, keys: Tensor, values: Tensor, held: Tensor) -> None:
+        """The same where all tokens have their room: a traced graph reads nothing from `held`, their number."""
+        codes, scale, value_codes, value_scale = parts = self.whole()
+        if torch.compiler.is_compiling():
+            write_at(keys, codes, scale, self.mean, self.along, held)
+            write_at(values, value_codes, value_scale, None, None, held)
+            self._known = None
+            held.add_(keys.shape[2])
+        else:
+            past = len(self)
+            self.begin(keys, values)
+            self.write(keys, values, parts, past)
+            self._hold(past + keys.shape[2])
+
+    def _hold(self, length: int) -> None:
+        """Hold the first `length` tokens of the room."""
+        assert self.count is not None
+        self._known = length
+        self.count.fill_(length)
 
     def begin(self, keys: Tensor, values: Tensor) -> None:
         """Prepare for these tokens, which are written next: the first key and the mean of a sequence, and dtypes."""
@@ -113,7 +164,10 @@ class Tokens:
         elif count and not length:
             # copied, since a view would keep the whole prompt
             self.first = keys[:, :, 0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            self.mean = _mean_of(keys.float()) if count >= SMOOTHED else None
+            # where nothing may move later, few keys tell the mean as well as they can: any vector may be taken off
+            enough = self.count is not None or count >= SMOOTHED
+            self.mean = _mean_of(keys.float()) if enough else None
+            self._stay()
         elif count and self.mean is None and length + count >= SMOOTHED:
             self._smooth(keys)
 
@@ -145,6 +199,7 @@ class Tokens:
             few = queries.shape[2] < SMOOTHED
             heads, device = self.parts[0].view().shape[1], self.parts[0].device
             self.along = None if few else direction_of(queries, heads).to(device)
+            self._stay()
 
     def reread(self, queries: Tensor, keys: Tensor) -> None:
         """Round the keys of a prompt, the only tokens held, again, now that its queries are known."""
@@ -168,8 +223,16 @@ class Tokens:
             )
 
     # ---------------- reading
+    def whole(self) -> list[Tensor]:
+        """The parts of all tokens held; where these are counted by a tensor, of all that there is room for."""
+        return self.views() if self.count is None else [part.room for part in self.parts]
+
     def views(self, last: int | None = None) -> list[Tensor]:
         """The parts of all tokens held or of the `last` ones, which share the storage."""
+        if self.count is not None:
+            length = len(self)
+            start = 0 if last is None else max(0, length - last)
+            return [part.room[:, :, start:length] for part in self.parts]
         return [part.view(last) for part in self.parts]
 
     def read(self, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV | None]:
@@ -208,12 +271,19 @@ class Tokens:
     def take(self, held: Mapping[str, Tensor]) -> None:
         """Fill this empty storage with what `held` gave."""
         for name, part in zip(PARTS[self.stored], self.parts, strict=True):
-            part.append(held[name])
+            if self.count is None:
+                part.append(held[name])
+            else:
+                part.room[:, :, : held[name].shape[2]].copy_(held[name])
+                self._hold(held[name].shape[2])
         self.mean, self.first, self.along = (held.get(name) for name in BESIDE)
 
     # ---------------- changing
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens."""
+        if self.count is not None:
+            self._hold(max(0, len(self) - count))
+            return
         for part in self.parts:
             part.crop(count)
 

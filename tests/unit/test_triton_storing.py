@@ -18,11 +18,11 @@ def tokens(count: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return drawn.to(dtype).transpose(1, 2)
 
 
-def stored(x: Tensor, bits: int, at: int, **more: Tensor) -> tuple[Tensor, Tensor]:
+def stored(x: Tensor, bits: int, at: int | Tensor, **more: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales in a room that is otherwise full of sevens."""
     from adaattn_hf.backends.triton.storing import store
 
-    room = at + x.shape[2] + 3
+    room = int(at) + x.shape[2] + 3
     width, dtype = (x.shape[3], torch.int8) if bits == 8 else (x.shape[3] // 2, torch.uint8)
     codes = torch.full((2, 3, room, width), 7, dtype=dtype)
     scale = torch.full((2, 3, room), 7, dtype=torch.uint8)
@@ -54,6 +54,14 @@ def test_rounds_as_the_definition_does_and_writes_nothing_else(
     for part in (ours, scales):
         assert part[:, :, :5].eq(7).all()
         assert part[:, :, 5 + count :].eq(7).all()
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_place_may_lie_on_the_device(bits: int) -> None:
+    x = tokens(1, 64)
+    for ours, expected in zip(stored(x, bits, torch.tensor(5)), stored(x, bits, 5), strict=True):
+        assert torch.equal(ours, expected)
 
 
 @interpreted

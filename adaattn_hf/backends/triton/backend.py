@@ -79,7 +79,7 @@ class TritonBackend(Backend):
             reasons.append(
                 "the Triton kernels have no gradient over padding with holes, and nobody has looked whether it has any"
             )
-        if spec.compiling and (not spec.decode or spec.needs_grad or spec.need_lse or spec.stored):
+        if spec.compiling and (not spec.decode or spec.needs_grad or spec.need_lse):
             reasons.append(
                 "the segments of a call cannot be read while a graph is traced, but for one query "
                 "without a gradient and without the log-sum-exp"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
+from ...attention.request import AttentionRequest, head_dim_of
+from ...attention.stored import StoredKV
 from ...attention.structure import OPERANDS, CallStructure
 
 if TYPE_CHECKING:
@@ -26,19 +27,22 @@ _NAMESPACE = __name__.partition(".")[0]
     f"{_NAMESPACE}::triton_step",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? sink_logits, float scaling, float? softcap, "
-    f"int[]? windows, SymInt? until, {OPERANDS}) -> Tensor",
+    "int[]? windows, SymInt? until, Tensor? key_scale, Tensor? value_scale, Tensor? key_mean, Tensor? first_key, "
+    f"{OPERANDS}) -> Tensor",
 )
 def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """One query per sequence, `[batch, 1, heads, head_dim_v]`.
 
-    `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence.
+    `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence. With
+    scales, key and value are the codes of a cache; see `StoredKV`.
     """
     from .step import attend_step
 
-    sink_logits, scaling, softcap, windows, until, *operands = inputs
+    sink_logits, scaling, softcap, windows, until, key_scale, value_scale, mean, first, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
+    stored = None if key_scale is None else StoredKV(key_scale, value_scale, mean, first)
     request = AttentionRequest(
-        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits
+        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, stored=stored
     )
     pairs = None if windows is None else tuple(zip(windows[::2], windows[1::2], strict=True))
     return attend_step(request, graph=True, windows=pairs, until=until).out
@@ -47,7 +51,7 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
 @step_op.register_fake
 def _step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, q_len, _d = query.shape
-    return query.new_empty((batch, q_len, heads, value.shape[3]))
+    return query.new_empty((batch, q_len, heads, head_dim_of(value)))
 
 
 @torch.compiler.assume_constant_result
@@ -73,5 +77,8 @@ def traced_step(request: AttentionRequest) -> Tensor:
             _make_window_table(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
     asked = request.sink_logits, request.scaling, request.softcap, windows, until
-    out: Tensor = step_op(query, key, value, *asked, *structure.operands())
+    stored, record = request.stored, (None, None, None, None)
+    if stored is not None:
+        record = stored.key_scale, stored.value_scale, stored.key_mean, stored.first_key
+    out: Tensor = step_op(query, key, value, *asked, *record, *structure.operands())
     return out

@@ -46,11 +46,13 @@ def _cancelled(codes, steps, along, channel, DIM: tl.constexpr):  # type: ignore
 @triton.jit(do_not_specialize=["at", "count"])
 def store_tokens(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scale_ptr, turn_ptr, mean_ptr, along_ptr, x_b, x_h, x_n, x_d, codes_b, codes_h, codes_n,
-    scale_b, scale_h, scale_n, heads, at, count,
+    scale_b, scale_h, scale_n, heads, at, place_ptr, count,
     DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr,
-    TOKENS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+    HAS_PLACE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of `TOKENS` tokens of one head, as `attention.stored.quantise` defines them."""
+    if HAS_PLACE:
+        at = tl.load(place_ptr)
     row = tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     n = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -114,7 +116,7 @@ def store(
     *,
     mean: Tensor | None = None,
     along: Tensor | None = None,
-    at: int = 0,
+    at: int | Tensor = 0,
 ) -> None:
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
@@ -124,18 +126,20 @@ def store(
         scale: uint8 `[batch, heads, room]`.
         mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
         along: The same of length 1, the direction along which the errors of int8 codes cancel.
-        at: Place in the room of the first of the tokens.
+        at: Place in the room of the first of the tokens; a 0-dim int64 tensor is read by the kernel.
     """
     batch, heads, count, dim = x.shape
     turn = hadamard(dim, x.device)
     mean, has_mean = (turn, False) if mean is None else (mean, True)
     along, has_along = (turn, False) if along is None else (along, True)
+    place, at = (at, 0) if isinstance(at, Tensor) else (None, at)
     numbers = (*x.stride(), *codes.stride()[:3], *scale.stride(), heads)
     constants = {
         "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim)), "BITS": 4 if codes.dtype is torch.uint8 else 8,
-        "HAS_MEAN": has_mean, "HAS_ALONG": has_along, "TOKENS": _TOKENS, "GROUP": CHANNELS // 2, "STEP": _STEP,
+        "HAS_MEAN": has_mean, "HAS_ALONG": has_along, "HAS_PLACE": place is not None,
+        "TOKENS": _TOKENS, "GROUP": CHANNELS // 2, "STEP": _STEP,
     }  # fmt: skip
     tensors = (x, codes, scale, turn, mean, along)
-    kind = (x.dtype, numbers) if x.is_cuda and aligned(*tensors) else None
+    kind = (x.dtype, numbers) if x.is_cuda and aligned(*tensors, place) else None
     grid = triton.cdiv(count, _TOKENS), batch * heads
-    launch_store(grid, (*tensors, *numbers, at, count), constants, kind)
+    launch_store(grid, (*tensors, *numbers, at, turn if place is None else place, count), constants, kind)

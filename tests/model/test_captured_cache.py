@@ -1,0 +1,161 @@
+"""Generation with codes whose length is reserved: one graph for all tokens and all generations, which asks no host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from adaattn_hf import AdaAttnCache
+from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.stored import FORMATS
+from adaattn_hf.backends import select
+from adaattn_hf.backends.triton import TritonBackend
+from adaattn_hf.patches.mask import masks
+
+from ..support.versions import needs_tracing
+from ..unit.test_triton import interpreted
+
+pytestmark = needs_tracing
+ROOM = 64
+
+
+@pytest.fixture
+def model() -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+    )
+    found = tf.LlamaForCausalLM(config).eval()
+    found.set_attn_implementation("adaattn")
+    return found
+
+
+def inputs(prompt: int = 20) -> dict[str, torch.Tensor]:
+    """Two prompts, the second of them padded."""
+    ids = torch.randint(0, 97, (2, prompt), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, : prompt // 4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, cache: Any, backend: Any = None, prompt: int = 20, count: int = 10) -> Any:
+    """Greedy tokens and their logits `[count, 2, vocabulary]`, by compiled steps where a backend of torch is named."""
+    options: dict[str, Any] = {}
+    if backend is not None:
+        options["compile_config"] = tf.CompileConfig(backend=backend, fullgraph=True, dynamic=None, mode=None)
+        options["compile_config"]._compile_all_devices = True
+    with torch.no_grad():
+        found = model.generate(
+            **inputs(prompt),
+            past_key_values=cache,
+            max_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    return found.sequences, torch.stack(found.logits)
+
+
+def kept_in(graphs: list[Any]) -> Any:
+    """A backend of torch.compile that runs graphs as they are, and keeps them."""
+
+    def compiled(graph: Any, given: Any, **options: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return compiled
+
+
+def called(graphs: list[Any]) -> list[str]:
+    """What the nodes of graphs call."""
+    return [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+
+
+@pytest.mark.parametrize("prompt", [3, 20])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_one_graph_serves_every_token_of_every_generation(model: Any, stored: str, prompt: int) -> None:
+    expected, logits = generated(model, AdaAttnCache(model, stored), prompt=prompt)
+    graphs: list[Any] = []
+    backend = kept_in(graphs)
+    for _ in range(2):
+        cache = AdaAttnCache(model, stored, max_cache_len=ROOM)
+        assert cache.is_compileable
+        found, answers = generated(model, cache, backend, prompt)
+        assert torch.equal(found, expected)
+        # of three tokens the growing cache takes off no mean
+        torch.testing.assert_close(answers, logits, rtol=0, atol=1e-5 if prompt > 16 else 0.02)
+        assert int(cache.get_seq_length()) == prompt + 9
+    names = called(graphs)
+    assert len(graphs) == 1
+    assert names.count("adaattn_hf.store_tokens.default") == 2 * model.config.num_hidden_layers
+    assert not [name for name in names if name.split(".")[-1] == "item" or "local_scalar" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor_writes_the_codes_where_they_are(model: Any) -> None:
+    expected, logits = generated(model, AdaAttnCache(model, "int8"))
+    found, answers = generated(model, AdaAttnCache(model, "int8", max_cache_len=ROOM), "inductor")
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(answers, logits, rtol=0, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("stored", FORMATS)
+def test_on_a_device_the_kernel_reads_codes_in_the_graph(
+    model: Any, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced calls are chosen for as if the processor's tensors lay on a CUDA device; all others as they are."""
+    refusals, order, is_read = TritonBackend.refusals, select.order, masks._is_read
+
+    def there(spec: CallSpec) -> CallSpec:
+        return spec._replace(device="cuda") if spec.compiling else spec
+
+    monkeypatch.setattr(TritonBackend, "refusals", lambda self, spec: refusals(self, there(spec)))
+    monkeypatch.setattr(select, "order", lambda spec: order(there(spec)))
+    monkeypatch.setattr(masks, "_is_read", lambda structure, _, config: is_read(structure, "cuda", config))
+    expected, logits = generated(model, AdaAttnCache(model, stored), count=4)
+    graphs: list[Any] = []
+    cache = AdaAttnCache(model, stored, max_cache_len=ROOM)
+    found, answers = generated(model, cache, kept_in(graphs), count=4)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(answers, logits, rtol=0, atol=1e-3)
+    assert called(graphs).count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_the_host_goes_on_where_a_graph_has_written(model: Any, stored: str) -> None:
+    """Tokens by a compiled step, then several at once, then some taken off: as in a cache that grows."""
+    given = inputs()
+    ids = given["input_ids"]
+    caches = AdaAttnCache(model, stored, max_cache_len=ROOM), AdaAttnCache(model, stored)
+    steps = torch.compile(model, backend="eager", fullgraph=True), model
+    logits = []
+    for cache, step in zip(caches, steps, strict=True):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            for place in (20, 21):
+                step(ids[:, :1], position_ids=torch.full((2, 1), place), past_key_values=cache)
+            several = model(ids[:, :5], past_key_values=cache).logits
+            cache.crop(-2)
+            one = model(ids[:, :1], past_key_values=cache).logits
+        assert int(cache.get_seq_length()) == 26
+        logits.append(torch.cat([several, one], dim=1))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+def test_caches_whose_heads_or_layers_differ_stay_outside_of_graphs(model: Any) -> None:
+    assert not AdaAttnCache(model, "int8").is_compileable
+    assert not AdaAttnCache(model, "model", max_cache_len=ROOM).is_compileable
