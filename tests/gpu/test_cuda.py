@@ -291,19 +291,27 @@ def test_an_offloaded_cache_waits_for_what_reads_it(stored: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore"
 )  # torch warns of its own imports and of the empty graph it warms up with
+@pytest.mark.parametrize("stored", ["static", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_captured_step_gives_what_the_step_gives(name: str) -> None:
+def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> None:
     """A CUDA graph of one decoding step with a static cache: capturing fails wherever the host is asked."""
     torch._dynamo.reset()  # what other tests traced would make lengths symbols
     _, ours = pair(name)
-    cache = StaticCache(config=ours.config, max_cache_len=64)
-    ids = torch.randint(3, 64, (2, 12), device="cuda")
-    plain = ours.generate(ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+    cache: Any = StaticCache(config=ours.config, max_cache_len=64)
+    grows = None
+    if stored != "static":
+        cache = adaattn_hf.AdaAttnCache(ours, stored, max_cache_len=64)
+        grows = adaattn_hf.AdaAttnCache(ours, stored)
+    # as many tokens as tell a growing cache the mean of its keys at once
+    ids = torch.randint(3, 64, (2, 20), device="cuda")
+    plain = ours.generate(
+        ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids), past_key_values=grows
+    )
     compiled = torch.compile(ours, mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
         token = ours(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         found = [ids, token]
-        for place in range(12, 17):
+        for place in range(20, 25):
             positions = torch.full((2, 1), place, device="cuda")
             torch.compiler.cudagraph_mark_step_begin()
             logits = compiled(token, past_key_values=cache, position_ids=positions).logits.clone()
