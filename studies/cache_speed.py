@@ -10,7 +10,7 @@ import gc
 import json
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,17 +167,14 @@ def _figures(stock: list[Any], own: list[Any], batch: int) -> dict[str, Any]:
     return found
 
 
+def _reserved(stored: str) -> Callable[[Any, int], Any]:
+    return lambda model, room: AdaAttnCache(model, stored, max_cache_len=room)
+
+
 STATIC = "StaticCache"
 ROOM_ARMS = (
     Arm(STATIC, "adaattn", lambda model, room: StaticCache(config=model.config, max_cache_len=room)),
-    *(
-        Arm(
-            stored,
-            "adaattn",
-            lambda model, room, stored=stored: AdaAttnCache(model, stored, max_cache_len=room),
-        )
-        for stored in FORMATS
-    ),
+    *(Arm(stored, "adaattn", _reserved(stored)) for stored in FORMATS),
 )
 """Caches of a reserved length, whose steps are captured; the first is exact."""
 
@@ -201,7 +198,7 @@ def captured(model: Any, batch: int, length: int, rounds: int, steps: int) -> li
         for layer in cache.layers if name != STATIC else ():
             # as behind a prompt, whose queries say along what errors of keys cancel
             layer.tokens.expect(torch.randn(batch, heads, 32, dim, device=model.device, dtype=model.dtype))
-    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
     def step(cache: Any) -> None:
         torch.compiler.cudagraph_mark_step_begin()

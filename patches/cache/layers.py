@@ -231,7 +231,10 @@ class FullLayer(KeptLayer, DynamicLayer):
         count, first = key_states.shape[2], False
         if self.fixed and torch.compiler.is_compiling():
             if count > 1 or self.tokens is None:
-                return prompts_are_stored_outside_graphs(self.update, key_states, value_states)
+                stored: tuple[Any, Any] = prompts_are_stored_outside_graphs(
+                    self.update, key_states, value_states
+                )
+                return stored
         else:
             past = self.held_length()
             first = not past

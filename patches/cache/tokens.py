@@ -82,28 +82,31 @@ class Tokens:
         """
         self.stored, self.dtype, self.dim_v = stored, keys.dtype, values.shape[3]
         sizes, own = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
-        self.parts = tuple(
-            GrowingTensor(
-                torch.empty(
-                    (*keys.shape[:2], 0, *(sizes[letter] for letter in extent)),
-                    dtype=dtype or own[extent],
-                    device=keys.device,
-                ),
-                reserve=reserve,
-                growth=growth,
-                most=most,
+        self.count: Tensor | None = None
+        self._known: int | None = 0
+        # a fixed room that was made in inference mode could not be written to outside of it
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not fixed):
+            self.parts = tuple(
+                GrowingTensor(
+                    torch.empty(
+                        (*keys.shape[:2], 0, *(sizes[letter] for letter in extent)),
+                        dtype=dtype or own[extent],
+                        device=keys.device,
+                    ),
+                    reserve=reserve,
+                    growth=growth,
+                    most=most,
+                )
+                for dtype, extent in PARTS[stored].values()
             )
-            for dtype, extent in PARTS[stored].values()
-        )
+            if fixed:
+                self.count = torch.zeros((), dtype=torch.int64, device=keys.device)
         self.mean: Tensor | None = None
         self.first: Tensor | None = None
         self.along: Tensor | None = None
-        self.count: Tensor | None = None
-        self._known: int | None = 0
         if fixed:
             for part in self.parts:
                 part.extend(reserve)
-            self.count = torch.zeros((), dtype=torch.int64, device=keys.device)
             self._stay()
 
     def _stay(self) -> None:

@@ -156,6 +156,18 @@ def test_the_host_goes_on_where_a_graph_has_written(model: Any, stored: str) -> 
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
+def test_a_prompt_of_inference_mode_is_gone_on_with_outside_of_it(model: Any) -> None:
+    ids = inputs()["input_ids"]
+    logits = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = AdaAttnCache(model, "int8", max_cache_len=ROOM)
+        with mode():
+            model(ids, past_key_values=cache)
+        with torch.no_grad():
+            logits.append(model(ids[:, :1], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
 def test_caches_whose_heads_or_layers_differ_stay_outside_of_graphs(model: Any) -> None:
     assert not AdaAttnCache(model, "int8").is_compileable
     assert not AdaAttnCache(model, "model", max_cache_len=ROOM).is_compileable

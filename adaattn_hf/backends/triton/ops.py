@@ -77,7 +77,8 @@ def traced_step(request: AttentionRequest) -> Tensor:
             _make_window_table(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
     asked = request.sink_logits, request.scaling, request.softcap, windows, until
-    stored, record = request.stored, (None, None, None, None)
+    stored = request.stored
+    record: tuple[Tensor | None, ...] = (None, None, None, None)
     if stored is not None:
         record = stored.key_scale, stored.value_scale, stored.key_mean, stored.first_key
     out: Tensor = step_op(query, key, value, *asked, *record, *structure.operands())
