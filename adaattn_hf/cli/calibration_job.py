@@ -21,7 +21,6 @@ from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
-from ..calibration.memory import room_or_sentence
 from ..calibration.settings import CalibrationSettings
 from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
@@ -31,6 +30,7 @@ from ..policy.prices import PriceTable
 from .asked import Asked
 from .fit import fit_to_text
 from .loading import Loaded, Opened
+from .memory import room_or_sentence
 from .options import known_prices, nats
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from .pictures.page import plan_page
