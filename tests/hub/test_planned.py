@@ -16,6 +16,7 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice, Precision, Window
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, PlanError
 
+from ..support.plans import PROVEN
 from ..support.processor import ROUNDS_BF16
 from .models import FAMILIES, beside_stock, padded_batch
 
@@ -47,7 +48,7 @@ def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]
         weight_hash=hashes.model_hash(package), configuration=computes_by(package.config),
         dtype="float32", adaattn="0",
         torch="0", transformers=tf.__version__, budget=0.1, seed=0, data_fingerprint="", lengths=(4096,), layers=layers,
-        units=(), tensors="", protocol={}, verified=None,
+        units=(), tensors="", protocol={}, verified=PROVEN,
     )  # fmt: skip
     attach.attach(package, plan, unverified=True)
     ours.config.adaattn = {"plan": replace(plan, **changes).to_dict()}
@@ -96,9 +97,10 @@ def test_a_plan_is_what_the_package_computes(choice: str, side: str) -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_plan_in_generation(choice: str) -> None:
     _, package, ours = planned("llama", CHOICES[choice])
-    ids, mask = padded_batch()
-    asked: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert torch.equal(ours.generate(ids, **asked), package.generate(ids, **asked))
+    ids, padded = padded_batch()
+    for mask in (padded, torch.ones_like(padded)):  # without padding decode steps come without a mask
+        asked: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        assert torch.equal(ours.generate(ids, **asked), package.generate(ids, **asked))
 
 
 def test_a_plan_for_other_weights_is_refused() -> None:
