@@ -21,6 +21,7 @@ from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
+from ..calibration.memory import room_or_sentence
 from ..calibration.settings import CalibrationSettings
 from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
