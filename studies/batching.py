@@ -30,7 +30,7 @@ from .cuda.model import by, mapped, records
 REQUESTS, NEW = 8, 128 if ON_CUDA else 4
 SDPA = "paged|sdpa" if engine_name("sdpa").startswith("paged") else "sdpa"
 KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
-ENGINE = {"allow_block_sharing": False, "auto_switch_to_flash": False}
+ENGINE: dict[str, Any] = {"allow_block_sharing": False, "auto_switch_to_flash": False}
 ENGINE |= {} if ON_CUDA else {"num_blocks": 64, "max_batch_tokens": 64}
 
 
