@@ -104,7 +104,9 @@ def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
     del model
     gc.collect()
     assert handles.isdisjoint(PROGRAMS)
-    torch.testing.assert_close(torch.compile(twin, backend="eager", fullgraph=True)(tokens()).logits, expected)
+    torch.testing.assert_close(
+        torch.compile(twin, backend="eager", fullgraph=True)(tokens()).logits, expected
+    )
 
 
 @torch.no_grad()
@@ -140,7 +142,8 @@ def test_at_a_fixed_length_compiled_equals_uncompiled_to_the_bit(choice: Choice)
     model, ids = planned(choice), tokens(2)
     plain = model(ids, use_cache=False).logits
     assert torch.equal(
-        torch.compile(model, backend="eager", dynamic=False, fullgraph=True)(ids, use_cache=False).logits, plain
+        torch.compile(model, backend="eager", dynamic=False, fullgraph=True)(ids, use_cache=False).logits,
+        plain,
     )
 
 
