@@ -70,9 +70,7 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
 
     def hold(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        held[storage._cdata] = (
-            storage.nbytes()
-        )  # quantised weights are wrappers without an address of their own
+        held[storage._cdata] = storage.nbytes()  # not by address: wrappers of quantised weights have none
         return tensor
 
     for weight in (*arms.model.parameters(), *arms.model.buffers()):
