@@ -24,7 +24,6 @@ from ..calibration import corpus
 from ..calibration.arms import ModelArms, plan_tap
 from ..calibration.corpus import TokenSequence
 from ..calibration.inputs import Inputs, refuse_longer
-from ..calibration.memory import room_or_sentence
 from ..calibration.pricing import machine
 from ..calibration.settings import CalibrationSettings, Masking
 from ..calibration.texts import refuse_repeats
@@ -33,6 +32,7 @@ from ..plans.plan import Plan, PlanError, Verified
 from ..plans.store import PLAN_FILE, text_file
 from ..policy.acceptance import Gates
 from .loading import Loaded, load
+from .memory import room_or_sentence
 from .pictures.headline import REPORT_FILE, name_of
 from .place import PLAN_DIRECTORY
 
