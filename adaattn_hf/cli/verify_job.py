@@ -91,7 +91,8 @@ def _verdicts(
     """The verdict by length: one look, at the level of the stored proof where there is one."""
     subject = Subject(loaded.model.to(device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    programs = {index: one for index, one in programs_for(loaded.model, path).items() if one is not None}
+    _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
+    programs = {index: one for index, (_, one) in found.items() if one is not None}
     inputs = Inputs(subject, ModelArms(loaded.model), settings, loaded.scoring, {})
     (pool, apart), ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
     stored, scoring = plan.verified, loaded.scoring
