@@ -56,6 +56,7 @@ hub-kernel: ## kernel repositories for the Hub in build/hub; NAMES=flash-adaattn
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')" \
 	  > "$$(.venv-hub/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth"
 	.venv-hub/bin/python -m pip install -q --no-deps -r hub/requirements.txt
+	.venv-hub/bin/python -m pip install -q fastapi uvicorn openai  # of `transformers serve`
 	touch $@
 
 hub-test: .venv-hub/.ready ## the tests of the kernel repositories through Transformers' own loader

@@ -113,7 +113,7 @@ def continuous_batching(model: nn.Module) -> Iterator[None]:
     """
     owners = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     named = {key: getattr(config, "_attn_implementation", None) for key, config in owners.items()}
-    ours = {key: name for key, name in named.items() if name in NAMES}
+    ours = {key: str(name) for key, name in named.items() if name in NAMES}
     if not ours:
         raise ValueError(
             f"model: got attention {', '.join(sorted(map(repr, {*named.values()}))) or None}, expected 'adaattn'; call "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
@@ -77,4 +77,4 @@ def main(shape: str, lengths: str, write: Path, device: str = "cuda", budget: fl
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -253,6 +253,29 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
     )
 
 
+def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionRequest:
+    """Returns the request of the query rows from `first` to before `stop` of a causal call with a plain structure.
+
+    Keys behind the last of these rows are left out, unless they are codes, whose record speaks of all of them.
+    """
+    structure, key, value, bias = request.structure, request.key, request.value, request.bias
+    offset = structure.offset() + first
+    seen = (
+        structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
+    )
+    if bias is not None:
+        bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
+        bias = bias if bias.shape[-1] == 1 else bias[..., :seen]
+    return replace(
+        request,
+        query=request.query[:, :, first:stop],
+        key=key[:, :, :seen],
+        value=value[:, :, :seen],
+        structure=structure.with_changes(q_len=stop - first, kv_len=seen, q_offset=offset),
+        bias=bias,
+    )
+
+
 def joined_heads(parts: Sequence[Tensor], order: Sequence[int], groups: int, dim: int) -> Tensor:
     """Returns the parts of several `some_heads`, joined and back in the model's order of heads.
 

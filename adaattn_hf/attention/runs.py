@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class Runs(CallStructure):
     def segments(self) -> tuple[Segment, ...]:
         """The runs."""
         return self.runs
+
+    def with_changes(self, **changes: Any) -> CallStructure:
+        """A copy with other rules and nothing remembered; beside a mask the runs become part of it."""
+        mask: Tensor | None = changes.pop("mask", None)
+        changed = super().with_changes(**changes)
+        if mask is None:
+            return changed
+        return CallStructure(
+            changed.batch, changed.q_len, changed.kv_len, mask=changed.visible(device=mask.device) & mask
+        )
 
     def positions(self, device: torch.device | str) -> Tensor:
         """`[batch, q_len]`: how many keys of its run stand before each query."""

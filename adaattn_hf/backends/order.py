@@ -37,7 +37,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_plans.md).
 
     | on CUDA | first |
-    |---|---|
+    | --- | --- |
     | plain calls | torch; heavy ones: flash-attn 3, built for inference, or 4; on Hopper where `_ahead`: ours |
     | runs (padding, documents), one query | ours, which gathers nothing; heavy packed rows: flash-attn 3 |
     | runs with gradients | flash-attn 4 |

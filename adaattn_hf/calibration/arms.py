@@ -117,16 +117,12 @@ class ModelArms:
             given: Token ids `[1, n]`, or a reading.
         """
         reading = reading_of(given)
-        states = self._states(reading.tokens)
-        return states if reading.places is None else states[:, reading.places]
-
-    def _states(self, tokens: Tensor) -> Tensor:
         whole = self._body if self._head is not None else self.model
         assert whole is not None
         options = {"use_cache": False} if "use_cache" in signature(whole.forward).parameters else {}
-        output = whole(input_ids=tokens, **options)
+        output = whole(input_ids=reading.tokens, **options)
         states: Tensor = output.logits if self._head is None else output.last_hidden_state
-        return states
+        return states if reading.places is None else states[:, reading.places]
 
     @torch.no_grad()
     def exact(self, given: Input) -> Tensor:
@@ -241,11 +237,7 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
 
 
 def refuse_infinite(finite: NDArray[np.bool_], name: str) -> None:
-    """Refuses losses of which no difference can be told.
-
-    Args:
-        finite: `[tokens]`, whether the loss of a token is finite.
-        name: Whose losses they are.
+    """Refuses losses of which no difference can be told; `finite` `[tokens]` says which losses are finite.
 
     Raises:
         ValueError: If one is not.
@@ -261,14 +253,7 @@ def refuse_infinite(finite: NDArray[np.bool_], name: str) -> None:
 def compare_all(
     arms: ModelArms, readings: Sequence[Reading], tap: Tap, exact: Sequence[Tensor] | None = None
 ) -> TokenScores:
-    """Returns the paired scores of all readings of a sequence.
-
-    Args:
-        arms: The model.
-        readings: The readings.
-        tap: Computes the attention of the second arm.
-        exact: Hidden states of the first arm per reading, computed if absent.
-    """
+    """Returns the paired scores of all readings of a sequence, see `compare`; `exact` holds a state for each."""
     known: Sequence[Tensor | None] = [None] * len(readings) if exact is None else exact
     return joined([compare(arms, one, tap, state) for one, state in zip(readings, known, strict=True)])
 

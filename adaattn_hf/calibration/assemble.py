@@ -36,13 +36,9 @@ def make_plan(
     verified: Verified | None = None,
     alpha: Array | None = None,
 ) -> Plan:
-    """Returns the plan of an allocation, without a protocol and without tensors.
+    """Returns the plan of an allocation `picks` `[units]`, without a protocol and without tensors.
 
-    Args:
-        measurement: Risks and prices of a model.
-        picks: `[units]`, index of each unit's choice among the candidates.
-        verified: The verdict on held-out text.
-        alpha: `[lengths]`, factors that re-scale the sums of risks; 1 if no whole plan was measured.
+    Sums of risks are re-scaled by `alpha` `[lengths]`, unless no whole plan was measured.
     """
     facts, settings = measurement.layers, measurement.inputs.settings
     layers, units = [], []
@@ -112,7 +108,7 @@ def finished_plan(
     # what the plan says elsewhere, and `rounds`, which changes nothing in it
     named = ("budget", "seed", "lengths", "rounds")
     protocol: dict[str, Any] = {
-        MODEL: measurement.layers.name,
+        MODEL: measurement.inputs.subject.name,
         "scoring": measurement.inputs.scoring.words(),
         "settings": {
             name: list(value) if isinstance(value, tuple) else value
@@ -148,14 +144,9 @@ def report(
     alpha: Array,
     verdicts: Sequence[Verified],
 ) -> dict[str, Any]:
-    """Returns the report of a calibration, as JSON data.
+    """Returns the report of a calibration as JSON data: of the allocation `found`, `None` for the exact plan.
 
-    Args:
-        measurement: Risks and prices of a model.
-        history: What each step predicted and measured.
-        found: The allocation of the plan, `None` for the exact plan.
-        alpha: `[lengths]`, factors that re-scale the sums of risks.
-        verdicts: The last verdict of each length.
+    `history` is what each step predicted and measured, `verdicts` holds the last one of each length.
     """
     exact = np.zeros(len(measurement.layers.units), dtype=np.int64)
     base, price = (

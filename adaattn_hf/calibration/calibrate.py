@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..errors import OutOfMemory
+import torch
+
 from ..policy.prices import PriceTable
 from .arms import Progress, silent
 from .assemble import save_plan
@@ -27,7 +28,6 @@ from .benefit import whole_forward
 from .campaign import Campaign
 from .inputs import open_inputs
 from .measure import Measurement, measure
-from .memory import room_or_sentence
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
@@ -89,11 +89,12 @@ def calibrate(
     if result.met and settings.rounds and inputs.team.leads:
         by_layer = programs(measurement, picks_of(measurement, result.plan))
         try:
-            with room_or_sentence("whole passes are not timed: {}; a smaller --batch would fit".format):
-                timed = whole_forward(inputs, by_layer, settings.rounds)
+            timed = whole_forward(inputs, by_layer, settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
-        except OutOfMemory as error:  # the plan is proved, and stays
-            say(str(error))
+        except torch.OutOfMemoryError:  # the plan is proved, and stays
+            say(
+                f"whole passes of {settings.batch} sequences have no room to be timed; a smaller --batch would fit"
+            )
     return result
 
 

@@ -157,14 +157,8 @@ class Campaign:
 
     def with_cache(self, result: Calibration, by_layer: Mapping[int, Program]) -> Calibration:
         """Returns the result with the verified cache format, not met if `kv_bytes` is not reached."""
-        found, words = choose_storage(
-            self.measurement,
-            by_layer,
-            self.current.gates,
-            self.attempts.left,
-            self.used,
-            self.known(bool(by_layer)),
-        )
+        left, known = self.attempts.left, self.known(bool(by_layer))
+        found, words = choose_storage(self.measurement, by_layer, self.current.gates, left, self.used, known)
         sentence, report = f"{result.sentence}; {words}", {**result.report, PROTOCOL: words}
         if found is None:
             met = result.met and self.measurement.inputs.settings.kv_bytes is None

@@ -58,11 +58,7 @@ def sequences(
 ) -> Iterator[TokenSequence]:
     """Yields chunks of `length` tokens; short documents are joined, and a chunk is named after its first document.
 
-    Args:
-        documents: Names and pieces of text.
-        encode: Text to token ids, without special tokens.
-        length: Tokens per chunk.
-        seen: Called with every piece of text, for the fingerprint.
+    `seen` is called with every piece of text, for the fingerprint.
     """
     buffer: list[int] = []
     name = ""
@@ -138,11 +134,7 @@ def draw(
 
 
 def refuse_copies(own: Iterable[TokenSequence], held_out: Sequence[TokenSequence]) -> None:
-    """Refuses held-out text that a plan is chosen by, under whatever name.
-
-    Args:
-        own: Sequences that a plan is chosen by.
-        held_out: Sequences that it is to be proved on.
+    """Refuses held-out text that a plan is chosen by (`own`), under whatever name.
 
     Raises:
         ValueError: If most of a held-out sequence is in the others.

@@ -77,10 +77,8 @@ class FisherRecorder:
 
     Attributes:
         rows: Sampled query rows.
-        choices: Choices measured, without the exact one, which they are compared with.
-        tensors: By layer index.
+        choices: See `measure`, as for `tensors` and `report`.
         labels: Backward passes to come; the last one brings the changes.
-        report: Callback with the index, the products and the dropped mass of a layer, see `measure`.
         gradients: By layer index: `[heads, rows, head_dim_v]` of each backward pass so far.
         found: The outputs of the layer that was computed again last.
         forward: Whether the forward pass is still under way.
@@ -101,7 +99,10 @@ class FisherRecorder:
         if not self.forward:
             # before exact attention: a layer is not computed again beyond the last tensor that autograd saved of it
             if self.labels == 1:
-                self.found[index] = self.row_outputs(index, request)
+                query, key, value = (one.detach() for one in (request.query, request.key, request.value))
+                bare = replace(request, query=query, key=key, value=value)
+                every, tensors = [EXACT, *self.choices], self.tensors.get(index, LayerTensors())
+                self.found[index] = row_outputs(bare, self.rows, every, tensors)
             return exact_tap(module, request)
         if index in self.gradients:
             raise ValueError(
@@ -113,25 +114,14 @@ class FisherRecorder:
         def note(gradient: Tensor) -> None:
             rows = self.rows.to(gradient.device)
             self.gradients[index].append(gradient[0, rows].transpose(0, 1).detach())
-            if self.labels == 1:
-                self.finish(index)
+            if self.labels == 1:  # all there is to know of the layer: it is reported, and let go
+                (outputs, dropped), gradients = self.found.pop(index), self.gradients.pop(index)
+                changes = outputs[1:] - outputs[:1]
+                products = torch.stack([(changes * one.float()).sum(-1) for one in gradients])
+                self.report(index, products, dropped[1:])
 
         out.register_hook(note)  # type: ignore[no-untyped-call]
         return out
-
-    def row_outputs(self, index: int, request: AttentionRequest) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of every choice in a layer, and what it loses there."""
-        bare = replace(
-            request, query=request.query.detach(), key=request.key.detach(), value=request.value.detach()
-        )
-        return row_outputs(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
-
-    def finish(self, index: int) -> None:
-        """Reports a layer whose gradients are complete, and lets go of it."""
-        (outputs, dropped), gradients = self.found.pop(index), self.gradients.pop(index)
-        changes = outputs[1:] - outputs[:1]
-        products = torch.stack([(changes * one.float()).sum(-1) for one in gradients])
-        self.report(index, products, dropped[1:])
 
 
 @contextmanager
@@ -233,7 +223,7 @@ def measure(
         tensors: By layer index.
         rows: Query rows to sample.
         labels: Labels to draw.
-        generator: Draws them.
+        generator: Draws rows and labels.
         report: Called once a layer, the last one first, with its index, the products g . do `[labels, choices, heads,
             rows]` and the dropped mass `[choices, heads, rows]`.
 
@@ -261,12 +251,7 @@ def unit_risks(products: Tensor, kv_heads: int, combine: NDArray[np.float64]) ->
     """Returns for each key/value head of a layer `[kv_heads, choices]` the sums of 1/2 (g . do)^2 over labels and rows.
 
     Products are linear in do: they add up over the query heads of a key/value head, and over the parts of a combined
-    choice (a window in int8, say).
-
-    Args:
-        products: `[labels, base choices, heads, rows]`.
-        kv_heads: Key/value heads.
-        combine: `[choices, base choices]` of zeros and ones.
+    choice (a window in int8, say), which the zeros and ones of `combine` `[choices, base choices]` name.
     """
     labels, base, heads, rows = products.shape
     grouped = products.double().view(labels, base, kv_heads, heads // kv_heads, rows).sum(3)

@@ -32,7 +32,6 @@ class Layers:
     """The attention layers of a model.
 
     Attributes:
-        name: The model's, as a hub id, or the last part of its directory.
         bound: What a plan for them is bound to.
         indices: Indices of the layers, ascending.
         kv_heads: Key/value heads of each layer.
@@ -43,7 +42,6 @@ class Layers:
         seconds: By length: wall-clock time of the pass over one sequence.
     """
 
-    name: str
     bound: Binding
     indices: tuple[int, ...]
     kv_heads: int
@@ -115,7 +113,6 @@ def observe_layers(inputs: Inputs) -> Layers:
     )
     refuse_nothing_to_choose(found, settings, bound.dtype)
     return Layers(
-        name=inputs.subject.name,
         bound=bound,
         indices=indices,
         kv_heads=kv_heads.pop(),

@@ -75,14 +75,7 @@ def measure(
     directory: Path | None = None,
     resume: bool = False,
 ) -> Measurement:
-    """Returns risks and prices of a model.
-
-    Args:
-        inputs: The model and its text.
-        prices: Prices measured before; measured now if absent.
-        directory: Where the state is saved after every sequence.
-        resume: Continue from the state saved there.
-    """
+    """Returns risks and prices of a model; arguments as for `calibrate.calibrate`."""
     layers = observe_layers(inputs)
     inputs.say(forecast(inputs, layers).sentence(room_on(inputs.arms.device)))
     # a table that was given may be refused: before the risks, which take long, are measured

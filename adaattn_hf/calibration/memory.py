@@ -1,9 +1,7 @@
-"""How much memory a calibration takes, told before it is taken, and what is said where there is none left."""
+"""How much memory a calibration takes, told before it is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..attention.tap import tapping
-from ..errors import OutOfMemory
 from .arms import CHUNK, exact_tap
 from .fisher import differentiable
 from .inputs import Inputs
 from .layers import Layers
 
 PROBE = 256
-"""Tokens that the activations of a layer are counted on."""
-STEP = 128
-"""Lengths that would fit are multiples of it."""
+"""Tokens that the activations of a layer are counted on; lengths that would fit are multiples of it."""
 PER_LOGIT = 50
 """Bytes for each logit of a slice while two models are compared, most of them in float64."""
 SCORES = 5
@@ -62,8 +57,8 @@ class Need:
         said = f"memory: about {self.total / 1e9:.3g} GB for a sequence of {self.length} tokens ({words})"
         if room is None or self.total <= room:
             return said
-        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // STEP * STEP
-        return f"{said}; the device has {room / 1e9:.3g} GB: --lengths {max(fits, STEP)} would fit"
+        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // PROBE * PROBE
+        return f"{said}; the device has {room / 1e9:.3g} GB: --lengths {max(fits, PROBE)} would fit"
 
 
 def forecast(inputs: Inputs, layers: Layers) -> Need:
@@ -71,10 +66,11 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     arms, settings = inputs.arms, inputs.settings
     length = settings.lengths[-1]
     tokens = inputs.readings(inputs.samples[length].risk[0])[0].tokens[:, :PROBE]
-    held: dict[int, int] = {}  # bytes by address: what is saved twice, or is a view of weights, counts once
+    held: dict[int, int] = {}  # bytes by storage: what is saved twice, or is a view of weights, counts once
 
     def hold(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        held[storage._cdata] = storage.nbytes()  # not by address: wrappers of quantised weights have none
         return tensor
 
     for weight in (*arms.model.parameters(), *arms.model.buffers()):
@@ -82,12 +78,13 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     weights = sum(held.values())
     with differentiable(arms.model), tapping(exact_tap), saved_tensors_hooks(hold, lambda tensor: tensor):
         hidden = arms.hidden(tokens)
+        given = arms.model.get_input_embeddings()(tokens)  # type: ignore[operator]
     kept, longer = sum(held.values()) - weights, length / tokens.shape[1]
     heads, count = layers.calls[None][length].query.shape[1], len(arms.layers)
     return Need(
         length,
         weights,
-        inputs=int(longer * hidden.nbytes) * (count + settings.labels),
+        inputs=int(longer * given.nbytes) * (count + settings.labels),
         layer=int(2 * longer * kept / count),
         rows=SCORES * heads * min(settings.rows, length) * length * 4,
         logits=PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1],
@@ -99,42 +96,3 @@ def room_on(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-
-
-CPU_ALLOCATOR = "DefaultCPUAllocator"
-FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
-"""Words in the plain `RuntimeError` that torch raises where the machine, or a library of CUDA's, has no memory left."""
-
-
-@contextmanager
-def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
-    """Runs device work; where memory does not suffice, the sentence is raised in place of the allocator's error.
-
-    Args:
-        sentence: What to say, given what the allocator said.
-
-    Raises:
-        OutOfMemory: The device or the machine has no room.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(sentence(_said(error))) from error
-    except RuntimeError as error:
-        if not any(words in str(error) for words in FULL):
-            raise
-        raise OutOfMemory(sentence(_said(error))) from error
-
-
-def _said(error: Exception) -> str:
-    """What an allocator wanted, without its advice on fragmentation and the addresses in its source."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
-    for advice in (
-        " Including non-PyTorch memory",
-        " Of the allocated memory",
-        " If reserved",
-        " Error code",
-    ):
-        text = text.partition(advice)[0]
-    return text.rstrip(". ")

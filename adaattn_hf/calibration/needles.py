@@ -45,12 +45,7 @@ def most(length: int) -> int:
 
 
 def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
-    """Returns a haystack of the length of `text` with `needles` needles and their questions at the end.
-
-    Args:
-        text: `[length]` token ids.
-        needles: Number of needles.
-        generator: Draws keys, values and the order of the questions.
+    """Returns a haystack of the length of `text` `[length]` with `needles` needles and their questions at the end.
 
     Raises:
         ValueError: If the text is too short for that many needles.

@@ -76,13 +76,7 @@ def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
 
 
 def by_heads(request: AttentionRequest, batch: int, on_cuda: bool) -> dict[int, AttentionRequest]:
-    """Returns the calls that a price is fitted to, by key/value heads: one and all; on CUDA all and twice as many.
-
-    Args:
-        request: A call of one sequence.
-        batch: Sequences at once.
-        on_cuda: Whether heads are computed side by side.
-    """
+    """Returns the calls that a price is fitted to, by key/value heads: one and all; on CUDA all and twice as many."""
     heads, whole = request.key.shape[1], repeated(request, batch)
     if on_cuda:
         return {heads: whole, 2 * heads: repeated(request, 2 * batch)}
@@ -153,12 +147,7 @@ def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tupl
 
 
 def launch_label(choice: Choice, own: int | None) -> str:
-    """Returns the name of a choice's price in layers of one kind.
-
-    Args:
-        choice: The choice.
-        own: The model's own window in these layers; `None` for the kind of layer that takes most of the time.
-    """
+    """Returns the name of a choice's price in layers with a window `own`, None for the main kind of layer."""
     return choice.label if own is None else f"{choice.label} in {own}"
 
 

@@ -64,13 +64,9 @@ def prove(
     shards: Mapping[int, Sequence[TokenSequence]],
     test: Test,
 ) -> Proof:
-    """Returns the verdicts on a plan.
+    """Returns the verdicts on a plan, given by its programs by layer index.
 
-    Args:
-        measurement: The model, its text and its layers.
-        programs: The plan's programs by layer index.
-        shards: By length: held-out sequences not used before, as many as the last look needs.
-        test: The test.
+    `shards` are held-out sequences by length that were not used before, as many as the last look needs.
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}

@@ -17,6 +17,7 @@ from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
+from ..stats.paired import TokenScores
 from .arms import compare_all, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
@@ -110,7 +111,7 @@ class JointPasses:
 
     measurement: Measurement
     rounding: float = 0.0
-    _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    _exact: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
         """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
@@ -118,13 +119,12 @@ class JointPasses:
         by_layer = programs(self.measurement, picks)
         tap = stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
-        parts = [inputs.readings(sequences[number]) for number in inputs.team.mine(len(sequences))]
-        if length not in self._exact:
-            self._exact[length] = [[inputs.arms.exact(one).cpu() for one in readings] for readings in parts]
-        mine = [
-            compare_all(inputs.arms, readings, tap, states)
-            for readings, states in zip(parts, self._exact[length], strict=True)
-        ]
+        mine: list[TokenScores] = []
+        for number in inputs.team.mine(len(sequences)):
+            readings, place = inputs.readings(sequences[number]), (length, number)
+            if place not in self._exact:
+                self._exact[place] = [inputs.arms.exact(one).cpu() for one in readings]
+            mine.append(compare_all(inputs.arms, readings, tap, self._exact[place]))
         scores = inputs.team.gather(mine, len(sequences))
         by_sequence = np.array([one.kl.mean() for one in scores])
         sources = tuple(sequence.source for sequence in sequences)

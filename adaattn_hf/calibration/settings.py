@@ -30,12 +30,9 @@ def share(text: str, argument: str) -> float:
         ValueError: If it is none.
     """
     number = text.strip()
+    unit, parts = ("%", 100.0) if number.endswith("%") else ("x", 1.0)
     try:
-        return (
-            float(number.removesuffix("%")) / 100.0
-            if number.endswith("%")
-            else float(number.removesuffix("x"))
-        )
+        return float(number.removesuffix(unit)) / parts
     except ValueError as error:
         raise ValueError(f"{argument} is {text!r}, expected a share such as 99%, 0.99 or 0.99x") from error
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .._files import write_atomically
 from ..policy.risk import RiskTable
@@ -38,9 +37,7 @@ class CalibrationState:
     ) -> None:
         self.key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
         self.risks = {length: RiskTable(units, choices) for length in lengths}
-        self.dropped: dict[int, NDArray[np.float64]] = {
-            length: np.zeros((units, choices, 3)) for length in lengths
-        }
+        self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
         self.done = dict.fromkeys(lengths, 0)
 
     def save(self, directory: Path) -> None:
@@ -67,26 +64,20 @@ class CalibrationState:
             # opened here, because numpy leaves a file open that it cannot read
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-            known = str(arrays["key"])
+            if str(arrays["key"]) == self.key:
+                for length, table in self.risks.items():
+                    table.total = arrays[f"total.{length}"]
+                    self.dropped[length] = arrays[f"dropped.{length}"]
+                    table.rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+                return True
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS) as error:
-            raise ValueError(_broken(path)) from error
-        if known != self.key:
             raise ValueError(
-                f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted "
-                "run, or another --out"
-            )
-        try:
-            self._take(arrays)
-        except _NO_ARRAYS as error:
-            raise ValueError(_broken(path)) from error
-        return True
-
-    def _take(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over the arrays of a file."""
-        for length, table in self.risks.items():
-            table.total = arrays[f"total.{length}"]
-            self.dropped[length] = arrays[f"dropped.{length}"]
-            table.rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+                f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"
+            ) from error
+        raise ValueError(
+            f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
+            "another --out"
+        )
 
     @staticmethod
     def forget(directory: Path) -> None:
@@ -106,8 +97,3 @@ def refuse_interrupted(directory: Path) -> None:
             f"out: {path} is an interrupted calibration; pass --resume to go on with it, delete it to begin anew, or "
             "give another --out"
         )
-
-
-def _broken(path: Path) -> str:
-    """Returns the message for a file that is not a saved state."""
-    return f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"

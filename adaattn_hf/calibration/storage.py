@@ -107,12 +107,8 @@ def roundings(passes: JointPasses) -> list[Rounding]:
 def aimed_at(measurement: Measurement, found: Sequence[Rounding], afforded: Array) -> Rounding | None:
     """Returns the format with the smallest predicted cache, None if unquantised numbers give one as small.
 
-    With `kv_bytes` it is the most precise format that is small enough.
-
-    Args:
-        measurement: Risks and prices of the model.
-        found: Losses of the formats.
-        afforded: `[lengths]`, KL that plan and format may have together, nats/token.
+    With `kv_bytes` it is the most precise format that is small enough. Plan and format may together have a KL of
+    `afforded` `[lengths]`, nats/token.
     """
     s = measurement.inputs.settings
     ways: list[tuple[float, Rounding | None]] = []

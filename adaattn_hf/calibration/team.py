@@ -39,13 +39,7 @@ class Team:
         return range(start + (self.rank - start) % self.size, count, self.size)
 
     def gather(self, own: Sequence[T], count: int, start: int = 0) -> list[T]:
-        """Returns the results of all processes for the indices from `start` to `count`, in their order.
-
-        Args:
-            own: Results of this process, in the order of `mine`.
-            count: End of the indices.
-            start: First index.
-        """
+        """Returns the results of all processes for the indices from `start` to `count`, each its own as by `mine`."""
         if self.size == 1:
             return list(own)
         parts: list[Any] = [None] * self.size

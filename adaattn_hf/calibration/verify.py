@@ -113,16 +113,10 @@ def gather(
     haystacks: int = 0,
     step: Callable[[int], None] = lambda _: None,
 ) -> Evidence:
-    """Adds the scores of held-out sequences, each of its own length, to the evidence on a plan; returns it.
+    """Adds the scores of held-out sequences, each of its own length, to earlier evidence on a plan; returns it.
 
-    Args:
-        inputs: The model and how it is scored; both arms read the same tokens.
-        tap: Computes the attention of the plan.
-        sequences: Held-out sequences.
-        evidence: That of earlier looks at the same plan.
-        seed: Seed of the needles and of the masked positions.
-        haystacks: How many of the sequences also serve as haystacks.
-        step: Callback with the passes done.
+    Both arms, exact attention and the plan's `tap`, read the same tokens. Needles and masked positions are drawn by
+    `seed`; so many `haystacks` are made of the sequences, too; `step` is called with the passes done.
     """
     arms, crew = inputs.arms, inputs.team
     scores: list[TokenScores] = []
@@ -147,13 +141,9 @@ def gather(
 
 
 def activation(programs: Mapping[int, Program], heads: int, length: int, causal: bool) -> tuple[float, float]:
-    """Returns the shares of (token, query head) pairs at a length that a plan changes, and for which it drops keys.
+    """Returns the shares of (token, head) pairs at a length that a plan changes, and for which it drops keys.
 
-    Args:
-        programs: The plan's programs by layer index.
-        heads: Key/value heads of all layers, exact ones too.
-        length: Tokens of a sequence.
-        causal: Whether attention is causal.
+    `heads` counts the key/value heads of all layers, exact ones too.
     """
     changed = dropped = 0.0
     for program in programs.values():
@@ -173,16 +163,7 @@ def judge(
     activation_share: tuple[float, float],
     predicted: float,
 ) -> Verified:
-    """Returns the verdict on the evidence.
-
-    Args:
-        evidence: Scores of held-out text.
-        gates: The acceptance criteria.
-        confidence: Level of the bound, corrected for the number of tries.
-        tries: Plans verified so far, including this one.
-        activation_share: Result of `activation`.
-        predicted: Predicted KL, nats/token.
-    """
+    """Returns the verdict on the evidence; `confidence` is the bound's level, corrected for the number of tries."""
     bound = evidence.bound(confidence)
     kl = np.concatenate(evidence.kl)
     mean, tail = float(kl.mean()), float(np.quantile(kl, 0.999))

@@ -82,12 +82,12 @@ def calibrate(
     from adaattn_hf.patches.checkpoint import resolve_device
 
     from ..calibration.inputs import refuse_longer
-    from ..calibration.memory import room_or_sentence
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from ..calibration.texts import refuse_repeats
     from .calibration_job import fitted, job_of, out_of_memory, run
     from .loading import load, opened
+    from .memory import room_or_sentence
 
     console = Console(stderr=as_json)
     with ending(wrong=(ValueError,)):

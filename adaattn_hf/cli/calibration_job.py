@@ -21,7 +21,6 @@ from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
-from ..calibration.memory import room_or_sentence
 from ..calibration.settings import CalibrationSettings
 from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
@@ -29,6 +28,7 @@ from ..plans.plan import Plan, PlanError
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
 from .loading import Encode, Loaded
+from .memory import room_or_sentence
 from .options import known_prices, nats
 from .pictures.grid import print_plan
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest

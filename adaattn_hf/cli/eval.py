@@ -83,7 +83,7 @@ def _run(
     from adaattn_hf.patches.checkpoint import resolve_device
 
     from ..calibration import team
-    from ..calibration.memory import room_or_sentence
+    from .memory import room_or_sentence
 
     def no_room(said: str) -> str:
         return _out_of_memory(settings, output, said)

@@ -24,7 +24,6 @@ from ..calibration import corpus
 from ..calibration.arms import ModelArms, plan_tap
 from ..calibration.corpus import TokenSequence
 from ..calibration.inputs import Inputs, refuse_longer
-from ..calibration.memory import room_or_sentence
 from ..calibration.pricing import machine
 from ..calibration.settings import CalibrationSettings, Masking
 from ..calibration.texts import refuse_repeats
@@ -33,6 +32,7 @@ from ..plans.plan import Plan, PlanError, Verified
 from ..plans.store import PLAN_FILE, text_file
 from ..policy.acceptance import Gates
 from .loading import Loaded, load
+from .memory import room_or_sentence
 from .pictures.headline import REPORT_FILE, name_of
 from .place import PLAN_DIRECTORY
 
@@ -91,7 +91,8 @@ def _verdicts(
     """The verdict by length: one look, at the level of the stored proof where there is one."""
     subject = Subject(loaded.model.to(device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    programs = {index: one for index, one in programs_for(loaded.model, path).items() if one is not None}
+    _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
+    programs = {index: one for index, (_, one) in found.items() if one is not None}
     inputs = Inputs(subject, ModelArms(loaded.model), settings, loaded.scoring, {})
     (pool, apart), ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
     stored, scoring = plan.verified, loaded.scoring

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.heads import HeadRules, joined_heads, some_heads
+from ..attention.heads import HeadRules, joined_heads, some_heads, some_range
 from ..attention.legible import legible
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..attention.structure import OPERANDS, CallStructure
@@ -88,14 +88,33 @@ def attend(
     few = request.query.shape[2] < PRECISE_ROWS
     if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
         return _one_way(program, request, backend)
-    result = _planned(program, request, backend)
     if within is True:
-        return result
+        return _planned(program, request, backend)
+    if request.structure.causal and request.structure.plain:
+        count = program.max_length - request.structure.offset()
+        if (
+            count >= PRECISE_ROWS
+        ):  # fewer rows would be computed in another precision than in a call of their own
+            return _in_two_ranges(program, request, count, backend)
+    result = _planned(program, request, backend)
     exact = select.attend(request, backend)
     out = torch.where(within[:, :, None, None], result.out, exact.out)
     if result.lse is None or exact.lse is None:
         return AttentionResult(out)
     return AttentionResult(out, torch.where(within[:, None], result.lse, exact.lse))
+
+
+def _in_two_ranges(
+    program: Program, request: AttentionRequest, count: int, backend: str | None
+) -> AttentionResult:
+    """Computes the first `count` query rows by the plan and the others exactly, all over the keys that they can see."""
+    parts = [
+        _planned(program, some_range(request, 0, count), backend),
+        select.attend(some_range(request, count, request.query.shape[2]), backend),
+    ]
+    out = torch.cat([part.out for part in parts], dim=1)
+    lse = [part.lse for part in parts if part.lse is not None]
+    return AttentionResult(out, torch.cat(lse, dim=2) if lse else None)
 
 
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from packaging.version import Version
 
 import adaattn_hf
 from adaattn_hf.attention import reference
@@ -87,6 +88,9 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
         torch.testing.assert_close(out[:, q].double(), right, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.skipif(
+    Version(tf.__version__) < Version("5.19"), reason="the engine logs what a step raises, and goes on"
+)
 def test_captured_steps_are_refused_with_the_way_out() -> None:
     found = model()
     with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found):

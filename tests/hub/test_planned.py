@@ -38,7 +38,7 @@ def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]
     """A model under stock attention, under the package with a plan, and under the kernel with that plan."""
     stock, ours = beside_stock(family, NAME)
     _, package = beside_stock(family, "adaattn")
-    plan = give(package, choice, lengths=(4096,), verified=None)
+    plan = give(package, choice, lengths=(4096,))
     adaattn_hf.load_plan(package, unverified=True)
     ours.config.adaattn = {"plan": replace(plan, **changes).to_dict()}
     return stock, package, ours
@@ -86,9 +86,10 @@ def test_a_plan_is_what_the_package_computes(choice: str, side: str) -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_plan_in_generation(choice: str) -> None:
     _, package, ours = planned("llama", CHOICES[choice])
-    ids, mask = padded_batch()
-    asked: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert torch.equal(ours.generate(ids, **asked), package.generate(ids, **asked))
+    ids, padded = padded_batch()
+    for mask in (padded, torch.ones_like(padded)):  # without padding decode steps come without a mask
+        asked: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        assert torch.equal(ours.generate(ids, **asked), package.generate(ids, **asked))
 
 
 def test_a_plan_for_other_weights_is_refused() -> None:

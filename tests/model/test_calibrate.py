@@ -458,7 +458,7 @@ def test_the_peak_is_told_beforehand(text: list[Path]) -> None:
     peak = _peak(partial(_measured, model, torch.tensor([inputs.samples[512].risk[0].tokens]), 48, 2))
     assert 0.8 < (need.total - need.weights) / peak < 1.4, (need, peak)
     assert need.sentence(None).startswith("memory: about ")
-    assert need.sentence(need.total - 1).endswith(": --lengths 384 would fit")
+    assert need.sentence(need.total - 1).endswith(": --lengths 256 would fit")
 
 
 def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -420,11 +421,9 @@ def test_no_room_for_prices_or_weights_names_what_would_help(
         done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "a"), "--batch", "8"])
     assert (done.exit_code, "a smaller batch (--batch 4)" in done.stderr) == (6, True), done.output
     with monkeypatch.context() as planted:
-        planted.setattr(calibration, "whole_forward", full)
+        planted.setattr(calibration, "whole_forward", Mock(side_effect=torch.OutOfMemoryError))
         done = run(model, material, "--budget", "1%")
-    assert (done.exit_code, "whole passes are not timed" in done.stderr + done.stdout) == (0, True), (
-        done.output
-    )
+    assert (done.exit_code, "sequences have no room" in done.output) == (0, True), done.output
     assert (model / "adaattn_plan.json").is_file()
     with monkeypatch.context() as planted:
         planted.setattr(AutoModelForCausalLM, "from_pretrained", full)

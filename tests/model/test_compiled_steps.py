@@ -132,7 +132,7 @@ def test_so_is_a_step_under_a_plan(choice: Any) -> None:
 
 def test_a_cache_with_room_for_more_than_the_plan_speaks_for() -> None:
     """Steps of one graph: under the plan up to its length, and exact behind it."""
-    model = planned(make_choice("window", 32, 4))
+    model = planned(make_choice("window", 4))
     plan = attach.plan_of(model)
     assert plan is not None
     attach.attach(model, replace(plan, lengths=(204,)), unverified=True)

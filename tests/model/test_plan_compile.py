@@ -104,7 +104,9 @@ def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
     del model
     gc.collect()
     assert handles.isdisjoint(PROGRAMS)
-    torch.testing.assert_close(torch.compile(twin, backend="eager")(tokens()).logits, expected)
+    torch.testing.assert_close(
+        torch.compile(twin, backend="eager", fullgraph=True)(tokens()).logits, expected
+    )
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def test_compiled_equals_uncompiled(padding: str, choice: Choice) -> None:
         ids, mask = ids[:1], mask[:1]
         given = {"position_ids": torch.cat([torch.arange(6), torch.arange(LENGTH - 6)])[None]}
     plain = model(ids, use_cache=False, **given).logits
-    found = torch.compile(model, backend="eager")(ids, use_cache=False, **given).logits
+    found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False, **given).logits
     real = mask.bool()
     torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
     attach.remove_plan(model)
@@ -140,7 +142,8 @@ def test_at_a_fixed_length_compiled_equals_uncompiled_to_the_bit(choice: Choice)
     model, ids = planned(choice), tokens(2)
     plain = model(ids, use_cache=False).logits
     assert torch.equal(
-        torch.compile(model, backend="eager", dynamic=False)(ids, use_cache=False).logits, plain
+        torch.compile(model, backend="eager", dynamic=False, fullgraph=True)(ids, use_cache=False).logits,
+        plain,
     )
 
 
@@ -154,7 +157,7 @@ def test_compiled_steps_in_a_cache_equal_uncompiled_ones(family: str, kept: str)
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
     logits = []
-    for forward in (model, torch.compile(model, backend="eager")):
+    for forward in (model, torch.compile(model, backend="eager", fullgraph=True)):
         cache = StaticCache(config=model.config, max_cache_len=128) if kept == "static" else DynamicCache()
         forward(ids[:, :100], past_key_values=cache, use_cache=True, attention_mask=mask[:, :100])
         step = forward(ids[:, 100:], past_key_values=cache, use_cache=True, attention_mask=mask)

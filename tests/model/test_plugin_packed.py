@@ -171,7 +171,7 @@ def test_lengths_separate_documents_in_a_graph(name: str) -> None:
     ids = tokens(batch=1)
     torch._dynamo.reset()
     with torch.no_grad():
-        packed = torch.compile(ours, backend="eager")(
+        packed = torch.compile(ours, backend="eager", fullgraph=True)(
             input_ids=ids, position_ids=POSITIONS, **borders()
         ).logits
     torch._dynamo.reset()
@@ -217,7 +217,7 @@ def test_chunks_count_from_their_document_in_a_compiled_graph_or_are_refused(nam
         (_, ours), ids, told, expected = chunked_documents(masked)
         ours.set_attn_implementation(name)
         torch._dynamo.reset()
-        compiled = torch.compile(ours, backend="eager")
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
         with torch.no_grad():
             if masked:
                 with pytest.raises(
@@ -282,7 +282,7 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
             warnings.simplefilter("ignore")
             if how == "compiled":
                 torch._dynamo.reset()
-                found = torch.compile(Logits(masked), backend="eager")(ids, given)
+                found = torch.compile(Logits(masked), backend="eager", fullgraph=True)(ids, given)
                 torch._dynamo.reset()
             elif how == "traced":
                 found = torch.jit.trace(Logits(masked), (ids, given), check_trace=False)(ids, given)

@@ -88,7 +88,7 @@ def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> 
     plan, text = material / "plan", material / "news.txt"
     for words, said in (
         ((MODEL, "--plan", plan), "data is absent, expected text"),
-        ((MODEL, "--plan", tmp_path, "--data", text), "config.json does not exist; expected a plan"),
+        ((MODEL, "--plan", tmp_path, "--data", text), "does not exist; expected a plan"),
         ((demo_model_path("gpt2"), "--plan", plan, "--data", text), "plan"),
         ((MODEL, "--plan", plan, "--data", short), "the text holds 0 sequences of 192 tokens, 2 are wanted"),
         (

@@ -59,7 +59,7 @@ def test_codes_are_compared_among_the_same_experts(monkeypatch: pytest.MonkeyPat
         with pytest.raises(AssertionError, match="codes lead"):
             oracle.judge(FLIPPED)
     monkeypatch.setattr(oracle, "routing", lambda *_, **__: nullcontext())
-    with pytest.raises(AssertionError, match=r"codes lead 0\.11 standard deviations"):
+    with pytest.raises(AssertionError, match="codes lead"):
         oracle.judge(FLIPPED)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import some_heads
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plans import execute
@@ -196,6 +196,32 @@ def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
     assert not torch.allclose(free[:, 150:].double(), exact[:, 150:], atol=1e-4)
     beyond = _run(_program(choice, limit=10), query[:, :, 100:], key, value, q_offset=100)
     torch.testing.assert_close(beyond.double(), exact[:, 100:], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c.label)
+def test_rows_within_and_beyond_are_each_computed_once(
+    choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = _qkv()
+    limit, offset = N // 2, 10
+    exact, asked = execute.select.attend, []
+
+    def noting(request: AttentionRequest, *forced: str | None) -> AttentionResult:
+        asked.append((request.query.shape[2], request.structure.q_offset, request.key.shape[2]))
+        return exact(request, *forced)
+
+    apart = _run(
+        _program(choice, limit),
+        query[:, :, offset:limit],
+        key[:, :, :limit],
+        value[:, :, :limit],
+        q_offset=offset,
+    )
+    monkeypatch.setattr(execute.select, "attend", noting)
+    found = _run(_program(choice, limit), query[:, :, offset:], key, value, q_offset=offset)
+    torch.testing.assert_close(found[:, : limit - offset], apart, rtol=0, atol=0)
+    assert asked[-1] == (N - limit, limit, N), "rows beyond are a call of their own"
+    assert all(rows in (N - limit, limit - offset) for rows, _, _ in asked), "no row is computed twice"
 
 
 def test_length_is_counted_from_each_sequence() -> None:

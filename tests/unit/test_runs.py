@@ -16,7 +16,7 @@ Q, K = (0, 90, 91, 400, 420), (0, 90, 400, 800, 1000)
 RULES = [(None, 0), (70, 0), (70, 3)]
 
 
-def structure(window: int | None, sinks: int) -> Runs:
+def structure(window: int | None, sinks: int) -> CallStructure:
     made = Runs.of(aligned_runs(Q, K, 425, 1010, True), 1, 425, 1010, True, window)
     return made.with_changes(sinks=sinks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,8 +166,9 @@ def launch(known: Sized, step: Step) -> AttentionResult:
             waves = _WAVES_OVER_CODES[known.bits]
     graph = graph or capturing(device)
     most, span = split(
-        windows, kv_heads, kv_len, sequences, waves * known.processors, known.least, until is not None
-    )
+        windows, kv_heads, -(-kv_len // known.least), sequences, waves * known.processors, known.least,
+        until is not None,
+    )  # fmt: skip
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
@@ -218,10 +220,11 @@ def launch(known: Sized, step: Step) -> AttentionResult:
     return AttentionResult(out, lse)
 
 
+@functools.lru_cache(1024)
 def split(
     windows: HeadWindows | None,
     kv_heads: int,
-    kv_len: int,
+    spans: int,
     sequences: int,
     programs: int,
     least: int,
@@ -229,18 +232,18 @@ def split(
 ) -> tuple[int, int]:
     """Into how many shares the head that reads most splits its keys, and how many keys a share has.
 
-    The same for `least` lengths in a row, so that steps of a generation round alike.
+    The same for `least` lengths in a row, so that steps of a generation round alike, and are worked out once.
 
     Args:
         windows: Of `head_windows`.
         kv_heads: Key/value heads.
-        kv_len: Keys of a sequence.
+        spans: Spans of `least` keys of a sequence, the last of which may not be full.
         sequences: Sequences that are read alike.
         programs: As many as the device runs at once; there are no more shares unless each head has one.
         least: Fewest keys worth a program.
         whole: Whether every head may have to read all keys, where windows end.
     """
-    length = -(-kv_len // least) * least
+    length = spans * least
     if windows is None or whole:
         counts = [length]
     else:

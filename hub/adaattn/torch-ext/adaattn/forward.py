@@ -89,8 +89,8 @@ def flash_attn_forward(
     if attention_mask is not None:
         check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     if attention_mask is None:
-        # without a mask stock attention aligns causality to the first key and lets a single query see everything
-        structure = CallStructure(batch, q_len, kv_len, causal and q_len > 1)
+        # without a mask stock attention aligns causality to the first key, and a single query stands at the last one
+        structure = CallStructure(batch, q_len, kv_len, causal, kv_len - 1 if q_len == 1 else 0)
     elif attention_mask.dtype.is_floating_point:
         structure = CallStructure(batch, q_len, kv_len)
         bias = attention_mask if bias is None else with_bias(attention_mask, bias, query, kv_len)

@@ -1,0 +1,88 @@
+"""`transformers serve`, the real server on this machine: a checkpoint with a plan answers as `generate` does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.import_utils import is_serve_available
+
+import adaattn_hf
+from adaattn_hf.eval.demo import demo_model_path
+from adaattn_hf.plans.choices import Choice, Window
+
+from ..support.plans import give
+
+pytest.importorskip("kernels", reason="the package kernels is not installed; `make hub-test` has it")
+tf = pytest.importorskip("transformers")
+if not is_serve_available():
+    pytest.skip("the packages of transformers[serving] are not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PLANNED, FLASH = "adaattn/adaattn", "adaattn/flash-adaattn"
+PROMPT = "It was a dark and stormy night, and the rain fell in torrents upon the town"
+
+
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The answer of the server, None while it does not listen."""
+    url, headers = f"http://localhost:{port}{path}", {"content-type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError:
+        raise
+    except OSError:
+        return None
+
+
+def written(path: Path, prompt: dict[str, Any], planned: bool) -> list[int]:
+    """Tokens that `generate` adds under the package."""
+    model = tf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="adaattn").eval()
+    if not planned:
+        adaattn_hf.remove_plan(model)
+    found = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    tokens: list[int] = found[0, prompt["input_ids"].shape[1] :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", [PLANNED, FLASH])
+def test_the_server_answers_with_a_planned_model_or_in_batches(
+    name: str, repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans run request by request; the engine of continuous batching takes names with "flash", which are exact."""
+    monkeypatch.setenv("LOCAL_KERNELS", f"{name}={repositories / name.partition('/')[2]}")
+    tokenizer = tf.AutoTokenizer.from_pretrained(demo_model_path("llama"))
+    model = tf.AutoModelForCausalLM.from_pretrained(demo_model_path("llama"), attn_implementation="adaattn")
+    give(model, Choice.of(Window(4, sinks=1)), layers=tuple(range(model.config.num_hidden_layers)))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    planned, exact = (written(tmp_path, prompt, choice) for choice in (True, False))
+    assert planned != exact, "the plan changed nothing"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    engine = ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64"]
+    command = ["-m", "transformers.cli.transformers", "serve", str(tmp_path), "--attn-implementation", name]
+    where = ["--device", "cpu", "--port", str(port), *(engine if name == FLASH else [])]
+    body = {"model": str(tmp_path), "prompt": PROMPT, "max_tokens": 8, "temperature": 0.0}
+    with subprocess.Popen([sys.executable, *command, *where]) as server:
+        try:
+            waited = time.monotonic() + 120
+            while ask(port, "/health") is None and server.poll() is None and time.monotonic() < waited:
+                time.sleep(0.2)
+            answer = ask(port, "/v1/completions", body)
+        finally:
+            server.terminate()
+    assert answer["choices"][0]["text"] == tokenizer.decode(
+        exact if name == FLASH else planned, skip_special_tokens=True
+    )
