@@ -13,6 +13,7 @@ from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
 from .rounding import write, write_at
 
+_FULL = "max_cache_len: the cache is full, expected room for one token more; make the cache longer"
 SMOOTHED = 16
 """Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""
 PROMPT = "_adaattn_prompt"
@@ -142,6 +143,8 @@ class Tokens:
         """The same where all tokens have their room: a traced graph reads nothing from `held`, their number."""
         codes, scale, value_codes, value_scale = parts = self.whole()
         if torch.compiler.is_compiling():
+            # the host counts nothing here, and a kernel would write behind the room
+            torch._assert_async(held < codes.shape[2], _FULL)
             write_at(keys, codes, scale, self.mean, self.along, held)
             write_at(values, value_codes, value_scale, None, None, held)
             self._known = None

@@ -156,6 +156,17 @@ def test_the_host_goes_on_where_a_graph_has_written(model: Any, stored: str) -> 
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
+def test_a_token_too_many_is_refused_in_a_graph_too(model: Any) -> None:
+    ids = inputs()["input_ids"]
+    cache = AdaAttnCache(model, "int8", max_cache_len=21)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        step(ids[:, :1], position_ids=torch.full((2, 1), 20), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="max_cache_len: the cache is full"):
+            step(ids[:, :1], position_ids=torch.full((2, 1), 21), past_key_values=cache)
+
+
 def test_a_prompt_of_inference_mode_is_gone_on_with_outside_of_it(model: Any) -> None:
     ids = inputs()["input_ids"]
     logits = []
