@@ -9,6 +9,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import PRECISE_ROWS, Window
@@ -204,7 +205,7 @@ def test_rows_within_and_beyond_are_each_computed_once(
 ) -> None:
     query, key, value = _qkv()
     limit, offset = N // 2, 10
-    exact, asked = execute.select.attend, []
+    exact, asked = select.attend, []
 
     def noting(request: AttentionRequest, *forced: str | None) -> AttentionResult:
         asked.append((request.query.shape[2], request.structure.q_offset, request.key.shape[2]))
@@ -217,7 +218,7 @@ def test_rows_within_and_beyond_are_each_computed_once(
         value[:, :, :limit],
         q_offset=offset,
     )
-    monkeypatch.setattr(execute.select, "attend", noting)
+    monkeypatch.setattr(select, "attend", noting)
     found = _run(_program(choice, limit), query[:, :, offset:], key, value, q_offset=offset)
     torch.testing.assert_close(found[:, : limit - offset], apart, rtol=0, atol=0)
     assert asked[-1] == (N - limit, limit, N), "rows beyond are a call of their own"

@@ -64,7 +64,8 @@ def test_unregistering_takes_all_names_out_and_they_can_come_back() -> None:
     config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2)
     adaattn_hf.unregister()
     assert ours(AttentionInterface) == ours(AttentionMaskInterface) == set()
-    assert not [name for name in AttentionInterface._global_mapping if "adaattn" in name]
+    named = {name for name in AttentionInterface._global_mapping if "adaattn" in name}
+    assert not {name for name in named if not name.startswith("hub_")}  # those are of Transformers' loader
     with pytest.raises(ValueError, match="adaattn"):
         AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
     adaattn_hf.unregister()

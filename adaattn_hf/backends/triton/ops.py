@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, head_dim_of
-from ...attention.stored import StoredKV
 from ...attention.structure import OPERANDS, CallStructure
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence. With
     scales, key and value are the codes of a cache; see `StoredKV`.
     """
+    from ...attention.stored import StoredKV
     from .step import attend_step
 
     sink_logits, scaling, softcap, windows, until, key_scale, value_scale, mean, first, *operands = inputs
