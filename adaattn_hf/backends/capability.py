@@ -43,18 +43,16 @@ class Capability:
 
 # Shared memory per thread block, in KiB (CUDA C++ programming guide, table of technical specifications).
 _SHARED_KIB = {
-    64: [(7, 5)],
-    96: [(7, 0), (7, 2)],
-    99: [(8, 6), (8, 9), (12, 0), (12, 1)],
-    163: [(8, 0), (8, 7)],
-    227: [(9, 0), (10, 0), (10, 3), (11, 0)],
-}
+    (7, 0): 96, (7, 2): 96, (7, 5): 64,
+    (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99,
+    (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
+}  # fmt: skip
 
 
 def of_sm(sm: tuple[int, int]) -> Capability:
     """The record of a compute capability; one that the table lacks is taken to have the least shared memory, 48 KiB."""
-    kib = next((kib for kib, listed in _SHARED_KIB.items() if sm in listed), 48)
-    return Capability(sm, "", sm >= (8, 0), sm >= (8, 9), sm >= (7, 2), sm >= (9, 0), kib * 1024)
+    shared = _SHARED_KIB.get(sm, 48) * 1024
+    return Capability(sm, "", sm >= (8, 0), sm >= (8, 9), sm >= (7, 2), sm >= (9, 0), shared)
 
 
 def of_level(level: str) -> Capability:
