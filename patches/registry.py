@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -19,6 +19,9 @@ from adaattn_hf.errors import unknown
 
 from .call.interface import AttentionFunction, attention_function
 from .mask.masks import adaattn_mask
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
@@ -94,11 +97,11 @@ def engine_name(name: str) -> str:
 
 
 @contextmanager
-def continuous_batching(model: nn.Module) -> Iterator[None]:
+def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
     """Lets Transformers' engine of continuous batching run a model inside the `with` block, by its plan if it has one.
 
-        with adaattn_hf.continuous_batching(model):
-            answers = model.generate_batch(prompts, generation_config=settings)
+        with adaattn_hf.continuous_batching(model) as engine:
+            answers = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=engine)
 
     The engine (`generate_batch`, `init_continuous_batching`) goes by the name of a model's attention alone: it refuses
     `adaattn`, and where flash-attn can be had it changes the model to that, which drops a plan. In the block the
@@ -107,6 +110,9 @@ def continuous_batching(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: A model set to `adaattn…`.
+
+    Yields:
+        Settings of the engine without CUDA graphs, which on a GPU it would capture: lengths are read on the host.
 
     Raises:
         ValueError: None of its towers is.
@@ -119,10 +125,12 @@ def continuous_batching(model: nn.Module) -> Iterator[None]:
             f"model: got attention {', '.join(sorted(map(repr, {*named.values()}))) or None}, expected 'adaattn'; call "
             'model.set_attn_implementation("adaattn"), and open one block at a time'
         )
+    from transformers import ContinuousBatchingConfig
+
     try:
         for key, name in ours.items():
             owners[key]._attn_implementation = {"": engine_name(name)}
-        yield
+        yield ContinuousBatchingConfig(use_cuda_graph=False)
     finally:
         for key, name in ours.items():
             owners[key]._attn_implementation = {"": name}

@@ -120,8 +120,9 @@ def test_more_requests_at_once_than_rows_that_are_computed_precisely() -> None:
 def test_a_manager_serves_requests_that_come_later() -> None:
     _, ours = fresh_pair("llama")
     settings = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    engine = tf.ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=16)
-    with adaattn_hf.continuous_batching(ours):
+    with adaattn_hf.continuous_batching(ours) as engine:
+        assert engine.use_cuda_graph is False, "which the engine would capture on a GPU, and a step refuse"
+        engine.num_blocks, engine.block_size, engine.max_batch_tokens = 16, 32, 16
         manager = ours.init_continuous_batching(generation_config=settings, continuous_batching_config=engine)
         manager.start()
         found = []
