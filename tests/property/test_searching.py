@@ -63,6 +63,18 @@ def test_codes_are_compared_among_the_same_experts(monkeypatch: pytest.MonkeyPat
         oracle.judge(FLIPPED)
 
 
+def test_documents_that_come_too_late_for_chunks_in_a_graph_are_a_sentence() -> None:
+    """That sentence counts as an answer where the model has chunks; without chunks the call is served."""
+    words = {"positions": "packed", "mask": "ones", "cache": "off", "pieces": (1,), "rows": 1}
+    ids, borders = torch.arange(3, 27)[None], torch.tensor([0, 10, 24], dtype=torch.int32)
+    given = Inputs(ids, None, torch.ones_like(ids), borders, (1,), "off", words)
+    verdicts = []
+    for family in ("llama4_text", "llama"):
+        case = Whole(family, "adaattn_sdpa", given, torch.float32, torch.float32, prepared=False)
+        verdicts.append(graphs.judge(graphs.Graphed("compiled", case, given)))
+    assert verdicts == ["refused", "served"]
+
+
 @settings(max_examples=5)
 @given(case=graphs.graphed())
 def test_graphs_of_models_do(case: graphs.Graphed) -> None:
