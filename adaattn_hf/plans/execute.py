@@ -82,20 +82,20 @@ def attend(
         program = program.over_stored
     if request.structure.mask is not None or request.bias is not None:
         request = _read_mask(program, request, window)
-    within = rows_within(request.structure, program.max_length, request.query.device)
+    structure, limit = request.structure, program.max_length
+    count = limit - structure.offset() if structure.causal and structure.plain else 0
+    # fewer rows would be computed in another precision than in a call of their own
+    ranges = structure.kv_len > limit and PRECISE_ROWS <= count < structure.q_len
+    within = True if ranges else rows_within(structure, limit, request.query.device)
     if within is False:
         return select.attend(request, backend)
     few = request.query.shape[2] < PRECISE_ROWS
     if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
         return _one_way(program, request, backend)
+    if ranges:
+        return _in_two_ranges(program, request, count, backend)
     if within is True:
         return _planned(program, request, backend)
-    if request.structure.causal and request.structure.plain:
-        count = program.max_length - request.structure.offset()
-        if (
-            count >= PRECISE_ROWS
-        ):  # fewer rows would be computed in another precision than in a call of their own
-            return _in_two_ranges(program, request, count, backend)
     result = _planned(program, request, backend)
     exact = select.attend(request, backend)
     out = torch.where(within[:, :, None, None], result.out, exact.out)

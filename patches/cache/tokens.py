@@ -276,12 +276,15 @@ class Tokens:
 
     def take(self, held: Mapping[str, Tensor]) -> None:
         """Fill this empty storage with what `held` gave."""
-        for name, part in zip(PARTS[self.stored], self.parts, strict=True):
-            if self.count is None:
-                part.append(held[name])
-            else:
-                part.room[:, :, : held[name].shape[2]].copy_(held[name])
-                self._hold(held[name].shape[2])
+        given = [held[name] for name in PARTS[self.stored]]
+        if self.count is None:
+            for part, tensor in zip(self.parts, given, strict=True):
+                part.append(tensor)
+        else:
+            length = given[0].shape[2]
+            for room, tensor in zip(self.whole(), given, strict=True):
+                room[:, :, :length].copy_(tensor)
+            self._hold(length)
         self.mean, self.first, self.along = (held.get(name) for name in BESIDE)
 
     # ---------------- changing
