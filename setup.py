@@ -20,9 +20,7 @@ def build_native(target: Path) -> None:
     report = native["build"](target)
     built.append(bool(report["built"]))
     levels = ", ".join(report["levels"])
-    print(
-        f"native library: {levels}" if report["built"] else f"native library: not built: {report['reason']}"
-    )
+    print(f"native library: {levels}" if report["built"] else f"native library: not built: {report['reason']}")
 
 
 class BuildNative(Command):
@@ -67,9 +65,7 @@ class WithLibrary(Distribution):
 def description() -> str:
     """The README with its links to files made absolute: the package index shows it away from them."""
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-    text = re.sub(
-        r"(!\[[^\]]*\]\()(?!https?://)", rf"\1{REPOSITORY}/raw/main/", text
-    )  # pictures, not pages about them
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?://)", rf"\1{REPOSITORY}/raw/main/", text)  # pictures, not pages about them
     return re.sub(r"\]\((?!https?://|#)([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
 
 

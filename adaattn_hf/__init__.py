@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 # In a checkout the other directories of the package lie beside this one: a Python that is started there finds them so.
 _BESIDE = Path(__file__).parent.parent
-if all(
-    (_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/registry.py", "eval/provenance.py")
-):
+if all((_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/registry.py", "eval/provenance.py")):
     __path__.append(str(_BESIDE))
 
 from adaattn_hf.patches.registry import NAMES, continuous_batching, register, resolve, unregister  # noqa: E402

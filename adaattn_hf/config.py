@@ -89,11 +89,7 @@ class AdaAttnConfig:
                 f"adaattn.mismatch: got {self.mismatch!r} without a shadow, expected it beside one: it says "
                 "what happens where calls that are computed twice differ; set adaattn.shadow to how many, or drop it"
             )
-        if (
-            isinstance(self.budget, bool)
-            or not isinstance(self.budget, (int, float))
-            or not 0 <= self.budget < 1
-        ):
+        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)) or not 0 <= self.budget < 1:
             raise ConfigError(
                 f"adaattn.budget: got {self.budget!r}, expected a number from 0 (exact) to below 1; 0.1 % is 0.001"
             )

@@ -42,9 +42,7 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     source = page.file.src_uri
     if source in PAGES.values() or page.file.generated_by:
         return markdown
-    return relinked(
-        markdown, posixpath.join("docs", posixpath.dirname(source)), source, config.repo_url or ""
-    )
+    return relinked(markdown, posixpath.join("docs", posixpath.dirname(source)), source, config.repo_url or "")
 
 
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
@@ -104,9 +102,7 @@ def parameter_row(parameter: Any) -> str:
     names = ", ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name.upper()
     default = parameter.default
     shown = (
-        ""
-        if default in (None, (), False, "") or not isinstance(default, (str, int, float, Path))
-        else f"`{default}`"
+        "" if default in (None, (), False, "") or not isinstance(default, (str, int, float, Path)) else f"`{default}`"
     )
     if parameter.required:
         shown = "required"

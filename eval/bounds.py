@@ -30,7 +30,5 @@ def check(
             sentence = f"the one-sided 95 % {label} is {found:.9g}, {'within' if good else 'above'} it"
         kept.append({"name": name, "asked": limit, "found": found, "kept": good, "sentence": sentence})
         if not good:
-            broken.append(
-                f"{report['model']['name']} on {report['data']['name']}: {name} {limit:g}: {sentence}"
-            )
+            broken.append(f"{report['model']['name']} on {report['data']['name']}: {name} {limit:g}: {sentence}")
     return kept, broken

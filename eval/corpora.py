@@ -70,9 +70,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if not self.documents:
-            raise DataUnavailable(
-                f"data: got {self.origin}, which holds no text, expected at least one document"
-            )
+            raise DataUnavailable(f"data: got {self.origin}, which holds no text, expected at least one document")
         digest = hashlib.sha256()
         for document in self.documents:
             for part in (document.source, document.text):
@@ -138,9 +136,7 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
             f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
         )
     if separator is not None and not separator:
-        raise UsageError(
-            "document_separator: got an empty string, expected the text that stands between documents"
-        )
+        raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
     return text_corpus(_texts(path, separator, split), _origin(path), path.resolve().stem)
 
 
@@ -205,9 +201,7 @@ def _files(path: Path) -> list[Path]:
         raise DataUnavailable(
             f"data: got {path}, a pipe or device, which is read but once; expected a file or a directory of them"
         )
-    files = sorted(
-        f for f in path.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file()
-    )
+    files = sorted(f for f in path.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file())
     if not files:
         raise DataUnavailable(
             f"data: got the directory {path} without a readable file, expected "
@@ -261,9 +255,7 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
     try:
         import datasets
     except ImportError as error:
-        raise DataUnavailable(
-            f"data: {path} is read by the package datasets: pip install datasets"
-        ) from error
+        raise DataUnavailable(f"data: {path} is read by the package datasets: pip install datasets") from error
     try:
         if path.is_dir() and any((path / f).exists() for f in ("dataset_info.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(str(path))
@@ -277,11 +269,7 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
                     file.suffix.lower()
                 )
                 if builder is None:
-                    raise DataUnavailable(
-                        f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it"
-                    )
+                    raise DataUnavailable(f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
                 yield from datasets.load_dataset(builder, data_files=str(file), split="train")
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise DataUnavailable(
-            f"data: datasets cannot read {path}: {type(error).__name__}: {error}"
-        ) from error
+        raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error

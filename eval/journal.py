@@ -93,9 +93,7 @@ class Journal:
         records: Batch to its record, those that the file held included.
     """
 
-    def __init__(
-        self, directory: Path | None, fingerprint: Mapping[str, Any], *, resume: bool = False
-    ) -> None:
+    def __init__(self, directory: Path | None, fingerprint: Mapping[str, Any], *, resume: bool = False) -> None:
         """Open or begin the journal of a directory.
 
         Args:
@@ -172,9 +170,7 @@ class Journal:
         )
         differing = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
         if differing:
-            shown = "; ".join(
-                f"{key}: there {theirs.get(key)!r}, now {ours.get(key)!r}" for key in differing[:4]
-            )
+            shown = "; ".join(f"{key}: there {theirs.get(key)!r}, now {ours.get(key)!r}" for key in differing[:4])
             raise JournalMismatch(
                 f"output: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with "
                 "this one's; pass another --output, or --overwrite to begin again"

@@ -71,9 +71,7 @@ def masked_window(
         raise UsageError(f"data: the last word of passage {document}, {target!r}, gives no token")
     room = context - len(first) - len(last) - len(word)
     if room < 1:
-        raise UsageError(
-            f"context: got {context}, expected more than the {len(word)} tokens of passage {document}"
-        )
+        raise UsageError(f"context: got {context}, expected more than the {len(word)} tokens of passage {document}")
     body = body[-room:]
     input_ids = np.asarray([*first, *body, *[tokenizer.mask_token_id] * len(word), *last], np.int64)
     positions = np.arange(len(first) + len(body), len(first) + len(body) + len(word), dtype=np.int64)

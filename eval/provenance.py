@@ -70,9 +70,7 @@ def driver(device: torch.device) -> str | None:
 def source_digest() -> str:
     """sha256 of the package's Python and C++ files by name: says which source ran where no commit does."""
     digest = hashlib.sha256()
-    rooms = [
-        Path(package.__file__ or "").parent for package in (adaattn_hf, adaattn_hf.patches, adaattn_hf.eval)
-    ]
+    rooms = [Path(package.__file__ or "").parent for package in (adaattn_hf, adaattn_hf.patches, adaattn_hf.eval)]
     for room in rooms:
         for path in sorted(room.rglob("*")):
             if path.suffix in (".py", ".cpp", ".hpp", ".h"):

@@ -163,7 +163,5 @@ def _section(report: Report) -> str:
     ]
     reasons = {a["implementation"]: a["reason"] for a in report["activation"] if a["reason"]}
     lines += [f"* Activation rate of {name}: {reason}." for name, reason in reasons.items()]
-    lines += [
-        f"* Bound {b['name']}: asked {b['asked']:g}, {b['sentence']}." for b in report.get("bounds", [])
-    ]
+    lines += [f"* Bound {b['name']}: asked {b['asked']:g}, {b['sentence']}." for b in report.get("bounds", [])]
     return "\n".join(lines) + "\n"

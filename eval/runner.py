@@ -201,9 +201,7 @@ def evaluate(
         UsageError, DataUnavailable, ModelUnavailable, JournalMismatch: as their names say.
         KeyboardInterrupt: passed on; finished batches are in the journal.
     """
-    done = measure(
-        checkpoint, corpus, settings, output=output, resume=resume, overwrite=overwrite, progress=progress
-    )
+    done = measure(checkpoint, corpus, settings, output=output, resume=resume, overwrite=overwrite, progress=progress)
     read = sum(len(w.input_ids) for w in done.task.windows)
     activations = [
         activation.rate(name, done.planned[arm], [record.activation[arm] for record in done.records])
@@ -221,9 +219,7 @@ def evaluate(
         },
         "settings": {**settings.as_dict(), "context": done.task.context},
         "protocol": done.task.protocol,
-        "plans": [
-            plan and {"role": role, **plan} for plan, (role, _) in zip(done.plans, done.roles, strict=True)
-        ],
+        "plans": [plan and {"role": role, **plan} for plan, (role, _) in zip(done.plans, done.roles, strict=True)],
         "quality": done.quality,
         "activation": _per_arm(done.roles, activations),
         "cost": {
@@ -238,9 +234,7 @@ def evaluate(
 
 
 def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"role": role, "implementation": name, **e} for (role, name), e in zip(roles, entries, strict=True)
-    ]
+    return [{"role": role, "implementation": name, **e} for (role, name), e in zip(roles, entries, strict=True)]
 
 
 def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> None:
@@ -317,9 +311,7 @@ def _plan_entry(model: Any, path: str | None) -> dict[str, Any] | None:
     return {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}
 
 
-def _fingerprint(
-    checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task
-) -> dict[str, Any]:
+def _fingerprint(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task) -> dict[str, Any]:
     """What must be the same for two runs' batches to be mixed."""
     windows = hashlib.sha256()
     for window in task.windows:

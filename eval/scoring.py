@@ -46,18 +46,14 @@ def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "non
     chunk = batch_size * _CHUNK_BATCHES
     batches = []
     for begin in range(0, len(windows), chunk):
-        order = sorted(
-            range(begin, min(begin + chunk, len(windows))), key=lambda i: (-len(windows[i].input_ids), i)
-        )
+        order = sorted(range(begin, min(begin + chunk, len(windows))), key=lambda i: (-len(windows[i].input_ids), i))
         for _, same in groupby(order, key=lambda i: len(windows[i].input_ids)):
             indices = list(same)
             batches += [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
     return batches
 
 
-def collate(
-    windows: Sequence[Window], device: torch.device, padding: str = "none", pad_token: int = 0
-) -> Batch:
+def collate(windows: Sequence[Window], device: torch.device, padding: str = "none", pad_token: int = 0) -> Batch:
     """The inputs of a batch. Windows of one length are stacked; others need `padding` `left` or `right`."""
     lengths = [len(w.input_ids) for w in windows]
     longest = max(lengths)
@@ -96,9 +92,7 @@ def forward(
         from adaattn_hf.patches.models.cache_keyword import with_cache
 
         keys: Any = (
-            DynamicCache(config=model.config)
-            if cache == "dynamic"
-            else AdaAttnCache(model, cache, streaming=streaming)
+            DynamicCache(config=model.config) if cache == "dynamic" else AdaAttnCache(model, cache, streaming=streaming)
         )
         held = with_cache(model, keys)
         with torch.inference_mode():

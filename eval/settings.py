@@ -82,9 +82,7 @@ class Settings:
         if self.cache is not None and self.cache not in ("model", *FORMATS):
             raise UsageError(unknown("cache", self.cache, ("model", *FORMATS)))
         if self.cache is not None and self.padding != "none":
-            raise UsageError(
-                f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none"
-            )
+            raise UsageError(f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none")
         if self.streaming and self.cache is None:
             raise UsageError("streaming: got no cache, expected --cache model, int8 or k8v4 beside it")
         for name, implementation in (("plan", self.impl), ("against_plan", self.against)):

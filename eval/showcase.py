@@ -69,9 +69,7 @@ def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> It
             if checkpoint.objective == "masked" and settings.mask_fraction == 1:
                 chosen = replace(chosen, mask_fraction=MASK_FRACTION)
             for corpus in texts:
-                fitting = (
-                    chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
-                )
+                fitting = chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
                 label, directory = f"{name} {dtype} {corpus.name}", f"{name}-{dtype}-{corpus.name}"
                 yield runner.Run(label, checkpoint, corpus, fitting, directory)
 
@@ -114,9 +112,7 @@ def table(reports: Sequence[Mapping[str, Any]]) -> Table:
         "(token, head) pairs that were not exact. speed: by the clock, median over batches."
     )
     if any(r["model"]["objective"] == "masked" and r["data"]["kind"] == "lastword" for r in reports):
-        caption += (
-            " A masked LM knows nothing behind a last word, hence its ppl there: compare arms, not models."
-        )
+        caption += " A masked LM knows nothing behind a last word, hence its ppl there: compare arms, not models."
     shown = Table(title=f"{tested} against {stock}", caption=caption, box=box.SIMPLE_HEAD, padding=0)
     for head in ("model", "dtype", "text"):
         shown.add_column(head, no_wrap=True)

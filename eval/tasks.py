@@ -56,9 +56,7 @@ def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
     corpus = corpus.head(settings.limit_docs)
     context = _context(checkpoint, settings)
     if checkpoint.objective == "masked" and checkpoint.tokenizer.mask_token_id is None:
-        raise ModelUnavailable(
-            f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with"
-        )
+        raise ModelUnavailable(f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with")
     make = _last_words if corpus.kind == "lastword" else _pages
     task = make(checkpoint, corpus, settings, context)
     _refuse_foreign_tokens(checkpoint, task)
@@ -80,9 +78,7 @@ def _context(checkpoint: Checkpoint, settings: Settings) -> int:
     longest = checkpoint.max_length
     if settings.context is None:
         if longest is None:
-            raise UsageError(
-                f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say"
-            )
+            raise UsageError(f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say")
         return longest
     if longest is not None and settings.context > longest:
         raise UsageError(
@@ -140,11 +136,7 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
         protocol = (
             f"strided windows (Transformers' documentation): context {context}, stride {stride}, no prefix; "
             "every "
-            + (
-                "token scored once but the first of each window"
-                if stride == context
-                else "token but the first once"
-            )
+            + ("token scored once but the first of each window" if stride == context else "token but the first once")
         )
     if not made:
         raise UsageError(f"data: {corpus.origin} gives this tokenizer no token to score; give a longer text")
@@ -186,15 +178,12 @@ def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, cont
     texts = [d.text for d in corpus.documents]
     if checkpoint.objective == "masked":
         first, last = checkpoint.special_tokens()
-        made = [
-            lambada.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)
-        ]
+        made = [lambada.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
         how = "all tokens of the last word masked at once"
     else:
         prefix = settings.prefix_token
         made = [
-            lambada.causal_window(tokenizer, text, context, i, prefix, settings.add_bos)
-            for i, text in enumerate(texts)
+            lambada.causal_window(tokenizer, text, context, i, prefix, settings.add_bos) for i, text in enumerate(texts)
         ]
         how = "the passage without its last word is the prompt, a space and the last word the target"
     protocol = (

@@ -42,9 +42,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if len(self.positions) != len(self.targets):
-            raise ValueError(
-                f"positions: got {len(self.positions)}, expected as many as targets, {len(self.targets)}"
-            )
+            raise ValueError(f"positions: got {len(self.positions)}, expected as many as targets, {len(self.targets)}")
 
 
 def _tail(document: int, input_ids: Sequence[int], targets: Sequence[int]) -> Window:
@@ -64,9 +62,7 @@ def check(context: int, stride: int) -> None:
         )
 
 
-def rolling(
-    tokens: Sequence[int], context: int, stride: int, prefix: int, document: int = 0
-) -> Iterator[Window]:
+def rolling(tokens: Sequence[int], context: int, stride: int, prefix: int, document: int = 0) -> Iterator[Window]:
     """Windows of `rolling`: all tokens are scored, each once.
 
     With `stride == context` they are the disjoint windows of lm-evaluation-harness's `loglikelihood_rolling`
@@ -119,18 +115,14 @@ def masked(
     """
     room = context - len(first) - len(last)
     if room < 1:
-        raise UsageError(
-            f"context: got {context}, expected more than the {context - room} special tokens of a window"
-        )
+        raise UsageError(f"context: got {context}, expected more than the {context - room} special tokens of a window")
     for piece, begin in enumerate(range(0, len(tokens), room)):
         body = list(tokens[begin : begin + room])
         whole = np.asarray([*first, *body, *last], np.int64)
         count = max(1, round(fraction * len(body)))
         chosen = np.arange(len(body))
         if count < len(body):
-            chosen = np.sort(
-                np.random.default_rng((seed, document, piece)).choice(len(body), count, replace=False)
-            )
+            chosen = np.sort(np.random.default_rng((seed, document, piece)).choice(len(body), count, replace=False))
         for index in chosen:
             position = np.asarray([len(first) + int(index)], np.int64)
             input_ids = whole.copy()
@@ -141,12 +133,8 @@ def masked(
 def continuation(prompt: Sequence[int], target: Sequence[int], context: int, document: int = 0) -> Window:
     """The window of a last-word item: `target` after `prompt`, cut on the left to `context` input tokens."""
     if not prompt or not target:
-        raise ValueError(
-            f"prompt and target: got {len(prompt)} and {len(target)} tokens, expected at least one each"
-        )
+        raise ValueError(f"prompt and target: got {len(prompt)} and {len(target)} tokens, expected at least one each")
     if len(target) > context:
-        raise UsageError(
-            f"context: got {context}, expected at least the {len(target)} tokens of the last word"
-        )
+        raise UsageError(f"context: got {context}, expected at least the {len(target)} tokens of the last word")
     whole = [*prompt, *target][-(context + 1) :]
     return _tail(document, whole[:-1], target)

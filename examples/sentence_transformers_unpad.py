@@ -34,17 +34,13 @@ def ragged(count: int, seed: int = 0) -> list[str]:
 def timed(model: SentenceTransformer, sentences: list[str]) -> tuple[Tensor, float]:
     """Embeddings of one batch, and seconds."""
     start = time.perf_counter()
-    embeddings = model.encode(
-        sentences, batch_size=len(sentences), convert_to_tensor=True, show_progress_bar=False
-    )
+    embeddings = model.encode(sentences, batch_size=len(sentences), convert_to_tensor=True, show_progress_bar=False)
     return embeddings.cpu(), time.perf_counter() - start
 
 
 def main() -> None:
     """Compare both ways on the same sentences."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--sentences", type=int, default=64)
     options = parser.parse_args()

@@ -73,9 +73,7 @@ class Variant:
 
 def variants() -> tuple[Variant, ...]:
     """What is built on this machine."""
-    machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(
-        platform.machine().lower(), platform.machine().lower()
-    )
+    machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
     system = platform.system().lower()
     return (
         Variant(f"torch-stable-abi{LEAST_TORCH}-cpu-{machine}-{system}", "cpu", True),
@@ -104,9 +102,7 @@ def package_modules(name: str) -> dict[str, Path]:
                 continue
             path = source_of(target)
             if not path.is_file():
-                raise BuildError(
-                    f"{modules[at]}: imports {target}, which neither hub/{name} nor adaattn_hf holds"
-                )
+                raise BuildError(f"{modules[at]}: imports {target}, which neither hub/{name} nor adaattn_hf holds")
             modules[target] = path
             waiting.append(target)
     return dict(sorted(modules.items()))
@@ -130,9 +126,7 @@ def imports(at: str, path: Path) -> Iterator[str]:
                 _allow(alias.name, at, path)
         if isinstance(node, ast.JoinedStr) and ast.unparse(node).startswith("f'{__package__}."):
             # a module imported by name at the first call
-            yield from _files(
-                [*package, *ast.literal_eval(ast.unparse(node.values[1])).strip(".").split(".")]
-            )
+            yield from _files([*package, *ast.literal_eval(ast.unparse(node.values[1])).strip(".").split(".")])
         if not isinstance(node, ast.ImportFrom):
             continue
         if not node.level and at.startswith(MAPPED) and (node.module or "").startswith("adaattn_hf."):
@@ -174,9 +168,7 @@ def _allow(name: str, at: str, path: Path) -> None:
     top = name.partition(".")[0]
     more = (names for directory, names in WHERE_INSTALLED.items() if at.startswith(directory))
     if top not in ALLOWED.union(*more):
-        raise BuildError(
-            f"{path}: imports {name}; a kernel may import torch, triton and the standard library"
-        )
+        raise BuildError(f"{path}: imports {name}; a kernel may import torch, triton and the standard library")
 
 
 def build(name: str, out: Path, *, library: Path | None = None, portable: bool = False) -> Path:
@@ -278,16 +270,10 @@ def version_of(name: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Builds what the command line names and prints where it lies."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"kernels to build, of {', '.join(NAMES)}; all by default")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "hub", help="directory for the repositories"
-    )
-    parser.add_argument(
-        "--library", type=Path, help="a native library of this source to take instead of compiling"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub", help="directory for the repositories")
+    parser.add_argument("--library", type=Path, help="a native library of this source to take instead of compiling")
     parser.add_argument("--portable", action="store_true", help="refuse a library that is not manylinux_2_28")
     asked = parser.parse_args(arguments)
     unknown = sorted(set(asked.names) - set(NAMES))

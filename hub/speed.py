@@ -56,9 +56,7 @@ def bert_batch() -> dict[str, Work]:
 
     The string gets them flattened, as sentence-transformers hands them over.
     """
-    config = tf.BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-    )
+    config = tf.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     lengths = torch.randint(8, 129, (32,)).tolist()
     rows = [torch.randint(5, 30000, (length,)) for length in lengths]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -121,9 +119,7 @@ def training() -> dict[str, Work]:
     rows = [torch.randint(5, 4096, (length,)) for length in lengths]
     mask = torch.arange(256)[None] < torch.tensor(lengths)[:, None]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    padded: dict[str, Any] = dict(
-        input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)
-    )
+    padded: dict[str, Any] = dict(input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100))
     flat: dict[str, Any] = dict(
         input_ids=torch.cat(rows)[None],
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
@@ -155,8 +151,7 @@ def time_cell(name: str, rounds: int) -> dict[str, Any]:
     apart = {arm: float((work[arm]() - right).abs().max()) for arm in ARMS}
     seconds = {arm: times["process"] for arm, times in measure(work, rounds, torch.device("cpu")).items()}
     ratios = {
-        other: spread([a / b for a, b in zip(seconds["string"], seconds[other], strict=True)])
-        for other in ARMS[1:]
+        other: spread([a / b for a, b in zip(seconds["string"], seconds[other], strict=True)]) for other in ARMS[1:]
     }
     return {
         "cell": name,
@@ -181,20 +176,15 @@ def table(report: dict[str, Any]) -> str:
     for cell in report["cells"]:
         times = " | ".join(f"{cell['milliseconds'][arm]['median']:.2f}" for arm in ARMS)
         ratios = " | ".join(
-            f"{r['median']:.3f} ({r['quartile_25']:.3f}–{r['quartile_75']:.3f})"
-            for r in cell["string_to"].values()
+            f"{r['median']:.3f} ({r['quartile_25']:.3f}–{r['quartile_75']:.3f})" for r in cell["string_to"].values()
         )
-        lines.append(
-            f"| {cell['cell']} | {times} | {ratios} | {cell['largest_difference_to_sdpa']['string']:.1e} |"
-        )
+        lines.append(f"| {cell['cell']} | {times} | {ratios} | {cell['largest_difference_to_sdpa']['string']:.1e} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Times what is asked for, prints the table, and writes it where that is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="samples per arm and cell")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch and the kernels")
     parser.add_argument("--cells", nargs="*", choices=CELLS, default=list(CELLS), help="cells to time")

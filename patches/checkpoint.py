@@ -246,17 +246,14 @@ def load(
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
     except _LOADING as error:
         raise ModelUnavailable(
-            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; "
-            "pass --tokenizer NAME_OR_PATH"
+            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer NAME_OR_PATH"
         ) from error
     if prefixed and kind != "masked":
         prefix_token(tokens, name)
     auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
     try:
         attention = {} if implementation is None else {"attn_implementation": implementation}
-        result: Any = auto.from_pretrained(
-            model, dtype=torch_dtype, output_loading_info=True, **attention, **source
-        )
+        result: Any = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **attention, **source)
     except _LOADING as error:
         raise _not_loaded(model, error) from error
     loaded, report = result

@@ -131,9 +131,7 @@ def prepare(
             caches = cache_keyword(inspect.signature(type(tower).forward))
             stored, streams = stored_as(tower, cache, streaming, "model")
             if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
-                raise PrepareError(
-                    f"cache: got {stored!r} for {type(tower).__name__}, which keeps no keys and values"
-                )
+                raise PrepareError(f"cache: got {stored!r} for {type(tower).__name__}, which keeps no keys and values")
             check_stored(tower, stored, streams)
             if caches and (growing_cache or stored != "model" or streams):
                 prepared.parts.append(_CacheHook(tower, caches, stored, streams).handle)

@@ -54,9 +54,7 @@ def of_text(path: Path, text: Path, windows: int, window: int, gguf_file: str | 
     words = text.read_text(encoding="utf-8")[: 12 * windows * window]
     ids = AutoTokenizer.from_pretrained(path)(words, return_tensors="pt")["input_ids"][0]
     if len(ids) < windows * window:
-        raise typer.BadParameter(
-            f"text: {len(ids)} tokens, expected at least {windows * window}; name a longer text"
-        )
+        raise typer.BadParameter(f"text: {len(ids)} tokens, expected at least {windows * window}; name a longer text")
     return model, ids[: windows * window].view(windows, window)
 
 
@@ -127,9 +125,7 @@ def begun(
     # not the commit: the page itself lies in the checkout and changes its state
     same = ["device", "versions"]
     same += ([] if add else ["source"]) + (["threads"] if timed or not add else [])
-    before, now = (
-        {"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty)
-    )
+    before, now = ({"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty))
     refuse_others(file, before, now, "add" if add else "resume")
     return {key: found.get(key, nothing) for key, nothing in empty.items()}
 
@@ -159,31 +155,23 @@ def of_losses(
     windows, window = ids.shape
 
     def kept(arm: Arm) -> None:
-        for part, rows in zip(
-            ("loss", "behind"), compared(found["read"], arms, windows, window), strict=True
-        ):
+        for part, rows in zip(("loss", "behind"), compared(found["read"], arms, windows, window), strict=True):
             join(found[part], rows)
         counts = (f"{len(found['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
-        keep(
-            f"loss of {arm.name}: {', '.join(counts)}", "loss", arms[:1] if arm is arms[0] else [arms[0], arm]
-        )
+        keep(f"loss of {arm.name}: {', '.join(counts)}", "loss", arms[:1] if arm is arms[0] else [arms[0], arm])
 
     read_more(named, arms, ids, found["read"], kept)
 
 
 @app.command()
 def main(
-    write: Annotated[
-        Path, typer.Option(help="Directory of cache.json and cache.md; cache_cuda on a device.")
-    ],
+    write: Annotated[Path, typer.Option(help="Directory of cache.json and cache.md; cache_cuda on a device.")],
     model: Annotated[
         Path | None, typer.Option(help="A causal LM: a directory. Default: shapes alone, no loss.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text that loss is measured on; with MODEL.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What the page calls MODEL. Default: its directory.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="What the page calls MODEL. Default: its directory.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     shape: Annotated[
         str, typer.Option(help=f"Shapes with random weights to measure, too: {', '.join(SHAPES)}.")
@@ -200,9 +188,7 @@ def main(
     skip: Annotated[str, typer.Option(help="Words in the names of caches to leave out: quanto,hqq.")] = "",
     windows: Annotated[int, typer.Option(help="Windows of text.")] = 10,
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    grow: Annotated[
-        int, typer.Option(help="Decode steps of the trial that memory stays; 0 for none.")
-    ] = 10_000,
+    grow: Annotated[int, typer.Option(help="Decode steps of the trial that memory stays; 0 for none.")] = 10_000,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the page that is there.")] = False,
     add: Annotated[
@@ -276,9 +262,7 @@ def main(
         title = f"{name or model.name}, bfloat16"
         found["weights"][title] = weights_read(named)
         makes.insert(0, (title, lambda: named.to(torch.bfloat16)))
-    cells = [
-        (length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))
-    ]
+    cells = [(length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))]
     for title, make in makes if "speed" in parts else []:
         rows = found["speed"].setdefault(title, [])
         done = {(row["length"], row["batch"]) for row in rows}

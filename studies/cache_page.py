@@ -29,9 +29,7 @@ def page(found: dict[str, Any]) -> str:
         "",
     ]
     for model, rows in found["speed"].items():
-        lines += _speed(
-            model, rows, found["floor"].get(model, {}), found["weights"].get(model), found["absent"]
-        )
+        lines += _speed(model, rows, found["floor"].get(model, {}), found["weights"].get(model), found["absent"])
     lines += _growth(found["growth"]) + _loss(found)
     if found["absent"]:
         lines += ["", "Not measured here:", ""]
@@ -61,11 +59,7 @@ def _speed(
     def held(row: Mapping[str, Any]) -> float:
         return float(row["batch"] * row["length"] * row["bytes_per_token"])
 
-    stocks = {
-        (row["batch"], row["length"]): held(row)
-        for row in rows
-        if row["cache"] == STOCK and "failed" not in row
-    }
+    stocks = {(row["batch"], row["length"]): held(row) for row in rows if row["cache"] == STOCK and "failed" not in row}
     lines = [
         f"## {model}",
         "",

@@ -40,9 +40,7 @@ def record(name: str, directory: Path) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     cache = plan.protocol.get("cache")
     if plan.verified is None or not cache or not cache["verified"]["passed"]:
-        raise UsageError(
-            f"directory: {directory} has no cache that was proved; calibrate with --optimize memory"
-        )
+        raise UsageError(f"directory: {directory} has no cache that was proved; calibrate with --optimize memory")
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     numbers = 2 * config["num_hidden_layers"] * heads * dim

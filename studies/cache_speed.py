@@ -114,9 +114,7 @@ def speed(
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     alone, device = model.device.type == "cuda", model.device
     times: dict[str, list[Any]] = {}
-    rows: dict[str, dict[str, Any]] = {
-        arm.name: {"cache": arm.name, "batch": batch, "length": length} for arm in arms
-    }
+    rows: dict[str, dict[str, Any]] = {arm.name: {"cache": arm.name, "batch": batch, "length": length} for arm in arms}
     for together in [[arm] for arm in arms] if alone else [list(arms)]:
         started, caches = time.perf_counter(), {}
         before = torch.cuda.memory_allocated(device) if alone else 0
@@ -229,9 +227,7 @@ def captured(model: Any, batch: int, length: int, rounds: int, steps: int) -> li
 
 
 @torch.no_grad()
-def growth(
-    model: Any, arm: Arm, steps: int, memory: Mapping[str, CacheMemory], warm: int = 100
-) -> dict[str, Any]:
+def growth(model: Any, arm: Arm, steps: int, memory: Mapping[str, CacheMemory], warm: int = 100) -> dict[str, Any]:
     """What a cache with room for so many decode steps holds before and after them, and what the process took beside.
 
     Args:

@@ -46,9 +46,7 @@ def read(model: Any, arm: Arm, tokens: Tensor, prompt: int) -> Tensor:
     with nullcontext() if arm.press is None else arm.press()(model):
         model(tokens[None, :prompt], past_key_values=cache, **more)
     pieces = zip(tokens[prompt:].split(PIECE), places[prompt:].split(PIECE), strict=True)
-    parts = [
-        model(piece[None], past_key_values=cache, position_ids=at[None]).logits[0] for piece, at in pieces
-    ]
+    parts = [model(piece[None], past_key_values=cache, position_ids=at[None]).logits[0] for piece, at in pieces]
     return torch.cat(parts)
 
 
@@ -72,9 +70,7 @@ def texts(arm: Arm, windows: int) -> dict[str, int]:
     }
 
 
-def read_more(
-    model: Any, arms: Sequence[Arm], windows: Tensor, kept: Kept, keep: Callable[[Arm], None]
-) -> None:
+def read_more(model: Any, arms: Sequence[Arm], windows: Tensor, kept: Kept, keep: Callable[[Arm], None]) -> None:
     """Read what was not read yet, arm by arm, and call `keep` after each text.
 
     Args:
@@ -90,9 +86,7 @@ def read_more(
 
     def nats(arm: Arm, number: int, prompt: int) -> float:
         window = windows[number]
-        return float(
-            score_tokens((read(model, arm, window, prompt)[:-1],), window[prompt + 1 :]).nll[0].sum()
-        )
+        return float(score_tokens((read(model, arm, window, prompt)[:-1],), window[prompt + 1 :]).nll[0].sum())
 
     def found(arm: Arm, number: int) -> int:
         haystack = haystacks[number]
@@ -100,8 +94,7 @@ def read_more(
         logits = read(model, arm, haystack.tokens.to(windows.device), prompt)
         starts = [answer - prompt - 1 for answer in haystack.answers]
         return sum(
-            is_found(haystack, needle, logits[at : at + VALUE].argmax(-1).tolist())
-            for needle, at in enumerate(starts)
+            is_found(haystack, needle, logits[at : at + VALUE].argmax(-1).tolist()) for needle, at in enumerate(starts)
         )
 
     ways: dict[str, Callable[[Arm, int], float]] = {
@@ -126,9 +119,7 @@ def compared(
     """
     stock, whole = arms[0], []
     for arm in arms:
-        if all(
-            len(kept.get(part, {}).get(arm.name, ())) == count for part, count in texts(arm, windows).items()
-        ):
+        if all(len(kept.get(part, {}).get(arm.name, ())) == count for part, count in texts(arm, windows).items()):
             whole.append(arm)
     if stock not in whole:
         return [], []
@@ -143,9 +134,7 @@ def compared(
             "windows": windows,
         }
 
-    pieces = [
-        row(arm, "pieces", window - PIECE - 1) for arm in whole if arm is not stock and arm.press is None
-    ]
+    pieces = [row(arm, "pieces", window - PIECE - 1) for arm in whole if arm is not stock and arm.press is None]
     behind = []
     for arm in whole:
         haystacks = kept["needles"][arm.name]

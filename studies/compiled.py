@@ -296,12 +296,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sm", type=int, nargs="*", default=list(DEVICES), help="compute capabilities, as 86")
     parser.add_argument("--calls", nargs="*", default=[], help="names of calls (default: all)")
-    parser.add_argument(
-        "--believed", type=int, help="compute capability that the backend holds the device to have"
-    )
-    parser.add_argument(
-        "--lines", action="store_true", help="print each launch as JSON, whether it fits or not"
-    )
+    parser.add_argument("--believed", type=int, help="compute capability that the backend holds the device to have")
+    parser.add_argument("--lines", action="store_true", help="print each launch as JSON, whether it fits or not")
     asked = parser.parse_args()
     if len(asked.sm) == 1:
         found = list(compiled(asked.sm[0], asked.calls, asked.believed))

@@ -128,8 +128,7 @@ def table(errors: list[Error], origin: dict[str, object]) -> str:
         "|---|---|---|---:|---:|---:|",
     ]
     lines += [
-        f"| `{e.backend}` | {e.stage} | {e.dtype} | {e.largest:.1e} | {e.relative:.1e} | {e.sqnr:.1f} |"
-        for e in errors
+        f"| `{e.backend}` | {e.stage} | {e.dtype} | {e.largest:.1e} | {e.relative:.1e} | {e.sqnr:.1f} |" for e in errors
     ]
     return "\n".join(lines) + "\n"
 

@@ -214,9 +214,7 @@ def supported(pyproject: str) -> list[tuple[str, str]]:
 
 def badges(named: Sequence[tuple[str, str]]) -> str:
     """The README's line of badges."""
-    links = (
-        f"[![{name} {value}](docs/assets/badge_{name.lower()}.svg)](docs/support.md)" for name, value in named
-    )
+    links = (f"[![{name} {value}](docs/assets/badge_{name.lower()}.svg)](docs/support.md)" for name, value in named)
     return "\n".join(links)
 
 

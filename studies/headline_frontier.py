@@ -42,9 +42,7 @@ def _prompts(peers: Mapping[str, Any], *, earlier: bool) -> list[str]:
             other != costs and all(map(operator.le, other, costs)) for _, other in found
         )  # in nothing worse, in something better
         name = row["what"] if beaten else f"**{row['what']}**"
-        rows.append(
-            [name, f"{row['Δnll']:+.2e}", loss(row["KL"]), f"{row['times stock']:.2f}", f"{costs[2]} %"]
-        )
+        rows.append([name, f"{row['Δnll']:+.2e}", loss(row["KL"]), f"{row['times stock']:.2f}", f"{costs[2]} %"])
     head = (
         f"{settings['length']:,} tokens of {', '.join(settings['data'])}, the last {settings['scored']} scored",
         *("Δnll", "KL", "prefill, times stock", "keys and values kept"),
@@ -67,9 +65,7 @@ def _caches(measured: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> 
         if (row["batch"], row["length"]) != (1, length):
             continue
         found, times = losses.get(row["cache"]), row["wall"]
-        losing = (
-            [f"{found['delta_nll']:+.2e}", f"{found['upper']:+.2e}"] if found else ["0, by definition", "–"]
-        )
+        losing = [f"{found['delta_nll']:+.2e}", f"{found['upper']:+.2e}"] if found else ["0, by definition", "–"]
         spread = f"{times['median']:.2f} ({times['quartile_25']:.2f} to {times['quartile_75']:.2f})"
         rows.append([row["cache"], *losing, spread, f"{row['bytes_per_token']:,.0f}"])
     for plan in plans:
@@ -103,9 +99,7 @@ def _seeds(seeds: Sequence[dict[str, Any]]) -> list[str]:
         own = [record for record in seeds if record["budget"] == budget]
         broken = [str(record["seed"]) for record in own if not record["met"]]
         outside = [str(record["seed"]) for record in own if record["met"] and not inside(record)]
-        verdicts = [
-            entry["verified"] for one in own for entry in one["report"]["history"] if "verified" in entry
-        ]
+        verdicts = [entry["verified"] for one in own for entry in one["report"]["history"] if "verified" in entry]
         failed = sum(not verdict["passed"] for verdict in verdicts)
         said.append(
             f"{percent(budget)}, {len(own)} seeds: seeds without a plan that keeps it on the held-out texts: "

@@ -72,9 +72,7 @@ def draw(bars: Sequence[Bar], title: str) -> str:
             f'<line class="one" x1="{unit:.1f}" x2="{unit:.1f}" y1="{y + 17}" y2="{y + 35}"/>',
             f'<text x="{max(long, unit) + 6:.1f}" y="{y + 31}">{bar.figure}</text>',
         ]
-    lines.append(
-        f'<text class="quiet" x="{unit:.1f}" y="{height - 5}" text-anchor="middle">1: stock</text></svg>'
-    )
+    lines.append(f'<text class="quiet" x="{unit:.1f}" y="{height - 5}" text-anchor="middle">1: stock</text></svg>')
     return "\n".join(lines) + "\n"
 
 

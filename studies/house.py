@@ -145,9 +145,7 @@ def line_counts(root: Path) -> dict[str, int]:
 
 def lines_under(root: Path, directory: str) -> int:
     """Lines of the Python files under a directory."""
-    return sum(
-        len(path.read_text(encoding="utf-8").splitlines()) for path in (root / directory).rglob("*.py")
-    )
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (root / directory).rglob("*.py"))
 
 
 def trees(root: Path) -> dict[str, ast.Module]:
@@ -187,11 +185,7 @@ def memories(tree: ast.Module) -> list[str]:
             if isinstance(node, ast.Global):
                 found |= dict.fromkeys(node.names, function.lineno)
             written: ast.expr | None = None
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in FILLED
-            ):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLED:
                 written = node.func.value
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
                 written = node.value
@@ -211,9 +205,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
         rooms, storeys, between = most[name]
         rows += [
             Limit(f"{name}rooms", len(graph), rooms),
-            Limit(
-                f"{name}floors", len(graph) if round_trip else max(floors(graph).values(), default=0), storeys
-            ),
+            Limit(f"{name}floors", len(graph) if round_trip else max(floors(graph).values(), default=0), storeys),
             Limit(f"{name}arrows between rooms", sum(len(targets) for targets in graph.values()), between),
             Limit(f"{name}rooms in a circle", len(round_trip), 0),
         ]
@@ -222,9 +214,9 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
-        Limit("lines of Python in the wheel", sum(lines.values()), 34_250),
-        Limit("lines of studies", lines_under(root, "studies"), 5_750),
-        Limit("lines of tests", lines_under(root, "tests"), 41_100),
+        Limit("lines of Python in the wheel", sum(lines.values()), 33_700),
+        Limit("lines of studies", lines_under(root, "studies"), 5_600),
+        Limit("lines of tests", lines_under(root, "tests"), 40_250),
         Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 37),
         Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 32),
     ]

@@ -165,9 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("before", nargs="?", type=Path, help="the other checkout")
     parser.add_argument("--rounds", type=int, default=60, help="samples per case and checkout (60)")
-    parser.add_argument(
-        "--most", type=float, default=2.0, help="microseconds more a call that are allowed (2)"
-    )
+    parser.add_argument("--most", type=float, default=2.0, help="microseconds more a call that are allowed (2)")
     parser.add_argument("--most-model", type=float, default=1.0, help="times as long for the model (1.0)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -178,9 +176,7 @@ def main() -> int:
         parser.error("name the checkout to compare with")
     before, now = Checkout(options.before.resolve()), Checkout(Path(__file__).resolve().parents[1])
     failed = False
-    print(
-        "microseconds of processor time per attention call (of the model: per layer), median and least of samples"
-    )
+    print("microseconds of processor time per attention call (of the model: per layer), median and least of samples")
     for name in now.names:
         samples: tuple[list[float], list[float]] = ([], [])
         for turn in range(options.rounds):

@@ -43,9 +43,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--write-snapshots` records what is, instead of comparing with what was recorded."""
-    parser.addoption(
-        "--write-snapshots", action="store_true", help="record public API and error messages anew"
-    )
+    parser.addoption("--write-snapshots", action="store_true", help="record public API and error messages anew")
 
 
 def assets_directory() -> Path:
@@ -70,9 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("network") and not network_allowed():
         pytest.skip("needs a network connection; set ADAATTN_NETWORK=1 to run it")
     if item.get_closest_marker("assets") and not assets_directory().is_dir():
-        pytest.skip(
-            f"needs real models and texts in {assets_directory()}; name the directory by ADAATTN_ASSETS"
-        )
+        pytest.skip(f"needs real models and texts in {assets_directory()}; name the directory by ADAATTN_ASSETS")
 
 
 @pytest.fixture(autouse=True)

@@ -58,18 +58,14 @@ class HeadRules:
                 f"per_head: got {lengths} entries of windows, sinks and precisions, expected one of each per "
                 "key/value head; repeat a rule that holds for every head"
             )
-        for head, (window, sinks, precision) in enumerate(
-            zip(self.windows, self.sinks, self.precisions, strict=True)
-        ):
+        for head, (window, sinks, precision) in enumerate(zip(self.windows, self.sinks, self.precisions, strict=True)):
             if window < 0 or sinks < 0 or precision not in HEAD_PRECISIONS:
                 raise ValueError(
                     f"per_head: got window {window}, sinks {sinks}, precision {precision!r} for head {head}, expected "
                     f"whole numbers from 0 and one of {HEAD_PRECISIONS}"
                 )
         if self.key_mean is not None and (self.key_mean.dim() != 2 or self.key_mean.shape[0] != heads):
-            raise ValueError(
-                f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{heads}, head_dim]"
-            )
+            raise ValueError(f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{heads}, head_dim]")
 
     @cached_property
     def precision(self) -> str:
@@ -138,9 +134,7 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
     # every step of a generation asks with a structure of its own, of which the rules alone then decide
     free = structure.window is None
-    windows, reach = (
-        rules.where_free[structure.causal] if free else structure.derived(windows_and_reach, rules)
-    )
+    windows, reach = rules.where_free[structure.causal] if free else structure.derived(windows_and_reach, rules)
     return windows if reach < structure.kv_len else None
 
 
@@ -169,9 +163,7 @@ def as_dense_mask(request: AttentionRequest) -> AttentionRequest:
     masks, beyond = [], None
     if rules.until is not None:
         device = request.query.device
-        beyond = structure.visible(device=device) & (
-            structure.positions(device)[:, None, :, None] >= rules.until
-        )
+        beyond = structure.visible(device=device) & (structure.positions(device)[:, None, :, None] >= rules.until)
     for head in range(kv_heads):
         window, sinks = rules.window_in(structure, head)
         own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
@@ -260,9 +252,7 @@ def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionReq
     """
     structure, key, value, bias = request.structure, request.key, request.value, request.bias
     offset = structure.offset() + first
-    seen = (
-        structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
-    )
+    seen = structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
         bias = bias if bias.shape[-1] == 1 else bias[..., :seen]

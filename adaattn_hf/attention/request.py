@@ -90,11 +90,7 @@ class AttentionRequest:
                 f"{structure.kv_len} keys, got a batch of {batch} with {q_len} queries and {kv_len} keys"
             )
         extents = (batch, heads, q_len, kv_len)
-        if (
-            structure.mask is not None
-            and not torch.compiler.is_compiling()
-            and not structure.mask_covers(heads)
-        ):
+        if structure.mask is not None and not torch.compiler.is_compiling() and not structure.mask_covers(heads):
             raise ValueError(
                 f"structure.mask: got shape {tuple(structure.mask.shape)}, expected one that broadcasts to {extents}, "
                 "which is [batch, heads, q_len, kv_len]"
@@ -118,19 +114,13 @@ class AttentionRequest:
         """Refuse an extra that is no dense tensor of floating-point numbers beside the query."""
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point()
         if not dense or tensor.device != self.query.device:
-            got = (
-                f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            )
-            raise ValueError(
-                f"{name}: got {got}, expected a dense floating-point tensor on {self.query.device}"
-            )
+            got = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name}: got {got}, expected a dense floating-point tensor on {self.query.device}")
 
     def _check_numbers(self) -> None:
         """Refuse a dropout that is no probability and a softcap that bounds nothing."""
         if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(
-                f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing"
-            )
+            raise ValueError(f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing")
         softcap = self.softcap
         if softcap is not None and not (isinstance(softcap, (float, int)) and 0.0 < softcap < float("inf")):
             raise ValueError(
@@ -179,9 +169,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
-            )
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{name}: got a tensor of layout {tensor.layout}, expected a dense one (torch.strided); make it one "

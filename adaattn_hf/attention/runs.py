@@ -27,9 +27,7 @@ class Runs(CallStructure):
     runs: tuple[Segment, ...] = ()
 
     @classmethod
-    def of(
-        cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None
-    ) -> Runs:
+    def of(cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> Runs:
         """The structure of some runs in a call of these extents."""
         documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
         return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs))
@@ -101,9 +99,7 @@ def aligned_runs(
         ValueError: The sums do not start with 0, fall, or go beyond the tokens.
     """
     if len(cu_q) != len(cu_k):
-        raise ValueError(
-            f"cu_seqlens_k: got {len(cu_k)} entries, expected as many as cu_seqlens_q has, {len(cu_q)}"
-        )
+        raise ValueError(f"cu_seqlens_k: got {len(cu_k)} entries, expected as many as cu_seqlens_q has, {len(cu_q)}")
     for name, sums, total in (("cu_seqlens_q", cu_q, q_total), ("cu_seqlens_k", cu_k, k_total)):
         if not sums or sums[0] != 0 or sums[-1] > total or any(b < a for a, b in itertools.pairwise(sums)):
             raise ValueError(

@@ -196,9 +196,7 @@ class CallStructure:
         return self.with_changes(batch=batch, **tensors)
 
     # ------------------------------------------------------------------ the definition
-    def visible(
-        self, start: int = 0, stop: int | None = None, *, device: torch.device | str = "cpu"
-    ) -> Tensor:
+    def visible(self, start: int = 0, stop: int | None = None, *, device: torch.device | str = "cpu") -> Tensor:
         """Boolean `[batch or 1, heads or 1, stop - start, kv_len]`: True where the query sees the key.
 
         This is the definition of every rule; it allocates one band of `stop - start` rows.
@@ -226,9 +224,7 @@ class CallStructure:
             return b if a is None else a & b
 
         # small padded batches come here in every forward pass, so nothing is made that no rule asks for
-        positional = (
-            self.causal or self.window is not None or self.chunk is not None or self.spans is not None
-        )
+        positional = self.causal or self.window is not None or self.chunk is not None or self.spans is not None
         if positional:
             p = places()
             j = torch.arange(self.kv_len, device=device)
@@ -250,8 +246,7 @@ class CallStructure:
             q_segments = self.q_segments if self.q_segments is not None else self.k_segments
             keep = both(
                 keep,
-                of_rows(q_segments, 1)[:, None, :, None].to(device)
-                == self.k_segments[:, None, None, :].to(device),
+                of_rows(q_segments, 1)[:, None, :, None].to(device) == self.k_segments[:, None, None, :].to(device),
             )
         if self.spans is not None:
             spans = self.spans.to(device)

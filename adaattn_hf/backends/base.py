@@ -107,9 +107,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def derived_on(
-    structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any
-) -> Made:
+def derived_on(structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any) -> Made:
     """What `make(structure, device, *arguments)` computes on a device, shared by the layers of a pass.
 
     Another stream makes its own, as it would not wait for this one; so does a graph that is captured, which computes it

@@ -36,9 +36,7 @@ class Capability:
         """What it can do, in words."""
         kinds = {"bf16": self.bf16, "fp8": self.fp8, "int8": self.int8, "whole tiles": self.tiles}
         memory = [f"{self.shared_memory >> 10} KiB of shared memory"] if self.shared_memory else []
-        return (
-            ", ".join([*(name for name, can in kinds.items() if can), *memory]) or "products in float32 alone"
-        )
+        return ", ".join([*(name for name, can in kinds.items() if can), *memory]) or "products in float32 alone"
 
 
 # Shared memory per thread block, in KiB (CUDA C++ programming guide, table of technical specifications).

@@ -64,9 +64,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if spec.compiling and spec.decode and not spec.per_head:
         # a graph asks no kernel of torch's by name, and its own choice plans a kernel anew for every number of keys
         return ("triton", "sdpa", "eager")
-    special = (
-        spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
-    )
+    special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     if spec.per_head:
         light = spec.decode or spec.pairs < _HEAVY_PAIRS
         small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
@@ -84,9 +82,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         # three narrow heads of a group share their keys in our kernel for Hopper, which then is ahead of flash-attn 3
         three = spec.groups % 3 == 0 and max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         short = spec.head_dim == _WIDE_HEAD and spec.packed <= _SHORT_DOCUMENTS
-        if not (spec.packed and spec.pairs >= _HEAVY_PAIRS) or (
-            (three or short) and TRITON.specialised(spec)
-        ):
+        if not (spec.packed and spec.pairs >= _HEAVY_PAIRS) or ((three or short) and TRITON.specialised(spec)):
             return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
     return ("fa3_fwd", "fa4", "fa3", "triton", "fa2", "sdpa", "eager")
 

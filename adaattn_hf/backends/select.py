@@ -241,6 +241,4 @@ def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
     if kind not in launches:
         remember(kind, True)
         why = f" (passed over: {' | '.join(passed)})" if passed else ""
-        logger.info(
-            "adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why
-        )
+        logger.info("adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why)

@@ -103,9 +103,7 @@ class ModelArms:
         handle = self._body.register_forward_hook(replaced)
         try:
             with tapping(exact_tap):
-                logits: Tensor = self.model(
-                    input_ids=torch.ones(1, 1, dtype=torch.long, device=self.device)
-                ).logits
+                logits: Tensor = self.model(input_ids=torch.ones(1, 1, dtype=torch.long, device=self.device)).logits
         finally:
             handle.remove()
         return logits

@@ -81,9 +81,7 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
     price, exact_price = (
         shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
     )
-    dropped = np.asarray(
-        sum(measurement.state.dropped.values()) / max(sum(measurement.state.done.values()), 1)
-    )
+    dropped = np.asarray(sum(measurement.state.dropped.values()) / max(sum(measurement.state.done.values()), 1))
     return [
         UnitRecord(
             layer,

@@ -90,9 +90,7 @@ class Campaign:
                 sentence = f"{sentence}; the held-out text is used up"
                 break
             aim = self.aim(most)
-            found, self.alpha = seek(
-                self.passes, aim, self.alpha, self.caution.demoted, self.history, self.updated
-            )
+            found, self.alpha = seek(self.passes, aim, self.alpha, self.caution.demoted, self.history, self.updated)
             if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
                 break
             proof, coded = self.prove(found)
@@ -122,9 +120,7 @@ class Campaign:
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
             return result
-        return self.with_cache(
-            result, {} if passed is None else programs(self.measurement, passed[0].allocation.picks)
-        )
+        return self.with_cache(result, {} if passed is None else programs(self.measurement, passed[0].allocation.picks))
 
     def choose_format(self) -> None:
         """Measures the loss of each cache format, and chooses the one that plans are combined with."""
@@ -241,8 +237,7 @@ class Campaign:
             over = replace(test, predicted=together, stored=self.format.stored)
             coded = prove(self.measurement, by_layer, shards, over)
         self.looked_at = {
-            str(length): [self.used, self.used + len(evidence.names)]
-            for length, evidence in proof.evidence.items()
+            str(length): [self.used, self.used + len(evidence.names)] for length, evidence in proof.evidence.items()
         }
         self.used += max(len(shard) for shard in shards.values())
         for length, evidence in proof.evidence.items():
@@ -268,8 +263,7 @@ class Campaign:
         s, most = inputs.settings, max(self.most(), 2)
         aim = self.aim(most)
         seconds = sum(
-            layers.seconds[length]
-            * (s.joint * (1 + JOINT_STEPS) + 2 * aim.sequences(length) + 2 * s.haystacks)
+            layers.seconds[length] * (s.joint * (1 + JOINT_STEPS) + 2 * aim.sequences(length) + 2 * s.haystacks)
             for length in s.lengths
         )
         words = []
@@ -281,9 +275,7 @@ class Campaign:
                 f"{size} of {len(inputs.samples[length].held_out)} held-out sequences of {length} tokens, whose noise "
                 f"and whose uncertainty take about {share(noise)} of the budget"
             )
-        spare = (
-            "" if self.pool() >= 2 * s.held_out else "; the text allows one plan only, more text allows more"
-        )
+        spare = "" if self.pool() >= 2 * s.held_out else "; the text allows one plan only, more text allows more"
         if self.stock.kl > APART * s.budget:
             words.append(
                 f"two stock implementations lie a KL of {in_nats(self.stock.kl)} nats/token apart in this dtype, "
@@ -294,9 +286,7 @@ class Campaign:
     def finished(self, found: Found, proof: Proof) -> Calibration:
         """Returns the result for a plan that passed."""
         worst = proof.worst
-        plan, tensors = finished_plan(
-            self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates
-        )
+        plan, tensors = finished_plan(self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates)
         verdicts = list(proof.verdicts.values())
         return Calibration(plan, tensors, True, worst.sentence, self.reported(found.allocation, verdicts))
 

@@ -105,9 +105,7 @@ class FisherRecorder:
                 self.found[index] = row_outputs(bare, self.rows, every, tensors)
             return exact_tap(module, request)
         if index in self.gradients:
-            raise ValueError(
-                f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
-            )
+            raise ValueError(f"layer {index} attends twice in one forward pass; plans serve one attention per layer")
         self.gradients[index] = []
         out = exact_tap(module, request)
 
@@ -179,9 +177,7 @@ def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) ->
     """
     below = likelihood.double().exp().cumsum(-1)
     refuse_infinite(below[:, -1].isfinite().cpu().numpy(), "exact attention")
-    place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64, device="cpu").to(
-        below.device
-    )
+    place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64, device="cpu").to(below.device)
     return torch.searchsorted(below, place * below[:, -1:])
 
 

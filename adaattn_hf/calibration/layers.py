@@ -98,9 +98,7 @@ def observe_layers(inputs: Inputs) -> Layers:
     indices = tuple(sorted(moments.grams))
     kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
-        raise ValueError(
-            f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
-        )
+        raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
     bound, settings = inputs.subject.binding(indices), inputs.settings
     found = candidates(
         settings.lengths[-1],
@@ -118,9 +116,7 @@ def observe_layers(inputs: Inputs) -> Layers:
         kv_heads=kv_heads.pop(),
         windows=dict(moments.windows),
         candidates=found,
-        tensors={
-            index: _layer_tensors(moments.grams[index], found, moments.devices[index]) for index in indices
-        },
+        tensors={index: _layer_tensors(moments.grams[index], found, moments.devices[index]) for index in indices},
         calls=calls,
         seconds=seconds,
     )
@@ -158,9 +154,7 @@ def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[Attenti
     with torch.no_grad(), tapping(tap):
         inputs.arms.hidden(inputs.readings(inputs.samples[length].risk[0])[0])
     if not nearest:
-        raise ValueError(
-            "the model made no attention call through adaattn; it may not use the attention interface"
-        )
+        raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
     return [nearest[own][1] for own in sorted(nearest, key=lambda own: (own is not None, nearest[own][0]))]
 
 

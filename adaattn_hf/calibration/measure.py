@@ -85,9 +85,7 @@ def measure(
         table = price_table(inputs, layers)
     settings = inputs.settings
     steps = settings.decode_tokens if inputs.scoring.generates else 0
-    exact_steps = (
-        steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
-    )
+    exact_steps = steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
     by_unit, launches = pricing.unit_prices(table, layers, settings.lengths, 0 if exact_steps else steps)
     return Measurement(inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps)
 
@@ -158,9 +156,7 @@ def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:
     """
     parts, heads, rows = dropped.shape
     grouped = dropped.double().view(parts, kv_heads, heads // kv_heads, rows).amax(2)
-    stats = torch.stack(
-        [grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1
-    )
+    stats = torch.stack([grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1)
     mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(combine).to(stats), stats)
     return np.asarray(mixed.cpu().numpy())
 

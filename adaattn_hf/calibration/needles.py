@@ -53,17 +53,13 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     size = KEY + VALUE
     room = len(text) - 2 * needles * size
     if room < needles * size:
-        raise ValueError(
-            f"needles is {needles} in a text of {len(text)} tokens, expected at most {most(len(text))}"
-        )
+        raise ValueError(f"needles is {needles} in a text of {len(text)} tokens, expected at most {most(len(text))}")
     vocabulary = torch.tensor(sorted(set(text.tolist())), dtype=torch.int64, device="cpu")
     drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator, device="cpu")]
     twice = needles // 4
     drawn[needles // 2 : needles // 2 + twice, :KEY] = drawn[:twice, :KEY]
     keys = [tuple(key) for key in drawn[:, :KEY].tolist()]
-    likely = tuple(
-        tuple(int(other[KEY]) for other, its in zip(drawn, keys, strict=True) if its == key) for key in keys
-    )
+    likely = tuple(tuple(int(other[KEY]) for other, its in zip(drawn, keys, strict=True) if its == key) for key in keys)
     depths = tuple((index + 0.5) / needles for index in range(needles))
     pieces, start = [], 0
     for index, depth in enumerate(depths):

@@ -61,9 +61,7 @@ def machine(device: torch.device) -> str:
 def decode_step(request: AttentionRequest) -> AttentionRequest:
     """Returns the request for the last query only, a decode step."""
     batch, _, kv_len, _ = request.key.shape
-    structure = CallStructure(
-        batch, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window
-    )
+    structure = CallStructure(batch, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window)
     return replace(request, query=request.query[:, :, -1:], structure=structure)
 
 
@@ -134,9 +132,7 @@ def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tupl
     """Returns the seconds of each launch of a phase; the least CPU time of the process has no spread."""
     if on_cuda:
         keys = {f"{label} of {count}": (label, count) for label, count in calls}
-        runs = on_device(
-            {name: calls[key] for name, key in keys.items()}, host=phase == "decode" and not captured
-        )
+        runs = on_device({name: calls[key] for name, key in keys.items()}, host=phase == "decode" and not captured)
         return {key: quartiles(runs[name]) for name, key in keys.items()}
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
@@ -258,9 +254,6 @@ def unit_prices(
     labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
     names = [table.launch(choice.label) for choice in choices]
     prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])
-    idle = [
-        [choice.beside_window(layers.windows[layer]) != choice for choice in choices]
-        for layer, _ in layers.units
-    ]
+    idle = [[choice.beside_window(layers.windows[layer]) != choice for choice in choices] for layer, _ in layers.units]
     prices[np.array(idle)] = np.inf
     return prices, launches

@@ -111,9 +111,7 @@ class MaskedTokens:
             raise ValueError(f"maskings is {self.count}, expected at least 1 reading of each sequence")
 
     @classmethod
-    def of(
-        cls, tokenizer: Any, share: float = Masking.mask_share, count: int = Masking.maskings
-    ) -> MaskedTokens:
+    def of(cls, tokenizer: Any, share: float = Masking.mask_share, count: int = Masking.maskings) -> MaskedTokens:
         """Returns the scoring with a tokenizer's mask token and the special tokens that it puts around a text.
 
         Raises:
@@ -131,9 +129,7 @@ class MaskedTokens:
         for at in range(len(whole) - len(body) + 1):
             if whole[at : at + len(body)] == body:
                 return cls(int(mask), tuple(whole[:at]), tuple(whole[at + len(body) :]), share, count)
-        raise ValueError(
-            f"tokenizer: it gives {whole} for 'a', expected {body} with special tokens before and behind"
-        )
+        raise ValueError(f"tokenizer: it gives {whole} for 'a', expected {body} with special tokens before and behind")
 
     def content(self, length: int) -> int:
         """Returns `length` less the special tokens."""

@@ -32,9 +32,7 @@ class CalibrationState:
         done: By length, sequences finished.
     """
 
-    def __init__(
-        self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int
-    ) -> None:
+    def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
         self.key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
         self.risks = {length: RiskTable(units, choices) for length in lengths}
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}

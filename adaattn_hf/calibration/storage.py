@@ -69,8 +69,7 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
     }
     formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
     found = [
-        Storage(name, bool(kept < whole), float(kept / whole) * bytes_of[name] / bytes_of["model"])
-        for name in formats
+        Storage(name, bool(kept < whole), float(kept / whole) * bytes_of[name] / bytes_of["model"]) for name in formats
     ]
     return sorted(found, key=lambda one: one.share)
 
@@ -99,9 +98,7 @@ def roundings(passes: JointPasses) -> list[Rounding]:
     none = np.zeros(len(measurement.layers.units), dtype=np.int64)
     names = [one.stored for one in storages(measurement, {}) if one.stored != "model"]
     lengths = measurement.inputs.settings.lengths
-    return [
-        Rounding(name, {length: passes.joint(none, length, name) for length in lengths}) for name in names
-    ]
+    return [Rounding(name, {length: passes.joint(none, length, name) for length in lengths}) for name in names]
 
 
 def aimed_at(measurement: Measurement, found: Sequence[Rounding], afforded: Array) -> Rounding | None:
@@ -165,9 +162,7 @@ def choose_storage(
         verdict = known.get(storage.stored)
         if verdict is None:
             if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
-                lost.append(
-                    f"{storage.words} is not proved, since the held-out text is used up: give more of it"
-                )
+                lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
                 continue
             predicted = dict.fromkeys(s.lengths, 0.0)
             test = Test(gates, level / len(asked), number, predicted, storage.stored)

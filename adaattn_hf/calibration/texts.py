@@ -48,14 +48,10 @@ def text_files(path: Path) -> list[Path]:
         known = (*TEXT_SUFFIXES, ".jsonl")
         found = sorted(file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
         if not found:
-            raise ValueError(
-                f"data: the directory {path} holds no text, expected files named {', '.join(known)}"
-            )
+            raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(known)}")
         return found
     if not path.exists():
-        raise FileNotFoundError(
-            f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
-        )
+        raise FileNotFoundError(f"data: {path} does not exist; expected .txt or .jsonl files or directories of them")
     if not path.is_file():
         raise ValueError(
             f"data: got {path}, a pipe or device, which is read but once; expected a file or a directory of them"
@@ -198,6 +194,4 @@ def _refuse_foreign(path: Path) -> None:
     guess = (b"", "text in UTF-16", f"iconv -f UTF-16{order} -t UTF-8")
     for magic, what, remedy in (*MAGIC, *([guess] if unmarked else [])):
         if head.startswith(magic):
-            raise ValueError(
-                f"data: {path} is {what}, expected plain text in UTF-8; convert it first: {remedy}"
-            )
+            raise ValueError(f"data: {path} is {what}, expected plain text in UTF-8; convert it first: {remedy}")

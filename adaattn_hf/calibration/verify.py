@@ -81,9 +81,7 @@ class Evidence:
         for source in dict.fromkeys(names):
             mine = [place for place, name in enumerate(names) if name == source]
             sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
-            bounds.append(
-                upper_bound(*clustered([self.names[place] for place in mine], sums, tokens), confidence)
-            )
+            bounds.append(upper_bound(*clustered([self.names[place] for place in mine], sums, tokens), confidence))
         return replace(max(bounds, key=lambda one: one.upper), tokens=sum(self.tokens))
 
     def ratio(self) -> Ratio:

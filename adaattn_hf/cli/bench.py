@@ -65,9 +65,7 @@ class Bench:
         page = self.table or output.with_suffix(".md")
         if page == output:
             better = output.with_suffix(".json")
-            raise UsageError(
-                f"output: got {output}, where the Markdown goes; expected a name such as {better}"
-            )
+            raise UsageError(f"output: got {output}, where the Markdown goes; expected a name such as {better}")
         return page
 
 

@@ -142,9 +142,7 @@ def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> di
         changed, cells = [f"{type(error).__name__}: {error}"], {}
         holds = "no report of `adaattn bench`"
     if changed and not overwrite:
-        raise UsageError(
-            f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or --overwrite"
-        )
+        raise UsageError(f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or --overwrite")
     return {} if changed else cells
 
 
@@ -168,9 +166,7 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
             result = work()
         except _REFUSALS as unable:
             if isinstance(unable, BackendRefusal) and name == names[0]:
-                raise UsageError(
-                    f"ours: got {name!r}, expected what serves {cell.title}: {unable}"
-                ) from unable
+                raise UsageError(f"ours: got {name!r}, expected what serves {cell.title}: {unable}") from unable
             if name == names[0]:
                 raise
             refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__
@@ -202,18 +198,13 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
         "shape": shape_of(cell, grid),
         "target": cell.target,
         "floor": cell.floor,
-        "times": {
-            name: {clock: spread(values) for clock, values in clocks.items()}
-            for name, clocks in times.items()
-        },
+        "times": {name: {clock: spread(values) for clock, values in clocks.items()} for name, clocks in times.items()},
         "ratios": ratios,
         "best": best,
         "ratio_best": None if best is None else ratios[best],
         "difference": differences,
         "error": errors,
-        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()}
-        if asked.memory
-        else {},
+        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if asked.memory else {},
         "refused": refused,
     }
 

@@ -81,9 +81,7 @@ def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, targe
     else:
         allowed = nats(("1%" if model is None else "0.1%") if budget is None else budget)
     if model is not None and not asked.data:
-        raise ValueError(
-            "data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them"
-        )
+        raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     packaged = not asked.data
     return Job(
         model or str(demo_model_path("llama")),

@@ -56,8 +56,7 @@ def evaluate(
             default=directory,
             stays="finished batches are kept, and --resume goes on with them",
             kept=lambda: (
-                f"finished work is kept in {directory}; the same command with --resume --output {directory} "
-                "goes on"
+                f"finished work is kept in {directory}; the same command with --resume --output {directory} goes on"
             ),
         ),
         tables_aside(as_json),
@@ -141,10 +140,7 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
     from ..calibration import team
 
     read_config(model, **loading.source())  # a wrong name is told before text is looked for
-    texts = [
-        corpora.load(s, split=text.split, separator=text.document_separator)
-        for s in text.data or ("wikitext",)
-    ]
+    texts = [corpora.load(s, split=text.split, separator=text.document_separator) for s in text.data or ("wikitext",)]
     if len({c.name for c in texts}) < len(texts):
         raise UsageError(
             f"data: got {', '.join(c.name for c in texts)}, expected different names: each has a directory"
@@ -164,9 +160,7 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
 def _out_of_memory(settings: Settings, output: Output, said: str) -> str:
     """What to say where there is no room: what would fit, and what is kept."""
     fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
-    fits.append(
-        "shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}"
-    )
+    fits.append("shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}")
     return (
         f"memory: none is left ({said}), expected room for the weights and a batch; what would fit: {', '.join(fits)}, "
         "or another --dtype or --device; finished batches are kept: with the same settings --resume --output "

@@ -144,9 +144,7 @@ def declared(files: str, name: str) -> tuple[str, ...]:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 value = node.value
                 # a class may name a tuple of its module
-                known[node.targets[0].id] = (
-                    known.get(value.id, value) if isinstance(value, ast.Name) else value
-                )
+                known[node.targets[0].id] = known.get(value.id, value) if isinstance(value, ast.Name) else value
         if name in known:
             found += ast.literal_eval(known[name])
     return tuple(found)

@@ -86,9 +86,7 @@ def _refuse_kept(target: Path, argument: str) -> None:
                 f"{argument}: {file} is a link to {file.readlink()}, expected a file of the directory's own; {remedy}"
             )
         if file.is_file() and not file.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
-            raise UsageError(
-                f"{argument}: {file} is read-only, expected a file that may be replaced; {remedy}"
-            )
+            raise UsageError(f"{argument}: {file} is read-only, expected a file that may be replaced; {remedy}")
 
 
 def _refuse_checkpoint(target: Path) -> None:
@@ -98,10 +96,7 @@ def _refuse_checkpoint(target: Path) -> None:
         UsageError: It holds a checkpoint, or a configuration.
     """
     weights = [
-        file.name
-        for kind in WEIGHTS
-        for file in sorted(target.glob(kind))
-        if not file.name.startswith("adaattn_")
+        file.name for kind in WEIGHTS for file in sorted(target.glob(kind)) if not file.name.startswith("adaattn_")
     ]
     ours = (target / "adaattn_plan.json").is_file()
     if weights or ((target / "config.json").is_file() and not ours):
@@ -131,13 +126,9 @@ def refuse_other_plan(target: Path, model: Any) -> None:
         found = json.loads(file.read_text(encoding="utf-8"))
         known, held = found["weight_hash"], str(found["dtype"])
         protocol = found.get("protocol")
-        name = (
-            protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]
-        )
+        name = protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"out: {file} is no plan that can be read ({type(error).__name__}); {remedy}"
-        ) from error
+        raise UsageError(f"out: {file} is no plan that can be read ({type(error).__name__}); {remedy}") from error
     if known != model_hash(model):
         other = "other weights" if str(model.dtype) == f"torch.{held}" else f"in {held}"
         raise UsageError(

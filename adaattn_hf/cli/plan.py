@@ -23,9 +23,7 @@ from .place import PLAN_DIRECTORY
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..plans.plan import Plan
 
-app = typer.Typer(
-    add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True
-)
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True)
 PlanPath = Annotated[Path, typer.Argument(help="A plan, or the directory of a model that carries one.")]
 OwnPath = Annotated[
     Path | None,
@@ -125,9 +123,7 @@ def explore(
     *,
     plan: AsPlan = None,
     html: Annotated[Path, typer.Option(help="The page to write.")],
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model in the heading. Default: the plan's.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in the heading. Default: the plan's.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw what every budget would buy: a page with a slider from exact to the cheapest plan.
@@ -150,9 +146,7 @@ def explore(
         shown = Plan.from_pretrained(place)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
-            raise PlanError(
-                f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan"
-            )
+            raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
         try:
             found = json.loads(report.read_text(encoding="utf-8"))
             if not isinstance(found, dict) or "table" not in found:
@@ -187,9 +181,7 @@ def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
     def nats(value: float | None, percent: Callable[[float], str]) -> tuple[float | None, str]:
         return value, "none" if value is None else f"{percent(value)} ({in_nats(value)})"
 
-    speed = (
-        quotient([u.exact_price for u in plan.units], [u.price for u in plan.units]) if plan.units else 1.0
-    )
+    speed = quotient([u.exact_price for u in plan.units], [u.price for u in plan.units]) if plan.units else 1.0
     changed = sum(not c.is_exact for layer in plan.layers for c in layer.choices)
     return {
         "budget, nats/token": nats(plan.budget, allowed),

@@ -58,9 +58,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.against is not None and not self.maps:
-            raise UsageError(
-                "against: got a plan and no map, expected --map layer.head of the head to look at"
-            )
+            raise UsageError("against: got a plan and no map, expected --map layer.head of the head to look at")
         self.heads()
 
     def heads(self) -> tuple[tuple[int, int], ...]:
@@ -134,9 +132,7 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
     longest = checkpoint.max_length or 2048
     size = min(2048, longest) if asked.length is None else asked.length
     if size > longest:
-        raise UsageError(
-            f"length: got {size}, expected at most the {longest} tokens that the model has positions for"
-        )
+        raise UsageError(f"length: got {size}, expected at most the {longest} tokens that the model has positions for")
     name, ids = _tokens(checkpoint, asked.data, size * asked.sequences, model is None)
     ids = ids[: len(ids) // size * size].view(-1, size) if len(ids) >= size else ids[None]
     network, generates = checkpoint.model, checkpoint.model.can_generate()
@@ -153,9 +149,7 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
     console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
     lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
     if lacking:
-        raise UsageError(
-            f"map: got {', '.join(lacking)}, expected layer.head of this model, see the table above"
-        )
+        raise UsageError(f"map: got {', '.join(lacking)}, expected layer.head of this model, see the table above")
     recorded = {
         "model": checkpoint.name,
         "text": name,

@@ -38,9 +38,7 @@ class Proved(Source):
 
 @with_options(asked=Proved)
 def verify(
-    model: Annotated[
-        str, typer.Argument(help="Hub id or directory of the model that the plan was made for.")
-    ],
+    model: Annotated[str, typer.Argument(help="Hub id or directory of the model that the plan was made for.")],
     *,
     asked: Proved,
     threads: Threads = None,

@@ -51,9 +51,7 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
     """
     device = resolve_device(asked.device)
     if not asked.data:
-        raise ValueError(
-            "data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them"
-        )
+        raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(asked.data, None)
     own = Path(model) / PLAN_FILE
     path = asked.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
@@ -128,9 +126,7 @@ def settings_of(plan: Plan) -> CalibrationSettings:
     """
     kept = plan.protocol.get("settings", {})
     try:
-        words: dict[str, Any] = {
-            name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()
-        }
+        words: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()}
         return CalibrationSettings(**words, budget=plan.budget, lengths=plan.lengths, seed=plan.seed)
     except (AttributeError, TypeError, ValueError) as error:
         raise PlanError(f"protocol: settings cannot be read ({error}); calibrate again") from error

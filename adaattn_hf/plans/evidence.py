@@ -50,9 +50,7 @@ class UnitRecord:
         for field in fields(self)[2:]:
             value = real(getattr(self, field.name), f"units: {field.name}", 0.0)
             if "price" in field.name and 0.0 < value < SHORTEST:
-                raise PlanError(
-                    f"units: {field.name} is {value!r}, expected 0 or at least {SHORTEST:g} seconds"
-                )
+                raise PlanError(f"units: {field.name} is {value!r}, expected 0 or at least {SHORTEST:g} seconds")
 
 
 @dataclass(frozen=True)

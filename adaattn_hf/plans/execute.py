@@ -104,9 +104,7 @@ def attend(
     return AttentionResult(out, torch.where(within[:, None], result.lse, exact.lse))
 
 
-def _in_two_ranges(
-    program: Program, request: AttentionRequest, count: int, backend: str | None
-) -> AttentionResult:
+def _in_two_ranges(program: Program, request: AttentionRequest, count: int, backend: str | None) -> AttentionResult:
     """Computes the first `count` query rows by the plan and the others exactly, all over the keys that they can see."""
     parts = [
         _planned(program, some_range(request, 0, count), backend),

@@ -119,15 +119,11 @@ class Monitor:
         counters.seconds += time.perf_counter() - start
         return program
 
-    def _look(
-        self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool
-    ) -> None:
+    def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool) -> None:
         """Compares a few rows of one sequence with exact attention."""
         q_len, index = request.query.shape[2], counters.layer
         count = max(1, q_len // ROW_SHARE)
-        rows = torch.linspace(
-            q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu"
-        ).long()
+        rows = torch.linspace(q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu").long()
         found = losses(program, request, rows)
         mass, square = self._sums.get(index, (0.0, 0.0))
         mass, square = self._sums[index] = mass + found.sum(-1), square + found.square().sum(-1)

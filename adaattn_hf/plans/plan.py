@@ -134,9 +134,7 @@ class Plan(PlanFiles):
 
     def __post_init__(self) -> None:
         if type(self.format) is not int or self.format != PLAN_FORMAT:
-            raise PlanError(
-                f"plan format is {self.format!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
-            )
+            raise PlanError(f"plan format is {self.format!r:.60}, this version reads {PLAN_FORMAT}; calibrate again")
         for name in ("model_type", "weight_hash", "dtype", "adaattn", "torch", "transformers"):
             text(getattr(self, name), name)
         text(self.data_fingerprint, "data_fingerprint")
@@ -265,9 +263,7 @@ class Plan(PlanFiles):
                 f"plan format is {data.get('format')!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
             )
         kwargs = read_record(cls, data, "plan")
-        kwargs["attention_layers"] = tuple(
-            read_list(kwargs["attention_layers"], "attention_layers", MOST_LAYERS)
-        )
+        kwargs["attention_layers"] = tuple(read_list(kwargs["attention_layers"], "attention_layers", MOST_LAYERS))
         kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths", MOST_LENGTHS))
         kwargs["layers"] = tuple(
             LayerPlan.from_dict(item, f"layers[{index}]")
@@ -288,9 +284,7 @@ class Plan(PlanFiles):
     def card(self, repository: str) -> str:
         """Returns the model card of a directory or repository that holds the plan: whose it is, and what was proven."""
         model = printable(str(self.protocol.get(MODEL, self.model_type)))
-        verdict = (
-            "It was never verified on held-out text." if self.verified is None else self.verified.sentence
-        )
+        verdict = "It was never verified on held-out text." if self.verified is None else self.verified.sentence
         lengths = ", ".join(f"{length:,}" for length in self.lengths) or "none"
         scoring = self.protocol.get("scoring")
         masked = isinstance(scoring, Mapping) and "mask_share" in scoring

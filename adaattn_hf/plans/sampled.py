@@ -41,9 +41,7 @@ def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
         bias = bias if bias.shape[0] == 1 else bias[row]
         bias = bias if bias.shape[2] == 1 else bias[:, :, queries]
         bias = bias if bias.shape[3] == 1 else bias[..., keys]
-    plain = CallStructure(
-        1, run.q_len, run.k_len, structure.causal, run.offset, structure.window, structure.sinks
-    )
+    plain = CallStructure(1, run.q_len, run.k_len, structure.causal, run.offset, structure.window, structure.sinks)
     return replace(
         request,
         query=request.query[row, :, queries],

@@ -91,9 +91,7 @@ class PlanFiles(ABC):
             try:
                 plan = cls.from_dict(_json(file))
             except PlanError as error:
-                raise PlanError(
-                    f"{file}: {error}; expected the adaattn_plan.json of `adaattn calibrate`"
-                ) from error
+                raise PlanError(f"{file}: {error}; expected the adaattn_plan.json of `adaattn calibrate`") from error
         if plan.tensors and (held := _held(source, settings)):
             _kept(plan.tensors, held)
         return plan

@@ -140,9 +140,7 @@ class Gates:
         if not top1 >= self.top1:
             reasons.append(f"the likeliest token agrees on {share(top1, 2)}, below {share(self.top1, 2)}")
         if not kl_p999 <= self.kl_p999:
-            reasons.append(
-                f"the 99.9th percentile of the KL is {in_nats(kl_p999)} nats, above {in_nats(self.kl_p999)}"
-            )
+            reasons.append(f"the 99.9th percentile of the KL is {in_nats(kl_p999)} nats, above {in_nats(self.kl_p999)}")
         allowed = math.ceil((NEEDLES if self.needles is None else self.needles) * retrieved)
         chance = float(stats.binom.sf(lost - 1, lost + won, 0.5)) if lost else 1.0
         if lost - won > allowed and (self.needles is not None or chance <= SIGNIFICANT):

@@ -87,8 +87,7 @@ class LossLaw:
         count = len(per_sequence)
         mean = float(per_sequence.mean())
         residual = [
-            np.square(plan.deltas - mean * own).sum() / plan.kl
-            for plan, own in zip(useful, added, strict=True)
+            np.square(plan.deltas - mean * own).sum() / plan.kl for plan, own in zip(useful, added, strict=True)
         ]
         spread = math.sqrt(
             (PRIOR_SEQUENCES * self.spread**2 + float(np.mean(residual))) / (PRIOR_SEQUENCES + count - 1)
@@ -123,9 +122,7 @@ class LossLaw:
     def shard(self, bound: float, first: int, most: int, level: float) -> int:
         """Returns how many held-out sequences to use: more would hardly raise the KL that the budget affords."""
         sufficient = ENOUGH * self.affordable(bound, most, level)
-        return next(
-            (size for size in range(first, most) if self.affordable(bound, size, level) >= sufficient), most
-        )
+        return next((size for size in range(first, most) if self.affordable(bound, size, level) >= sufficient), most)
 
 
 def _between_sources(per_sequence: NDArray[np.float64], sources: Sequence[str], variance: float) -> float:

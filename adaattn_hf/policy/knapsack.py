@@ -88,9 +88,7 @@ class Allocation:
     risk: Array
 
 
-def evaluate(
-    picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None
-) -> Allocation:
+def evaluate(picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None) -> Allocation:
     """Returns the total price and risk of these picks."""
     units = np.arange(len(picks))
     shared = prices[units, picks] if launches is None else shared_prices(picks, prices, launches)

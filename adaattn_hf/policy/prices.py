@@ -35,9 +35,7 @@ class Price:
     slope: float
 
     def __post_init__(self) -> None:
-        if not (
-            0.0 <= self.constant < math.inf and 0.0 <= self.slope < math.inf and self.constant + self.slope
-        ):
+        if not (0.0 <= self.constant < math.inf and 0.0 <= self.slope < math.inf and self.constant + self.slope):
             raise ValueError(
                 f"prices: got a constant of {self.constant} and a slope of {self.slope} seconds, expected numbers of "
                 "at least 0, one of them above; measure the prices again"
@@ -94,9 +92,7 @@ class PriceTable:
         """
         lengths = sorted(size for size, row in self.prices[phase].items() if launch in row)
         if not lengths:
-            raise KeyError(
-                f"launch {launch!r} has no {phase} price; measured: {sorted(self.launches(phase))}"
-            )
+            raise KeyError(f"launch {launch!r} has no {phase} price; measured: {sorted(self.launches(phase))}")
         points = [(size, self.prices[phase][size][launch]) for size in lengths]
         if len(points) == 1:
             return points[0][1]

@@ -69,9 +69,7 @@ class SolverTable:
             constant = constant[:, kind]
             kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(
-                f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again"
-            ) from error
+            raise ValueError(f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again") from error
         shape = (len(units), len(choices))
         if (
             prices.shape != shape

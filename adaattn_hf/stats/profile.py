@@ -122,9 +122,7 @@ def head_sums(
         "noise_int8": (through_int8(query), through_int8(key - centre), through_int8(value)),
         "noise_bf16": tuple(through_dtype(t, torch.bfloat16) for t in (query, key, value)),
     }
-    sums: dict[str, Tensor] = {
-        "rows": torch.full((heads,), float(query.shape[1]), dtype=torch.float64, device="cpu")
-    }
+    sums: dict[str, Tensor] = {"rows": torch.full((heads,), float(query.shape[1]), dtype=torch.float64, device="cpu")}
 
     def add(name: str, values: Tensor) -> None:
         sums[name] = sums.get(name, 0.0) + values.double().cpu()  # type: ignore[operator]
@@ -140,9 +138,7 @@ def head_sums(
                 logits = logits + bias[..., live, :][..., part, :]  # noqa: B023
             logits = masked(logits, seen)  # noqa: B023
             weights = probabilities(logits)
-            out = (
-                (weights.unflatten(0, (-1, share)).flatten(1, 2) @ v).unflatten(1, (share, -1)).flatten(0, 1)
-            )
+            out = (weights.unflatten(0, (-1, share)).flatten(1, 2) @ v).unflatten(1, (share, -1)).flatten(0, 1)
             return logits, weights, out
 
         logits, weights, out = attended(query, key, value)

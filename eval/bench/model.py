@@ -25,9 +25,7 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
     known = models[str(cell.model)]
     dtype = getattr(torch, cell.dtype)
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random, device="cpu"
-    ).to(device)
+    ids = torch.randint(5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random, device="cpu").to(device)
     padding = padding_of(cell, device)
     weights: dict[str, Tensor] = {}
     pasts: list[tuple[Tensor, Tensor]] = []
@@ -83,9 +81,7 @@ def _training_step(model: transformers.PreTrainedModel, inputs: Mapping[str, Any
     return work
 
 
-def _step(
-    cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: list[tuple[Tensor, Tensor]]
-) -> Work:
+def _step(cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: list[tuple[Tensor, Tensor]]) -> Work:
     config: Any = model.config
     if not pasts:
         random = torch.Generator().manual_seed(1)
@@ -93,12 +89,8 @@ def _step(
         shape = (cell.batch, config.num_key_value_heads, cell.keys, head_dim)
         pasts += [
             (
-                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(
-                    ids.device, model.dtype
-                ),
-                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(
-                    ids.device, model.dtype
-                ),
+                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(ids.device, model.dtype),
+                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(ids.device, model.dtype),
             )
             for _ in range(config.num_hidden_layers)
         ]

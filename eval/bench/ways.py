@@ -39,9 +39,7 @@ def is_stock(name: str) -> bool:
 
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     """Makes of a way's name the work of a cell."""
-    make = (
-        attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
-    )
+    make = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
 
     def named(name: str) -> Work:
         if name not in KERNELS:

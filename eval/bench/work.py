@@ -70,9 +70,7 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
 
     def make(implementation: str) -> Work:
         layer = _Layer(cell, implementation)
-        attend: Any = (
-            eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-        )
+        attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
 
         def work() -> Any:
             mask = make_mask(implementation, layer.config)

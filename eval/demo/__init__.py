@@ -32,9 +32,7 @@ def _data(*parts: str) -> Path:
     return found
 
 
-DEMO_MODELS: Mapping[str, str] = MappingProxyType(
-    {"gpt2": "model-gpt2", "llama": "model-llama", "bert": "model-bert"}
-)
+DEMO_MODELS: Mapping[str, str] = MappingProxyType({"gpt2": "model-gpt2", "llama": "model-llama", "bert": "model-bert"})
 """Name -> directory of each demo model, within this package."""
 
 

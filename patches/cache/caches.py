@@ -57,9 +57,7 @@ class GrowingCache(DynamicCache):
         Raises:
             ValueError: `growth` is not larger than 1, or `reserve` is negative.
         """
-        super().__init__(
-            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
-        )
+        super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         convert_layers(self, "model", reserve=reserve, growth=growth)
         for index, (keys, values, *window) in enumerate(ddp_cache_data or ()):
             if config is None:
@@ -125,9 +123,7 @@ class AdaAttnCache(DynamicCache):
                 "it out"
             )
         config = model.config.get_text_config(decoder=True)
-        super().__init__(
-            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
-        )
+        super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         convert(
             self,
             model,
@@ -234,9 +230,7 @@ def made_for(model: PreTrainedModel) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _SIZES}
 
 
-def stored_as(
-    model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str
-) -> tuple[str, bool]:
+def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str) -> tuple[str, bool]:
     """What a model's cache stores and whether heads stream: as asked, else as its plan was proven, else the default."""
     plan = plan_of(model) if stored is None else None
     proven = (default, False) if plan is None or plan.cache is None else plan.cache

@@ -81,6 +81,4 @@ class StoredTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refused."""
-        raise TypeError(
-            f"cache: {getattr(func, '__name__', func)} was called with stored keys or values; {_REMEDY}"
-        )
+        raise TypeError(f"cache: {getattr(func, '__name__', func)} was called with stored keys or values; {_REMEDY}")

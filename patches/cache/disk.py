@@ -128,18 +128,12 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         about = parse_json(metadata[_KEY])
     except ValueError as error:
-        raise Unsound(
-            f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}"
-        ) from error
+        raise Unsound(f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}") from error
     version = about.get("version") if isinstance(about, dict) else about
     if version != FORMAT:
-        raise Unsound(
-            f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}"
-        )
+        raise Unsound(f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}")
     if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
-        raise Unsound(
-            f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}"
-        )
+        raise Unsound(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
     _keys("header", about, _FIELDS)
     if about["stored"] not in CACHES or not isinstance(about["streaming"], bool):
         raise Unsound(
@@ -197,9 +191,7 @@ def _checked_layers(
     layers = about["layers"]
     if not isinstance(layers, list) or len(layers) > count:
         got = len(layers) if isinstance(layers, list) else layers
-        raise Unsound(
-            f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}"
-        )
+        raise Unsound(f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}")
     while len(cache.layers) < len(layers):
         made: Any = cache.layer_class_to_replicate
         cache.layers.append(made())
@@ -283,8 +275,7 @@ def _check_layer(
     for name, tensor in held.items():
         extents, dtypes = (needed | beside)[name]
         fits = tensor.ndim == len(extents) and all(
-            known.setdefault(extent, size) == size > 0
-            for extent, size in zip(extents, tensor.shape, strict=True)
+            known.setdefault(extent, size) == size > 0 for extent, size in zip(extents, tensor.shape, strict=True)
         )
         if not fits or tensor.dtype not in dtypes:
             expected = ", ".join(str(known.get(extent, "any")) for extent in extents)
@@ -293,9 +284,7 @@ def _check_layer(
                 f"{' or '.join(map(str, dtypes))} [{expected}]"
             )
     if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
-        raise Unsound(
-            f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}"
-        )
+        raise Unsound(f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}")
     starts = held.get("starts")
     if starts is not None and not bool(((starts >= 0) & (starts <= length)).all()):
         raise Unsound(

@@ -152,9 +152,7 @@ def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
 def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
     """Position of the token in each slot after `total` tokens."""
     slots = torch.arange(min(total, sinks + window), device=device)
-    return torch.where(
-        slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window
-    )
+    return torch.where(slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window)
 
 
 def slots_in_order(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:

@@ -28,9 +28,7 @@ class GrowingTensor:
     that nobody needs: those that are held cost a copy.
     """
 
-    def __init__(
-        self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH, most: int | None = None
-    ) -> None:
+    def __init__(self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH, most: int | None = None) -> None:
         """Empty, with room for `reserve` tokens.
 
         Args:

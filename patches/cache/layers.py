@@ -197,9 +197,7 @@ class KeptLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        self.change(
-            lambda tokens: tokens.repeat(repeats), lambda plain: plain.repeat_interleave(repeats, dim=0)
-        )
+        self.change(lambda tokens: tokens.repeat(repeats), lambda plain: plain.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
         """Forget all tokens. (Stock layers up to Transformers 5.17 keep their length and set the tokens to zero.)"""
@@ -231,9 +229,7 @@ class FullLayer(KeptLayer, DynamicLayer):
         count, first = key_states.shape[2], False
         if self.fixed and torch.compiler.is_compiling():
             if count > 1 or self.tokens is None:
-                stored: tuple[Any, Any] = prompts_are_stored_outside_graphs(
-                    self.update, key_states, value_states
-                )
+                stored: tuple[Any, Any] = prompts_are_stored_outside_graphs(self.update, key_states, value_states)
                 return stored
         else:
             past = self.held_length()

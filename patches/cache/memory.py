@@ -49,11 +49,7 @@ class CacheMemory:
 
     def __str__(self) -> str:
         """One line."""
-        kept = (
-            "in the model's dtype"
-            if self.stored == "model"
-            else f"as {self.stored}, {self.smaller:.2f} times less"
-        )
+        kept = "in the model's dtype" if self.stored == "model" else f"as {self.stored}, {self.smaller:.2f} times less"
         beside = f", {self.per_sequence:,} per sequence beside them" if self.per_sequence else ""
         some, heads = self.streaming
         streams = f"; {some} of {heads} key/value heads are streaming, and keep a window" if some else ""
@@ -79,10 +75,7 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
         sizes = widths(head_dim, layer.values.shape[3])
         # of a token and head: as it is stored, and as numbers
         own, plain = (
-            sum(
-                (dtype or layer.keys.dtype).itemsize * sizes.get(extent, 1)
-                for dtype, extent in parts.values()
-            )
+            sum((dtype or layer.keys.dtype).itemsize * sizes.get(extent, 1) for dtype, extent in parts.values())
             for parts in (PARTS[stored], PARTS["model"])
         )
         window = getattr(layer, "sliding_window", None)

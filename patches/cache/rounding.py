@@ -52,9 +52,7 @@ def write(
     mutates_args=("codes", "scale"),
     schema="(Tensor x, Tensor(a!) codes, Tensor(b!) scale, Tensor? mean, Tensor? along, Tensor at) -> ()",
 )
-def write_at(
-    x: Tensor, codes: Tensor, scale: Tensor, mean: Tensor | None, along: Tensor | None, at: Tensor
-) -> None:
+def write_at(x: Tensor, codes: Tensor, scale: Tensor, mean: Tensor | None, along: Tensor | None, at: Tensor) -> None:
     """`write` as an operator of torch, for graphs that are traced and may be captured: `at` stays on its device."""
     write(x, codes, scale, mean=mean, along=along, at=at)
 

@@ -87,9 +87,7 @@ class StreamingLayer(FullLayer):
             like = some_heads(key_states, heads), some_heads(value_states, heads)
             self.groups.append(HeadGroup(heads, Tokens(*like, self.stored, reserve, self.growth, most), span))
 
-    def attend(
-        self, module: nn.Module, request: AttentionRequest, forced: str | None, wanted: bool
-    ) -> Tensor:
+    def attend(self, module: nn.Module, request: AttentionRequest, forced: str | None, wanted: bool) -> Tensor:
         """What the layer's plan computes over its tokens; see `streams.attend_streams`."""
         from .streams import attend_streams  # imported here: a cache is made without what runs plans
 
@@ -118,16 +116,12 @@ class StreamingLayer(FullLayer):
         self._show(*self._surfaces(key_states, value_states))
         return self._surfaces(key_states, value_states, streams=self)
 
-    def _surfaces(
-        self, keys: Tensor, values: Tensor, streams: Any = None
-    ) -> tuple[StoredTensor, StoredTensor]:
+    def _surfaces(self, keys: Tensor, values: Tensor, streams: Any = None) -> tuple[StoredTensor, StoredTensor]:
         """The shape of all tokens, of as many sequences and channels as these have, without memory.
 
         The layer's own `keys` and `values` leave `streams` out: a layer that refers to itself would be freed late.
         """
-        full = (
-            like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]) for like in (keys, values)
-        )
+        full = (like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]) for like in (keys, values))
         key, value = (StoredTensor(one, None, one.shape[3], one.dtype, streams) for one in full)
         return key, value
 
@@ -231,9 +225,7 @@ class StreamingLayer(FullLayer):
             {name.partition(".")[2]: tensor for name, tensor in held.items() if name.startswith(f"{number}.")}
             for number, _ in enumerate(dict.fromkeys(self.spans))
         ]
-        like = [
-            one[:, :1].to(dtype).expand(-1, len(self.spans), -1, -1) for one in numbers_like(parts[0], dtype)
-        ]
+        like = [one[:, :1].to(dtype).expand(-1, len(self.spans), -1, -1) for one in numbers_like(parts[0], dtype)]
         self.lazy_initialization(*like)
         for part, group in zip(parts, self.groups, strict=True):
             group.tokens.take(part)

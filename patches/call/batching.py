@@ -91,9 +91,7 @@ def continuous_batching_runs_outside_graphs(attention: Any, /, *args: Any, **kwa
     return attention(*args, **kwargs)
 
 
-def _refuse(
-    module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]
-) -> None:
+def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
     """Refuses what is no step of continuous batching, before the cache is written to; see `attend_requests`."""
     from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
@@ -134,14 +132,10 @@ def _refuse(
         )
 
 
-def _updated(
-    cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Writes new keys and values to the engine's cache and returns all, `[1, num_kv_heads, kv_len, head_dim]`."""
     new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
-    if (
-        "kwargs" in inspect.signature(cache.update).parameters
-    ):  # from 5.19 on; it selects the layer's lengths, too
+    if "kwargs" in inspect.signature(cache.update).parameters:  # from 5.19 on; it selects the layer's lengths, too
         key, value = cache.update(**new, kwargs=kwargs)
         return key, value
     key, value = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])

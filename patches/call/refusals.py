@@ -100,9 +100,7 @@ def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 def _check_mask(query: Tensor, mask: Tensor) -> None:
     if mask.device != query.device:
-        raise ValueError(
-            f"attention_mask: got a tensor on {mask.device} for queries on {query.device}; move it there"
-        )
+        raise ValueError(f"attention_mask: got a tensor on {mask.device} for queries on {query.device}; move it there")
     if mask.layout != torch.strided or mask.dtype.is_complex or mask.ndim < 2:
         raise ValueError(
             f"attention_mask: got shape {tuple(mask.shape)}, {mask.dtype}, {mask.layout}, expected a dense tensor "
@@ -133,9 +131,7 @@ def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
             f"attention_mask: got {type(mask).__name__}, expected a tensor "
             "[batch, 1 or heads, q_len, kv_len] (boolean, True = attend, or added to the scores) or [batch, kv_len]"
         )
-    if mask.ndim != 4 or any(
-        size not in (1, extent) for size, extent in zip(mask.shape, extents, strict=True)
-    ):
+    if mask.ndim != 4 or any(size not in (1, extent) for size, extent in zip(mask.shape, extents, strict=True)):
         raise ValueError(
             f"attention_mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {extents} in "
             f"{type(module).__name__}; pass a mask of this call's queries and keys"

@@ -108,9 +108,7 @@ def adaattn_mask(
     return StructuredMask(structure, mask_device, by_positions, chunks)
 
 
-def _rules_of(
-    mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_offset: int
-) -> dict[str, Any] | None:
+def _rules_of(mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_offset: int) -> dict[str, Any] | None:
     """The rules of a mask function, counted from this call's first key; None where a dense mask must say them."""
     read = read_pattern(mask_function)
     if read is None or "causal" not in read or "key_padding" in read:

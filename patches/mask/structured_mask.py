@@ -48,9 +48,7 @@ class StructuredMask:
         """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
 
-    def once(
-        self, make: Callable[..., CallStructure], structure: CallStructure, *told: Tensor
-    ) -> CallStructure:
+    def once(self, make: Callable[..., CallStructure], structure: CallStructure, *told: Tensor) -> CallStructure:
         """Returns `make(structure, *told)`, made once for all layers of this forward pass that are told the same."""
         key = tuple(id(tensor) for tensor in told)
         if key not in self._made:

@@ -68,9 +68,7 @@ class UnsupportedModel(ValueError):
     """The model computes attention itself: no implementation can be chosen by name."""
 
 
-def unsupported(
-    who: str, how: str = "does not route its attention through Transformers' attention interface"
-) -> str:
+def unsupported(who: str, how: str = "does not route its attention through Transformers' attention interface") -> str:
     """Returns the message for a model that is not supported."""
     return (
         f"attn_implementation: got 'adaattn' for {who}, which {how}, so that no implementation can be "

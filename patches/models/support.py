@@ -48,9 +48,7 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
 
 def implementations(model: nn.Module) -> set[str]:
     """Returns the attention implementations of a model's towers."""
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
-    }
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
     return {name for name in found if isinstance(name, str)}
 

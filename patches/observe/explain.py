@@ -172,9 +172,7 @@ def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         ghost: Any = type(model)(copy.deepcopy(model.config))
     for part in ghost.to(dtype=dtype).eval().modules():
-        if isinstance(
-            part, PreTrainedModel
-        ):  # its warning would read the tokens, which are none of the user's
+        if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     return ghost
 
@@ -182,9 +180,7 @@ def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
 Calls = list[tuple[nn.Module, CallSpec, str | None]]
 
 
-def _choices(
-    path: str, ghost: nn.Module, phases: Iterator[tuple[str, Calls]], plan: Plan | None
-) -> list[LayerChoice]:
+def _choices(path: str, ghost: nn.Module, phases: Iterator[tuple[str, Calls]], plan: Plan | None) -> list[LayerChoice]:
     """Returns the choices of a model's layers, one for each phase and kind of call."""
     names = {module: f"{path}.{name}".strip(".") for name, module in ghost.named_modules()}
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
@@ -272,11 +268,7 @@ def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
         vision = getattr(config, "vision_config", config)
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return {
-            "pixel_values": torch.zeros(
-                (1, vision.num_channels, height, width), dtype=ghost.dtype, device="meta"
-            )
-        }
+        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), dtype=ghost.dtype, device="meta")}
     if ghost.main_input_name != "input_ids":
         raise ValueError(
             f"inputs: {type(ghost).__name__} reads {ghost.main_input_name!r}, which cannot be guessed; pass "

@@ -59,9 +59,7 @@ def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.
     """
     plan = plan_of(model)
     if plan is None:
-        raise ValueError(
-            "the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`"
-        )
+        raise ValueError("the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`")
     monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
     modules = {id(module): index for index, module in attention_modules(model, plan.model_type)}
 
@@ -83,7 +81,4 @@ def statistics(model: nn.Module) -> list[dict[str, Any]]:
     monitor: Monitor | None = next(found, None)
     if monitor is None:
         return []
-    return [
-        {**asdict(counters), "activation": counters.activation}
-        for _, counters in sorted(monitor.layers.items())
-    ]
+    return [{**asdict(counters), "activation": counters.activation} for _, counters in sorted(monitor.layers.items())]

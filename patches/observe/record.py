@@ -235,9 +235,7 @@ class AttentionRecord(Recorder):
         layers = [layer for layer in layers if phase in layer["phases"]]
         if not layers:
             seen = sorted({name for layer in self.layers.values() for name in layer.phases})
-            raise ValueError(
-                f"phase: got {phase!r}, expected one that was seen: {', '.join(seen) or 'none was'}"
-            )
+            raise ValueError(f"phase: got {phase!r}, expected one that was seen: {', '.join(seen) or 'none was'}")
         shown = {
             "entropy": "entropy (nats)",
             "sink_mass": f"mass on the first {SINK_KEYS} keys",

@@ -77,9 +77,7 @@ def compare(
     if program is None:
         count = min(ROWS, request.structure.q_len)
         rows = (
-            torch.linspace(0, request.structure.q_len - 1, count, dtype=torch.float32, device=out.device)
-            .round()
-            .long()
+            torch.linspace(0, request.structure.q_len - 1, count, dtype=torch.float32, device=out.device).round().long()
         )
         expected, answer = reference.attention(some_rows(request, rows)).out, out[:, rows]
         allowed = TOLERANCE[out.dtype]

@@ -97,9 +97,7 @@ class AdaAttnCallback(TrainerCallback):
         self._listening.enter_context(recording(self._tally))
         self._plan = plan_statistics(kwargs["model"])
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the numbers to the log that is being written."""
         numbers = {**self._tally.drained(), **self._plan}
         logs: dict[str, float] | None = kwargs.get("logs")

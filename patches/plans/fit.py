@@ -127,9 +127,7 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
         PlanError: It is on where the weights are.
     """
     device = known.weights.tensors[0].device.type
-    for kind in (
-        ("cpu", "cuda") if device == "meta" else (device,)
-    ):  # offloaded weights are moved for each pass
+    for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if torch.is_autocast_enabled(kind) and dtype != program.dtype:
             raise PlanError(
@@ -184,9 +182,7 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
     plan = Plan.from_dict(data)
     config: Any = module.config
     if plan.model_type != config.model_type:
-        raise PlanError(
-            f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}"
-        )
+        raise PlanError(f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}")
     check_versions(plan)
     refuse_other_configuration(plan.configuration, config)
     index = getattr(module, "layer_idx", None)
@@ -196,9 +192,7 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
     layer = plan.layer(index)
     depth = getattr(config, "num_hidden_layers", None)
     if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
-        raise PlanError(
-            f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model"
-        )
+        raise PlanError(f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model")
     if layer is None or index is None or layer.is_exact:
         return None
     if not isinstance(data, Allowed):

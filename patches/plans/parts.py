@@ -109,7 +109,5 @@ def module_dtype(module: nn.Module) -> str:
     found = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
     dtype = getattr(getattr(module, "config", None), "dtype", None) if found is None else found
     if not isinstance(dtype, torch.dtype):
-        raise PlanError(
-            f"{type(module).__name__} has no floating-point weights; a plan needs a model that has"
-        )
+        raise PlanError(f"{type(module).__name__} has no floating-point weights; a plan needs a model that has")
     return str(dtype).removeprefix("torch.")

@@ -23,11 +23,7 @@ def trained_positions(config: Any) -> int | None:
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
         return None
-    return (
-        positions - (text.pad_token_id or 0) - 1
-        if text.model_type in COUNT_FROM_BEHIND_PADDING
-        else positions
-    )
+    return positions - (text.pad_token_id or 0) - 1 if text.model_type in COUNT_FROM_BEHIND_PADDING else positions
 
 
 def stated_positions(config: Any) -> int | None:

@@ -20,9 +20,7 @@ from .replaced import replacements
 
 MOST = 8
 """Plans per model whose checks are remembered, the newest ones."""
-_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, int, dict[nn.Module, Seat]]]] = (
-    WeakKeyDictionary()
-)
+_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, int, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
 _open: Counter[nn.Module] = Counter()
 _lock = Lock()
 

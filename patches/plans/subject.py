@@ -52,9 +52,7 @@ class Subject:
         """What a plan for these layers is bound to."""
         _, first = next(attention_modules(self.model), (0, None))
         if first is None:
-            raise ValueError(
-                "the model has no attention modules with a layer_idx; a plan could not name its layers"
-            )
+            raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
         config: Any = first.config
         modules = dict(attention_modules(self.model, config.model_type))
         return Binding(

@@ -37,9 +37,7 @@ class Pass:
     costs: bool = True
 
 
-def arguments_of(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Every argument of a call by its name; a cache by the name that this forward has for it."""
     bound = signature.bind_partial(None, *args, **kwargs).arguments
     named: dict[str, Any] = {}
@@ -55,9 +53,7 @@ def arguments_of(
     return named
 
 
-def read_layout(
-    arguments: Mapping[str, Any], config: Any, *, pools_first: bool = False
-) -> PackedLayout | Pass:
+def read_layout(arguments: Mapping[str, Any], config: Any, *, pools_first: bool = False) -> PackedLayout | Pass:
     """The layout of a call's real tokens, or why the call is not packed.
 
     Args:
@@ -114,9 +110,7 @@ def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
 
 
 def _has_window(config: Any) -> bool:
-    return any(
-        getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention")
-    )
+    return any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention"))
 
 
 def has_cache(config: Any) -> bool:
@@ -216,9 +210,7 @@ def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor
     return real.cumsum(dim=1) * real - 1
 
 
-def _after_padding_index(
-    input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int
-) -> Tensor:
+def _after_padding_index(input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int) -> Tensor:
     """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
     if input_ids is None:
         return _columns(None, mask, like) + padding_index + 1

@@ -144,9 +144,7 @@ def _short(study: dict[str, Any]) -> list[str]:
             )
             lines += lines_of(met, percent(budget))
         unmet = Counter(record["sentence"] for record in mine if not record["met"])
-        lines += [
-            f"* {percent(budget)}: {count} of {len(mine)} seeds: {words}" for words, count in unmet.items()
-        ]
+        lines += [f"* {percent(budget)}: {count} of {len(mine)} seeds: {words}" for words, count in unmet.items()]
         lines += [
             f"    * seed {record['seed']}: inside on every held-out text; on the text of another kind it loses "
             f"{loss(elsewhere(record))}, at most {loss(elsewhere(record, 'upper'))}"
@@ -183,17 +181,11 @@ def _counted(records: Sequence[dict[str, Any]], budget: float, lengths: Sequence
     cells = [f"{len(met)} of {len(records)}", both]
     used = [max(v["upper"] for v in record["report"]["verdicts"]) / budget for record in met]
     for shares in (used, [elsewhere(record, "upper") / budget for record in other]):
-        words = (
-            (f"{value:.0%}" for value in (statistics.median(shares), min(shares), max(shares)))
-            if shares
-            else None
-        )
+        words = (f"{value:.0%}" for value in (statistics.median(shares), min(shares), max(shares))) if shares else None
         cells.append("{} ({} to {})".format(*words) if words else "–")
     for length in lengths:
         ratios = [record["ratio"][length] for record in met if length in record["ratio"]]
-        cells.append(
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–"
-        )
+        cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–")
     return cells
 
 
@@ -234,9 +226,7 @@ def _made(study: dict[str, Any]) -> list[str]:
         f"{settings.get('most_held_out', settings['held_out'])} held-out sequences per length and plan",
     ]
     if "prices" in study:
-        lines.append(
-            f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention"
-        )
+        lines.append(f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention")
         timed = study.get("speed", {}).get("provenance", made)
         if timed["device"] != "cpu" and _commit(timed) != _commit(made):
             lines.append(
@@ -364,9 +354,7 @@ def _peers(peers: dict[str, Any]) -> list[str]:
     lines = ["## Beside other libraries", "", *peers["words"], ""]
     if peers.get("rows"):
         head = ["what", *sorted(name for name in peers["rows"][0] if name != "what")]
-        rows = [
-            [row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]
-        ]
+        rows = [[row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]]
         lines += table(head, rows)
     return lines
 

@@ -58,9 +58,7 @@ def mean_keys(model: nn.Module, tokens: Tensor) -> dict[int, LayerTensors]:
     moments, base = Moments(), cast(Any, model.base_model)
     with tapping(moments.tap):
         base(input_ids=tokens, use_cache=False)
-    return {
-        index: LayerTensors(gram.key_mean.float().to(tokens.device)) for index, gram in moments.grams.items()
-    }
+    return {index: LayerTensors(gram.key_mean.float().to(tokens.device)) for index, gram in moments.grams.items()}
 
 
 def tokens_of(
@@ -73,9 +71,7 @@ def tokens_of(
     return torch.tensor([text.tokens for text in texts], device=model.device)
 
 
-def plan_of_record(
-    record: Mapping[str, Any], model: nn.Module, tensors: Mapping[int, LayerTensors] = NOTHING
-) -> Any:
+def plan_of_record(record: Mapping[str, Any], model: nn.Module, tensors: Mapping[int, LayerTensors] = NOTHING) -> Any:
     """Returns the plan of a seed's record for a model on this machine.
 
     Windows and blocks need nothing but their names, int8 mean keys; ranks need bases that a record does not hold.
@@ -104,17 +100,13 @@ def plan_of_record(
             settings["lengths"][-1],
             0,
             settings["dtype"],
-            [
-                family for family in settings["families"] if family in known_families()
-            ],  # others have left since
+            [family for family in settings["families"] if family in known_families()],  # others have left since
             settings["windows"],
         ).choices
     }
     labels = record["picks"]
     if len(labels) % len(modules):
-        raise UsageError(
-            f"record: has {len(labels)} units, expected a multiple of the model's {len(modules)} layers"
-        )
+        raise UsageError(f"record: has {len(labels)} units, expected a multiple of the model's {len(modules)} layers")
     unknown = sorted(set(labels) - set(known))
     if unknown:
         raise UsageError(f"record: takes {unknown}, expected choices without bases: {sorted(known)}")
@@ -300,15 +292,11 @@ def speed(
     model: study.Model,
     record: Annotated[list[str], typer.Option(help="A plan to time, NAME=FILE of `study seeds`.")],
     data: study.Data,
-    output: Annotated[
-        Path, typer.Option(help="The file of the figures; what it holds of other cells is kept.")
-    ],
+    output: Annotated[Path, typer.Option(help="The file of the figures; what it holds of other cells is kept.")],
     lengths: study.Lengths = "4096,8192",
     level: Annotated[str, typer.Option(help="attention, model, or both by a comma.")] = ",".join(LEVELS),
     rounds: Annotated[int, typer.Option(help="Rounds over the arms; the smallest time counts.")] = 2,
-    monitor: Annotated[
-        str | None, typer.Option(help="Name of a plan to time once more while it is watched.")
-    ] = None,
+    monitor: Annotated[str | None, typer.Option(help="Name of a plan to time once more while it is watched.")] = None,
     loss: Annotated[
         bool, typer.Option(help="Measure the KL of each plan on the text as well, of a single sequence.")
     ] = True,
@@ -329,9 +317,7 @@ def speed(
     }
     kept: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
     if kept.get("settings", words) != words:
-        raise UsageError(
-            f"output: {output} was measured with other settings; give another --output, or remove it"
-        )
+        raise UsageError(f"output: {output} was measured with other settings; give another --output, or remove it")
     kept |= {"settings": words, "provenance": provenance(torch.device(device))}
     for length in study.numbers(lengths):
         tokens = tokens_of(data, encode, length, loaded, batch)
@@ -346,10 +332,7 @@ def speed(
                 raise UsageError(f"level: got {name!r}, expected one of {', '.join(LEVELS)}")
             kept.setdefault(name, {})[shape] = cells
             study.write(output, kept)
-            typer.echo(
-                f"{name} {shape}: "
-                + ", ".join(f"{arm} {cell['seconds']:.2f} s" for arm, cell in cells.items())
-            )
+            typer.echo(f"{name} {shape}: " + ", ".join(f"{arm} {cell['seconds']:.2f} s" for arm, cell in cells.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

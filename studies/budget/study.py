@@ -118,9 +118,7 @@ def done(path: Path, settings: dict[str, Any]) -> bool:
         return False
     found = json.loads(path.read_text(encoding="utf-8"))["settings"]
     if found != settings:
-        raise UsageError(
-            f"output: {path} was measured with other settings; give another --output, or remove it"
-        )
+        raise UsageError(f"output: {path} was measured with other settings; give another --output, or remove it")
     return True
 
 
@@ -309,9 +307,7 @@ def seeds(
     device: Device = "cpu",
     threads: Threads = None,
     gguf_file: Gguf = None,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further seed is begun.")] = float(
-        "inf"
-    ),
+    limit: Annotated[float, typer.Option(help="Seconds after which no further seed is begun.")] = float("inf"),
 ) -> None:
     """Calibrate once per seed and budget, and keep what held-out text said. Exit code 3: the limit came first."""
     from adaattn_hf.calibration.arms import ModelArms

@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=sysconfig.get_path("stdlib"),
         help="default: Python's modules",
     )
-    parser.add_argument(
-        "pattern", nargs="?", default="*.py", help="what the files' names match; default: *.py"
-    )
+    parser.add_argument("pattern", nargs="?", default="*.py", help="what the files' names match; default: *.py")
     given = parser.parse_args(argv)
     records = documents(given.directory, given.pattern)
     write_atomically(given.target, "".join(json.dumps(record) + "\n" for record in records))

@@ -48,9 +48,7 @@ def compiled(section: Section) -> None:
         "causal, 2 × 2k, both passes": (llama, "sdpa", _rows(2048).expand(2, -1), True),
     }
     for name, (model, stock, mask, train) in cells.items():
-        section.add(
-            f"{name}, {LAYERS} layers", partial(_cell, model=model, stock=stock, mask=mask, train=train)
-        )
+        section.add(f"{name}, {LAYERS} layers", partial(_cell, model=model, stock=stock, mask=mask, train=train))
 
 
 def _rows(tokens: int, rows: int = 1) -> Tensor:

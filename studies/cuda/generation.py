@@ -100,10 +100,7 @@ def _cell(row: Cell, found: Any, plans: dict[str, Plan], mask: Tensor, room: int
         steps = clock.milliseconds()
         row[name] = statistics.median(steps)
         row.setdefault("quartiles", {})[name] = [round(number, 3) for number in quartiles(steps)[::2]]
-        if (
-            counted["graphs"] != (1 if ON_CUDA and not name.endswith("DynamicCache") else 0)
-            or counted["given up"]
-        ):
+        if counted["graphs"] != (1 if ON_CUDA and not name.endswith("DynamicCache") else 0) or counted["given up"]:
             notes.append(f"{name}: {counted['graphs']} graphs, captures given up: {counted['given up']}")
     if notes:
         row["note"] = "; ".join(notes)

@@ -170,9 +170,7 @@ def growing(section: Section) -> None:
             ways = ("sdpa", "fa3_fwd", "triton", "auto")
             whole = request(CallStructure(batch, 1, n + steps * len(ways), causal=True, q_offset=0))
             row["note"] = f"microseconds of a step, the host's included, over {steps} steps of new lengths"
-            for place, name in enumerate(
-                ways
-            ):  # torch keeps what it planned: every way has lengths of its own
+            for place, name in enumerate(ways):  # torch keeps what it planned: every way has lengths of its own
                 calls = [_shorter(whole, n + place * steps + step) for step in range(steps)]
                 why = () if name in ("sdpa", "auto") else refusals(name, calls[0])
                 if why:
@@ -260,13 +258,9 @@ def masks() -> dict[str, CallStructure]:
     documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
     return {
         "left-padded 8 × 4k": CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE)),
-        "packed 16 × 1k": CallStructure(
-            1, long, long, causal=True, q_segments=documents, k_segments=documents
-        ),
+        "packed 16 × 1k": CallStructure(1, long, long, causal=True, q_segments=documents, k_segments=documents),
         "window 1k at 16k": CallStructure(1, long, long, causal=True, window=length(1024)),
-        "512 queries behind 7.5k": CallStructure(
-            4, length(512), length(8192), causal=True, q_offset=length(7680)
-        ),
+        "512 queries behind 7.5k": CallStructure(4, length(512), length(8192), causal=True, q_offset=length(7680)),
         "static cache, 4k of 16k in use": CallStructure(
             8, 1, long, causal=True, q_offset=torch.tensor(n - 1, device=DEVICE)
         ),
@@ -280,9 +274,7 @@ def structures(section: Section) -> None:
         def cell(row: Cell, structure: CallStructure = structure) -> None:
             r = request(structure)
             groups = HEADS // KV_HEADS
-            mask = structure.visible(device=DEVICE).expand(
-                structure.batch, 1, structure.q_len, structure.kv_len
-            )
+            mask = structure.visible(device=DEVICE).expand(structure.batch, 1, structure.q_len, structure.kv_len)
             row["FLOP"] = 4.0 * HEADS * DIM * float(mask.sum())
 
             def exact() -> Tensor:

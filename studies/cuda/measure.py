@@ -167,9 +167,7 @@ class Section:
         self.cells.append(row)
         kept = {"setting": self.setting, "peaks": self.peaks, "seconds": self.seconds, "cells": self.cells}
         write_atomically(self.path, json.dumps(kept, indent=1) + "\n")
-        shown = {
-            key: round(x, 2) if isinstance(x, float) else x for key, x in row.items() if key != "profile"
-        }
+        shown = {key: round(x, 2) if isinstance(x, float) else x for key, x in row.items() if key != "profile"}
         sys.stdout.write(f"{time.perf_counter() - started:6.1f} s {shown}\n")
         sys.stdout.flush()
 

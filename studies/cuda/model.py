@@ -59,9 +59,7 @@ def mapped(record: dict[str, Any], model: Any) -> tuple[Plan, float]:
         for h in range(heads)
     ]
     settings = record["settings"] | {"lengths": [LONGEST], "dtype": "bfloat16" if ON_CUDA else "float32"}
-    plan: Plan = plan_of_record(
-        {"picks": picks, "settings": settings, "budget": record["budget"], "seed": 0}, model
-    )
+    plan: Plan = plan_of_record({"picks": picks, "settings": settings, "budget": record["budget"], "seed": 0}, model)
     windows = tuple(int(pick[1:].partition("+")[0]) if pick.startswith("w") else 0 for pick in picks)
     return plan, 1 / seen_share(32768, windows)
 
@@ -93,13 +91,9 @@ def model(section: Section) -> None:
     }
     ways: dict[str, tuple[str, Plan | None]] = {"sdpa": ("sdpa", None), "exact": ("adaattn", None)}
     ways |= {f"plan {name}": ("adaattn", plan) for name, (plan, _) in plans.items()}
-    reads = "; ".join(
-        f"plan {name}: {less:.2f} times fewer pairs at 32k" for name, (_, less) in plans.items()
-    )
+    reads = "; ".join(f"plan {name}: {less:.2f} times fewer pairs at 32k" for name, (_, less) in plans.items())
     for thousand in (8, 32, 128):
-        section.add(
-            f"prefill {thousand}k, ms", partial(_prefill, found=found, ways=ways, n=length(thousand * 1024))
-        )
+        section.add(f"prefill {thousand}k, ms", partial(_prefill, found=found, ways=ways, n=length(thousand * 1024)))
     for thousand in (8, 32, 128):
         section.add(
             f"decode behind {thousand}k, ms a step",

@@ -86,9 +86,7 @@ def _bert(row: Cell) -> None:
     layers, longest = (12, 512) if ON_CUDA else (2, 24)
     config = BertConfig(num_hidden_layers=layers)
     torch.manual_seed(0)
-    stock = BertModel._from_config(
-        config, dtype=DTYPE if ON_CUDA else torch.float32, attn_implementation="sdpa"
-    )
+    stock = BertModel._from_config(config, dtype=DTYPE if ON_CUDA else torch.float32, attn_implementation="sdpa")
     stock = stock.eval().to(DEVICE)
     real = torch.linspace(longest, 12, 16).round().long()
     mask = (torch.arange(longest)[None] < real[:, None]).long().to(DEVICE)

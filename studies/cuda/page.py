@@ -134,9 +134,7 @@ def _shown(row: Cell, column: str, peaks: Mapping[str, float]) -> str:
     if base is not None and base != value:
         text += f" ({base / value:.2f}×)"
     whole = column.startswith(("sdpa", "exact")) and (
-        row.get("ideal ×", 1.0) != 1.0
-        or "density" in row
-        or ("bytes" in row and not row["cell"].endswith(", exact"))
+        row.get("ideal ×", 1.0) != 1.0 or "density" in row or ("bytes" in row and not row["cell"].endswith(", exact"))
     )
     if whole or column == "sdpa, causal" or column.startswith("bf16, "):
         return text  # computes or reads more than the row asks for
@@ -158,8 +156,7 @@ def _remarks(rows: list[Cell]) -> list[str]:
             if key in row:
                 said.setdefault(str(row[key]), []).append(row["cell"])
     lines += [
-        f"* {what} ({'; '.join(cells) if len(cells) < 4 else f'{len(cells)} cells'})"
-        for what, cells in said.items()
+        f"* {what} ({'; '.join(cells) if len(cells) < 4 else f'{len(cells)} cells'})" for what, cells in said.items()
     ]
     for row in rows:
         if "profile" in row:

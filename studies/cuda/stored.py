@@ -54,9 +54,7 @@ def stored(section: Section) -> None:
         for thousand in (1, 8, 16, 32):
             for kind in BYTES:
 
-                def cell(
-                    row: Cell, batch: int = batch, n: int = length(thousand * 1024), kind: str = kind
-                ) -> None:
+                def cell(row: Cell, batch: int = batch, n: int = length(thousand * 1024), kind: str = kind) -> None:
                     _step(row, batch, n, kind)
 
                 section.add(f"{batch} × {thousand}k, {kind}", cell)

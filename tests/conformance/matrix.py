@@ -84,9 +84,7 @@ def install(python: Path, transformers: str, torch: str | None, tools: list[str]
     return None
 
 
-def run(
-    pair: str, torch: str | None, arguments: list[str], tools: Sequence[str] = ("-e", ".[dev]")
-) -> Outcome:
+def run(pair: str, torch: str | None, arguments: list[str], tools: Sequence[str] = ("-e", ".[dev]")) -> Outcome:
     """Returns how the suite went for `PYTHON:TRANSFORMERS`."""
     version, _, transformers = pair.partition(":")
     found = shutil.which(f"python{version}")
@@ -112,16 +110,13 @@ def run(
 def counts(line: str) -> dict[str, int]:
     """Returns outcome -> number of pytest's last line."""
     return {
-        name.rstrip("s"): int(number)
-        for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)
+        name.rstrip("s"): int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)
     }
 
 
 def ready(python: str, label: str | None, arguments: list[str], record: Path) -> Outcome:
     """Returns how pytest went in an environment as it is, and keeps it under its versions and `label`."""
-    asked = (
-        "import json, platform, torch, transformers as t; v = [platform.python_version(), torch.__version__]"
-    )
+    asked = "import json, platform, torch, transformers as t; v = [platform.python_version(), torch.__version__]"
     said = subprocess.run(
         [python, "-c", f"{asked}; print(json.dumps([*v, t.__version__]))"],
         capture_output=True,
@@ -136,9 +131,7 @@ def ready(python: str, label: str | None, arguments: list[str], record: Path) ->
         print(done.stdout[-4000:], done.stderr[-2000:], sep="\n", flush=True)
     line = last_line(done.stdout)
     kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    row = kept.setdefault(
-        " ".join(versions), dict(zip(("python", "torch", "transformers"), versions, strict=True))
-    )
+    row = kept.setdefault(" ".join(versions), dict(zip(("python", "torch", "transformers"), versions, strict=True)))
     ran = [argument for argument in arguments if argument.startswith("tests")] or ["tests"]
     for part in [label] if label else ran:
         row.setdefault("runs", {}).pop(part, None)
@@ -151,9 +144,7 @@ def ready(python: str, label: str | None, arguments: list[str], record: Path) ->
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", default=PAIRS, help="PYTHON:TRANSFORMERS, separated by commas")
     parser.add_argument("--torch", help="version of torch; the newest that fits when absent")
     parser.add_argument("--lowest", action="store_true", help="the lowest versions, and the core's tests")

@@ -43,9 +43,7 @@ def prepare(checkout: Path, sdist: Path, out: Path) -> None:
     """
     installed = metadata.version("transformers")
     if installed not in sdist.name:
-        raise ValueError(
-            f"sdist: got {sdist.name}, expected the source distribution of {installed}, as installed"
-        )
+        raise ValueError(f"sdist: got {sdist.name}, expected the source distribution of {installed}, as installed")
     out.mkdir(parents=True, exist_ok=True)
     archive = subprocess.run(
         ["git", "-C", str(checkout), "archive", "HEAD", "tests", "utils"], check=True, stdout=subprocess.PIPE
@@ -88,9 +86,7 @@ def name_what_is_missing(tests: Path, mixin: str) -> None:
     content = file.read_text()
     wanted: set[str] = set()
     for path in tests.glob("models/*/test_modeling_*.py"):
-        for names in re.findall(
-            rf"from \.\.\.{mixin} import (?:\(([^)]*)\)|(.*))", path.read_text(), re.MULTILINE
-        ):
+        for names in re.findall(rf"from \.\.\.{mixin} import (?:\(([^)]*)\)|(.*))", path.read_text(), re.MULTILINE):
             wanted |= {name.split(" as ")[0].strip() for part in names for name in part.split(",")} - {""}
     missing = sorted(name for name in wanted if not re.search(rf"\b{name}\b", content))
     file.write_text(content + "".join(f"{name} = None\n" for name in missing))

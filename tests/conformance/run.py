@@ -95,9 +95,7 @@ def run(suite: Path, results: Path, family: str, name: str, selection: str, limi
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "families", nargs="*", help="directories under tests/models; all of families.yaml by default"
-    )
+    parser.add_argument("families", nargs="*", help="directories under tests/models; all of families.yaml by default")
     parser.add_argument("--suite", type=Path, default=os.environ.get("ADAATTN_CONFORMANCE"))
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--names", default="sdpa,adaattn")

@@ -76,9 +76,7 @@ def summary(results: Results) -> list[str]:
     for family in sorted(results, key=lambda name: (order.index(kind_of(name)), name)):
         stock, ours = (outcomes(results[family][name]) for name in ("sdpa", NAME))
         bad = [t for t, o in stock.items() if o == GOOD and ours.get(t) in ("failed", "error")]
-        both = [
-            t for t, o in stock.items() if o in ("failed", "error") and ours.get(t) in ("failed", "error")
-        ]
+        both = [t for t, o in stock.items() if o in ("failed", "error") and ours.get(t) in ("failed", "error")]
         more = [t for t, o in ours.items() if o == GOOD and stock.get(t) != GOOD]
         calls = sum(test["calls"] for test in results[family][NAME]["tests"])
         note = "¹" if family in WITHOUT_STOCK_SDPA else ""
@@ -91,9 +89,7 @@ def summary(results: Results) -> list[str]:
 
 def matrix(results: Results) -> list[str]:
     """Returns family x group of tests, each cell `sdpa adaattn`: tests passed."""
-    counted = Counter(
-        group(t) for both in results.values() for t, o in outcomes(both["sdpa"]).items() if o == GOOD
-    )
+    counted = Counter(group(t) for both in results.values() for t, o in outcomes(both["sdpa"]).items() if o == GOOD)
     columns = [name for name, _ in counted.most_common()]
     lines = [
         "| family | " + " | ".join(str(n + 1) for n in range(len(columns))) + " |",
@@ -187,8 +183,7 @@ def with_versions(page: str, record: Path) -> str:
 def document(results: Results) -> str:
     """Returns the page."""
     versions = {
-        name: {str(b[i]["versions"][name]) for b in results.values() for i in b}
-        for name in ("transformers", "torch")
+        name: {str(b[i]["versions"][name]) for b in results.values() for i in b} for name in ("transformers", "torch")
     }
     stock_passed = sum(
         outcome == GOOD

@@ -45,9 +45,7 @@ def model_of(implementation: str, layers: int) -> Any:
 
 def step(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
     """One forward and backward pass."""
-    model(
-        input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False
-    ).loss.backward()
+    model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss.backward()
 
 
 def peak_bytes(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> int:
@@ -81,9 +79,7 @@ def seconds(model: Any, ids: torch.Tensor, mask: torch.Tensor, repeats: int) -> 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
@@ -91,9 +87,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids = torch.randint(3, 1024, (args.batch, args.length), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    ids = torch.randint(3, 1024, (args.batch, args.length), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.ones_like(ids)
     mask[0, args.length // 2 :] = 0
     rows: dict[tuple[str, bool], tuple[int, float]] = {}
@@ -101,9 +95,7 @@ def main() -> None:
         for checkpointed in (False, True):
             model = model_of(implementation, args.layers).to(device)
             if checkpointed:
-                enable = getattr(
-                    model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-                )
+                enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
                 enable({"use_reentrant": False})
             step(model, ids, mask)
             model.zero_grad(set_to_none=True)

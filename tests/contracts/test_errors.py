@@ -97,9 +97,7 @@ def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
     """A layer that computes `choice` in each of two key/value heads, on keys with `heads` of them."""
     program = Program(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
     x = torch.zeros(1, heads, 20, 4, requires_grad=requires_grad)
-    return execute.attend(
-        program, AttentionRequest(x, x, x, CallStructure(1, 20, 20, causal=True), scaling=0.5)
-    )
+    return execute.attend(program, AttentionRequest(x, x, x, CallStructure(1, 20, 20, causal=True), scaling=0.5))
 
 
 def run_with(**settings: Any) -> Any:
@@ -160,9 +158,7 @@ def calibrate_tiny(made: type[Any], length: int = 64, **more: Any) -> Any:
     config._attn_implementation = "adaattn"
     families = more.pop("families", CalibrationSettings().families)
     settings = CalibrationSettings(lengths=(length,), held_out=2, families=families)
-    return calibrate(
-        made(config), lambda text: [4 + ord(one) % 60 for one in text], [__file__], settings, **more
-    )
+    return calibrate(made(config), lambda text: [4 + ord(one) % 60 for one in text], [__file__], settings, **more)
 
 
 SIX = StructuredMask(CallStructure(1, 6, 6, causal=True), torch.device("cpu"))

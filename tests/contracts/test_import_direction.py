@@ -54,9 +54,7 @@ def within(name: str, room: str) -> bool:
 
 
 def floor_of(name: str) -> int | None:
-    found = [
-        (len(room), number) for number, rooms in enumerate(FLOORS) for room in rooms if within(name, room)
-    ]
+    found = [(len(room), number) for number, rooms in enumerate(FLOORS) for room in rooms if within(name, room)]
     return max(found)[1] if found else None
 
 

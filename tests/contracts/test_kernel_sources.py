@@ -28,9 +28,7 @@ def test_the_planned_kernel_takes_what_plans_hand_its_finder_of_tensors() -> Non
     """The kernel's own modules are built apart; this is the one function of theirs that the package calls."""
     source = (ROOT / "hub" / "adaattn" / "torch-ext" / "adaattn" / "forward.py").read_text(encoding="utf-8")
     finder = next(
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == "_no_tensors"
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "_no_tensors"
     )
     assert len(finder.args.args) == len(get_args(TensorsOf)[0])
 
@@ -46,15 +44,9 @@ def bound(tree: ast.Module) -> set[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):
-            waiting += [
-                child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node
-            ]
+            waiting += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
         else:
-            names |= {
-                one.id
-                for one in ast.walk(node)
-                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-            }
+            names |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     return names
 
 
@@ -85,11 +77,7 @@ def absent(modules: Mapping[str, Path], own: Mapping[str, Path]) -> Iterator[str
                 elif source is None or alias.name not in bound(trees[source]):
                     yield f"{inside}: {'.'.join([*base, alias.name])}"
         for node in ast.walk(trees[inside]):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in known
-            ):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
                 target = known[node.value.id]
                 if node.attr not in bound(trees[target]):
                     yield f"{inside}: {target.removesuffix('.py').replace('/', '.')}.{node.attr}"

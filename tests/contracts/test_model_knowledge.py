@@ -31,9 +31,7 @@ def named(path: Path, names: frozenset[str]) -> Iterator[str]:
 
 
 def test_the_core_reads_nothing_that_models_name() -> None:
-    found = [
-        place for path in sorted((ROOT / "adaattn_hf").rglob("*.py")) for place in named(path, OF_MODELS)
-    ]
+    found = [place for path in sorted((ROOT / "adaattn_hf").rglob("*.py")) for place in named(path, OF_MODELS)]
     assert found == []
 
 

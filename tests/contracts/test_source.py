@@ -14,9 +14,7 @@ from adaattn_hf.cli.main import COMMANDS
 from ..support.source_tree import ROOT, parsed, read_modules
 
 DRAWERS = {"utils", "util", "common", "helpers", "misc", "manager"}
-UNFINISHED = re.compile(
-    r"\b(TODO|FIXME|XXX|HACK|WIP)\b|not (yet )?implemented|placeholder|stub", re.IGNORECASE
-)
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|WIP)\b|not (yet )?implemented|placeholder|stub", re.IGNORECASE)
 ALLOWED_MENTIONS = re.compile(r"NotImplemented\b")
 
 
@@ -47,16 +45,11 @@ def placeholders(source: str) -> Iterator[str]:
             body = without_docstring(node.body)
             # a function that has nothing to do says so in its docstring, and that is its content
             lone = len(body) == 1 and (
-                isinstance(body[0], ast.Pass)
-                or (isinstance(body[0], ast.Expr) and ast.unparse(body[0]) == "...")
+                isinstance(body[0], ast.Pass) or (isinstance(body[0], ast.Expr) and ast.unparse(body[0]) == "...")
             )
             if lone and not is_protocol_or_abstract(node, parents):
                 yield f"{node.lineno}: {node.name} has no content"
-        if (
-            isinstance(node, ast.Raise)
-            and node.exc is not None
-            and "NotImplementedError" in ast.unparse(node.exc)
-        ):
+        if isinstance(node, ast.Raise) and node.exc is not None and "NotImplementedError" in ast.unparse(node.exc):
             yield f"{node.lineno}: raises NotImplementedError"
     for number, line in enumerate(source.splitlines(), 1):
         comment = line.partition("#")[2]
@@ -161,9 +154,7 @@ FLOATING = FACTORIES - {"arange", "randint", "randperm"}
 def leaves_the_dtype_open(source: str) -> Iterator[str]:
     """New tensors without a dtype: `torch.set_default_dtype` would decide it."""
     for node in ast.walk(parsed(source)):
-        if not isinstance(node, ast.Call) or not re.fullmatch(
-            r"torch\.\w+", called := ast.unparse(node.func)
-        ):
+        if not isinstance(node, ast.Call) or not re.fullmatch(r"torch\.\w+", called := ast.unparse(node.func)):
             continue
         name, names = called.removeprefix("torch."), {keyword.arg for keyword in node.keywords}
         numbers = [value for value in node.args if isinstance(value, (ast.Constant, ast.UnaryOp))]

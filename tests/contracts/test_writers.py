@@ -73,9 +73,7 @@ def printed(write: Callable[[Console], None]) -> str:
 
 def progressed(terminal: bool | None) -> str:
     """What an evaluation of a model of that name writes while it runs."""
-    made = Console(
-        width=400, color_system=None, file=io.StringIO(), force_terminal=terminal, _environ={"TERM": "x"}
-    )
+    made = Console(width=400, color_system=None, file=io.StringIO(), force_terminal=terminal, _environ={"TERM": "x"})
     with progress.shown_progress({f"{NASTY} on text": 1.0}, made) as told:
         told(f"{NASTY} on text", 1, 1)
     text = str(made.file.getvalue())  # type: ignore[attr-defined]
@@ -119,9 +117,7 @@ TERMINAL: dict[str, Callable[[], str]] = {
     "facts of a plan": lambda: "\n".join(grid.facts(planned())),
     "details of a plan": lambda: "\n".join(grid.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),
-    "a plan": lambda: printed(
-        lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)
-    ),
+    "a plan": lambda: printed(lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)),
     "a line of a command": lambda: printed(lambda console: progress.tell(console, NASTY)),
     "progress of an evaluation": lambda: progressed(None),
     "its bar": lambda: progressed(True),
@@ -204,12 +200,8 @@ def modules(root: Path) -> Iterator[Path]:
 
 
 def test_every_writer_is_known(checkout: Path) -> None:
-    found = {
-        p.relative_to(checkout).as_posix() for p in modules(checkout) if writes(p.read_text(encoding="utf-8"))
-    }
-    assert found == HERE | set(ELSEWHERE), (
-        "a module writes what people read: add a case here, or say who tests it"
-    )
+    found = {p.relative_to(checkout).as_posix() for p in modules(checkout) if writes(p.read_text(encoding="utf-8"))}
+    assert found == HERE | set(ELSEWHERE), "a module writes what people read: add a case here, or say who tests it"
 
 
 @pytest.mark.parametrize(

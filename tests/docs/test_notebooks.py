@@ -16,9 +16,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 def execute(notebook: nbformat.NotebookNode, place: Path) -> None:
     """Run all cells in a fresh kernel."""
-    client = NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(place)}}
-    )
+    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(place)}})
     client.execute()
 
 

@@ -32,9 +32,7 @@ WITH_RUN = [page for page in PAGES if any(block.run for block in blocks(page.rea
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
-def test_python_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, interpreter: WarmInterpreter
-) -> None:
+def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, interpreter: WarmInterpreter) -> None:
     code = "\n".join(block.code for block in python_blocks(page) if not block.needs)
     done = interpreter.run(code, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -103,9 +101,7 @@ def test_an_option_that_is_not_there_is_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_make_has_the_targets_that_a_page_names(page: Path) -> None:
-    targets = set(
-        re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     lines = command_lines(page.read_text(encoding="utf-8"), "make")
     assert {word for words in lines for word in words[1:] if "=" not in word} <= targets
 
@@ -119,9 +115,7 @@ def test_blocks_are_found_with_their_marks() -> None:
     assert (first.code, first.needs) == ("a = 1\n", "")
     assert (second.code, second.needs) == ("b = 2\n", "cuda")
     assert (third.language, third.code, third.run) == ("bash", "adaattn --version\n", True)
-    assert command_lines("```bash\nA=1 adaattn eval \\\n  M  # note\n```\n", "adaattn") == [
-        ["adaattn", "eval", "M"]
-    ]
+    assert command_lines("```bash\nA=1 adaattn eval \\\n  M  # note\n```\n", "adaattn") == [["adaattn", "eval", "M"]]
 
 
 def test_a_need_that_nobody_knows_is_an_error() -> None:
@@ -137,9 +131,7 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path, interpreter: WarmInterpre
 
 def test_no_program_sees_what_another_one_did(tmp_path: Path, interpreter: WarmInterpreter) -> None:
     interpreter.run("import adaattn_hf, os, torch; torch.set_grad_enabled(False); here = 1", tmp_path)
-    code = (
-        "import sys, torch; print('adaattn_hf' in sys.modules, torch.is_grad_enabled(), 'here' in globals())"
-    )
+    code = "import sys, torch; print('adaattn_hf' in sys.modules, torch.is_grad_enabled(), 'here' in globals())"
     assert interpreter.run(code, tmp_path).stdout == "False True False\n"
     assert interpreter.run("import os; os.kill(os.getpid(), 9)", tmp_path).returncode == -9
 

@@ -18,11 +18,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 def test_every_backend_is_in_the_table() -> None:
     page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
     table = page.partition("## Which backend?")[2].partition("\n```")[0]
-    named = {
-        name
-        for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)
-        for name in re.findall(r"`(\w+)`", row)
-    }
+    named = {name for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert named == set(BACKENDS) | {"native"}
 
 
@@ -74,9 +70,7 @@ def test_named_files_exist(document: Path) -> None:
 
 def test_a_dead_path_is_found(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
-    document.write_text(
-        "`adaattn_hf/attention/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n"
-    )
+    document.write_text("`adaattn_hf/attention/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n")
     assert dead_paths(document) == ["adaattn_hf/engine_manager.py"]
 
 

@@ -68,9 +68,7 @@ def _model(kind: str, vocabulary: int) -> tf.PreTrainedModel:
     if kind == "masked":
         return tf.BertForMaskedLM(tf.BertConfig(max_position_embeddings=40, **sizes))
     return tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, **sizes
-        )
+        tf.LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, **sizes)
     )
 
 

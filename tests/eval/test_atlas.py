@@ -83,9 +83,7 @@ def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     read = "document.querySelectorAll('canvas')[1].dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown'}));"
     assert re.search(r"query “.+”, key “.+”: [-0-9.e]+", drawn(page, read, tmp_path))
     press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}));"
-    press += (
-        "$('measure').value = 'rank'; $('measure').dispatchEvent(new Event('change')); $('theme').click();"
-    )
+    press += "$('measure').value = 'rank'; $('measure').dispatchEvent(new Event('change')); $('theme').click();"
     moved = drawn(page, press, tmp_path)
     assert "Layer 1, head 0" in moved
     assert "Rank for 99 % energy" in moved
@@ -126,17 +124,13 @@ def test_the_packages_text_is_for_the_packages_model_alone(
         (("--out", f"{__file__}/out"), 2, "cannot be made"),
     ],
 )
-def test_wrong_words_are_refused(
-    llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str
-) -> None:
+def test_wrong_words_are_refused(llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str) -> None:
     result = profile(llama, "--data", texts / "plain.txt", *words)
     assert result.exit_code == code, result.output
     assert says in result.output
 
 
-def test_a_head_that_is_not_there_is_refused_below_the_table_of_those_that_are(
-    llama: Path, texts: Path
-) -> None:
+def test_a_head_that_is_not_there_is_refused_below_the_table_of_those_that_are(llama: Path, texts: Path) -> None:
     """The measurement is not thrown away with it, and the error may point to it."""
     result = profile(llama, "--data", texts / "plain.txt", "--map", "9.0", "--decode", 0)
     assert result.exit_code == 2, result.output

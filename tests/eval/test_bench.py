@@ -149,9 +149,7 @@ def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) 
     assert result.exit_code == 0, result.output
     report = json.loads(output.read_text(encoding="utf-8"))
     assert_fits(report)
-    assert [cell["title"] for cell in report["cells"]] == [
-        f"{c['name']} (float32)" for c in [*ATTENTION, *WHOLE]
-    ]
+    assert [cell["title"] for cell in report["cells"]] == [f"{c['name']} (float32)" for c in [*ATTENTION, *WHOLE]]
     for cell in report["cells"]:
         assert set(cell["difference"]) == {"eager", "sdpa"}, cell["title"]
         assert max(cell["difference"].values()) < 1e-5, cell["title"]
@@ -175,9 +173,7 @@ def test_ctrl_c_keeps_the_finished_cells_and_says_so(tmp_path: Path) -> None:
     words = ["bench", "--grid", str(grid), "--rounds", "60", "--no-memory", "--output", str(output)]
     done = interrupted(words, output)
     assert done.returncode == 130, done.stderr
-    assert (
-        f"interrupted: finished cells are kept in {output}, where --only REGEX adds the others" in done.stderr
-    )
+    assert f"interrupted: finished cells are kept in {output}, where --only REGEX adds the others" in done.stderr
     kept = [cell["title"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"]]
     assert 1 <= len(kept) < 40
     assert kept[0] == "causal 20 (float32)"
@@ -186,9 +182,7 @@ def test_ctrl_c_keeps_the_finished_cells_and_says_so(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_sentence_and_keeps_the_finished_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid = write_grid(
-        tmp_path / "grid.yaml", *({"name": f"causal {size}", "q_len": size} for size in (20, 30))
-    )
+    grid = write_grid(tmp_path / "grid.yaml", *({"name": f"causal {size}", "q_len": size} for size in (20, 30)))
     output = tmp_path / "out.json"
 
     def full(path: Path, content: bytes | str) -> None:
@@ -314,9 +308,7 @@ def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> 
     assert "--overwrite" in refused.output
     assert json.loads(output.read_text(encoding="utf-8")) == after
     assert bench(*arguments, "--only", "padded", "--overwrite").exit_code == 0
-    assert [c["title"] for c in json.loads(output.read_text(encoding="utf-8"))["cells"]] == [
-        "padded (float32)"
-    ]
+    assert [c["title"] for c in json.loads(output.read_text(encoding="utf-8"))["cells"]] == ["padded (float32)"]
 
 
 def test_files_that_would_be_lost_or_are_no_reports_are_refused(tmp_path: Path) -> None:
@@ -353,9 +345,7 @@ def test_a_place_that_permissions_alone_allow_is_told_before_anything_is_measure
     assert "output: /proc cannot be written to" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    "text", ["[1, 2]", "cells: 3", "a: [", "cells: [{name: x, dtypes: [float32]}]\ndefaults: {}"]
-)
+@pytest.mark.parametrize("text", ["[1, 2]", "cells: 3", "a: [", "cells: [{name: x, dtypes: [float32]}]\ndefaults: {}"])
 def test_a_grid_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text(text)
@@ -381,9 +371,7 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
         read_grid(write_grid(tmp_path / "bad.yaml", {"name": "causal", "q_len": 8, "kv_length": 9}))
 
 
-def test_a_stock_implementation_that_refuses_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stock_implementation_that_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def works(cell: Any, grid: Any, device: Any) -> Any:
         def make(name: str) -> Any:
             if name == "eager":
@@ -395,9 +383,7 @@ def test_a_stock_implementation_that_refuses_is_reported(
     monkeypatch.setattr(bench_module, "ways", works)
     monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
     grid = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8}))
-    found = bench_module.run_cell(
-        grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False)
-    )
+    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False))
     assert found["refused"] == {"eager": "not this shape"}
     assert found["best"] == "sdpa"
     with pytest.raises(NotImplementedError):  # ours may not refuse
@@ -408,9 +394,7 @@ def test_our_backend_that_cannot_serve_a_cell_is_a_sentence(tmp_path: Path) -> N
     grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
     result = bench("--grid", grid, "--ours", "adaattn_triton")
     assert result.exit_code == 2, result.output
-    assert (
-        "ours: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'" in result.stderr
-    )
+    assert "ours: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'" in result.stderr
 
 
 def test_the_grid_of_the_package_covers_what_it_promises() -> None:

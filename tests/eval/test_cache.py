@@ -28,10 +28,7 @@ def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(llama: Path) -> 
     assert 1e-9 < eight < 1e-2
     page = report.markdown([reports["int8"]])
     assert ", cache int8\n" in page
-    assert (
-        "* Cache: windows are read in pieces of 7 tokens, by the tested arm over an `AdaAttnCache` of int8"
-        in page
-    )
+    assert "* Cache: windows are read in pieces of 7 tokens, by the tested arm over an `AdaAttnCache` of int8" in page
     assert "Cache:" not in report.markdown([evaluated(llama, None)])
 
 

@@ -202,9 +202,7 @@ def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> 
     assert (forced.exit_code, "would be random" in forced.output) == (4, True)
 
 
-def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(
-    llama: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path)
     result = invoke("eval", llama, *data, "--impl", "adaattn_fa2", "--device", "cpu")
     assert result.exit_code == 4
@@ -277,9 +275,7 @@ def test_an_unknown_name_without_a_near_one_lists_all() -> None:
     assert unknown("x", "zzz", ["b", "a"], "Do this.") == "x: got 'zzz', expected one of a, b. Do this."
 
 
-def test_the_script_in_the_checkout_is_the_command(
-    checkout: Path, llama: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, texts: Path, tmp_path: Path) -> None:
     script = checkout / "eval" / "perplexity.py"
     if not script.exists():
         pytest.skip("runs from a checkout alone")

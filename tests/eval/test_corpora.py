@@ -33,9 +33,7 @@ def test_wikitext_from_a_raw_file(texts: Path) -> None:
 def test_wikitext_from_rows_of_pages_or_lines(tmp_path: Path, texts: Path, field: str) -> None:
     raw = (texts / "pages.txt").read_text(encoding="utf-8")
     lines = [line if line.strip() else "" for line in raw.splitlines(keepends=True)]
-    rows = (
-        [{"page": p} for p in wikitext.split_pages(raw)] if field == "page" else [{"text": t} for t in lines]
-    )
+    rows = [{"page": p} for p in wikitext.split_pages(raw)] if field == "page" else [{"text": t} for t in lines]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     from_rows, from_file = corpora.load(f"wikitext:{path}"), corpora.load(f"wikitext:{texts / 'pages.txt'}")

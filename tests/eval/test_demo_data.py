@@ -38,9 +38,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 def test_everything_together_is_at_most_8_mb() -> None:
-    files = [
-        path for folder in DATA.iterdir() if folder.is_dir() for path in folder.rglob("*") if path.is_file()
-    ]
+    files = [path for folder in DATA.iterdir() if folder.is_dir() for path in folder.rglob("*") if path.is_file()]
     kept = [path for path in files if "__pycache__" not in path.parts]
     assert {path.parent.name for path in kept} == {*demo.DEMO_MODELS.values(), "text-sample"}
     assert sum(path.stat().st_size for path in kept) <= 8_000_000
@@ -55,9 +53,7 @@ def test_model_loads_in_fp32_and_is_what_its_record_says(name: str) -> None:
     assert model.num_parameters() == facts["parameters"]
     assert model.config.num_attention_heads >= 4
     assert name != "llama" or 1 < model.config.num_key_value_heads < model.config.num_attention_heads
-    assert (
-        f"{facts['figures']['nll']['heldout']:.3f}" in (demo.demo_model_path(name) / "README.md").read_text()
-    )
+    assert f"{facts['figures']['nll']['heldout']:.3f}" in (demo.demo_model_path(name) / "README.md").read_text()
 
 
 def test_held_out_documents_were_not_trained_on() -> None:

@@ -105,9 +105,7 @@ def test_their_command_line_knows_our_model(
 ) -> None:
     their_task("wikitext", "page", PAGES, tmp_path)
     (tmp_path / "wikitext.yaml").rename(tmp_path / "own_pages.yaml")
-    text = (
-        (tmp_path / "own_pages.yaml").read_text(encoding="utf-8").replace("task: wikitext", "task: own_pages")
-    )
+    text = (tmp_path / "own_pages.yaml").read_text(encoding="utf-8").replace("task: wikitext", "task: own_pages")
     (tmp_path / "own_pages.yaml").write_text(text, encoding="utf-8")
     arguments = ["--model", "adaattn", "--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"]
     arguments += [

@@ -23,14 +23,10 @@ def test_a_plan_is_handed_over_by_model_args(llama: Path, tmp_path: Path) -> Non
 
     def perplexity(plan: str) -> float:
         arguments = f"pretrained={llama},dtype=float32,plan={plan}"
-        found = theirs(
-            lm_eval_model.NAME, "wikitext", manager, model_args=arguments, device="cpu", batch_size=1
-        )
+        found = theirs(lm_eval_model.NAME, "wikitext", manager, model_args=arguments, device="cpu", batch_size=1)
         return found["word_perplexity"]
 
     exact, planned = perplexity("none"), perplexity(plan)
     assert exact == pytest.approx(ours(llama, corpus)["word_perplexity"], rel=1e-6)
-    assert planned == pytest.approx(
-        ours(llama, corpus, impl="adaattn", plan=plan)["word_perplexity"], rel=1e-5
-    )
+    assert planned == pytest.approx(ours(llama, corpus, impl="adaattn", plan=plan)["word_perplexity"], rel=1e-5)
     assert abs(planned / exact - 1) > 1e-4

@@ -35,9 +35,7 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
     """A window in one of two key/value heads of one of two layers."""
     module = dict(attention_modules(loaded.model, "llama"))[1]
     layer = LayerPlan(1, hashes.weight_hash(module), (make_choice("window", window), EXACT))
-    verified = Verified(
-        True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
-    )
+    verified = Verified(True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed")
     return Plan(
         PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), "float32", "0.1.0",
         "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
@@ -229,9 +227,7 @@ def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
     assert attach.plan_of(other) == Plan.from_pretrained(plan)
 
 
-def test_no_room_for_a_batch_is_a_sentence(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_a_batch_is_a_sentence(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

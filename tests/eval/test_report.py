@@ -174,8 +174,7 @@ def test_peak_bytes_follow_the_batch(llama: Path) -> None:
     loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.wikitext_corpus(PAGES, "own pages")
     peaks = [
-        runner.measure(loaded, corpus, Settings(impl="eager", context=n)).memory[0]["peak_bytes"]
-        for n in (16, 64)
+        runner.measure(loaded, corpus, Settings(impl="eager", context=n)).memory[0]["peak_bytes"] for n in (16, 64)
     ]
     assert peaks[1] > 3 * peaks[0]
 

@@ -99,9 +99,7 @@ def test_perplexity_does_not_depend_on_the_batch_size(
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("impl", ["eager", "adaattn"])
-def test_padding_changes_no_number(
-    request: pytest.FixtureRequest, kind: str, padding: str, impl: str
-) -> None:
+def test_padding_changes_no_number(request: pytest.FixtureRequest, kind: str, padding: str, impl: str) -> None:
     directory = request.getfixturevalue(kind)
     alone = measured(directory, passages(), impl=impl).tokens.scores
     padded = measured(directory, passages(), impl=impl, batch_size=4, padding=padding).tokens.scores
@@ -140,9 +138,7 @@ def test_strided_windows_are_the_loop_of_transformers(llama: Path, stride: int) 
     """Its documentation's page on perplexity, written out: the loss of each window times what it scores."""
     context, loaded = 16, checkpoint.load(llama, dtype="float32", device="cpu")
     corpus = corpora.text_corpus(["the lamp and the keeper of the light " * 5], "here", "x")
-    task = tasks.build(
-        loaded, corpus, Settings(windows="strided", context=context, stride=stride, add_bos=False)
-    )
+    task = tasks.build(loaded, corpus, Settings(windows="strided", context=context, stride=stride, add_bos=False))
     ids = torch.tensor([loaded.tokenizer.encode(corpus.documents[0].text, add_special_tokens=False)])
     loaded.model.set_attn_implementation("eager")
     total, count, before = 0.0, 0, 0
@@ -159,9 +155,7 @@ def test_strided_windows_are_the_loop_of_transformers(llama: Path, stride: int) 
         if end == ids.shape[1]:
             break
     assert sum(len(window.targets) for window in task.windows) == count > 40
-    found = measured(
-        llama, corpus, windows="strided", context=context, stride=stride, add_bos=False
-    ).tokens.scores.nll
+    found = measured(llama, corpus, windows="strided", context=context, stride=stride, add_bos=False).tokens.scores.nll
     assert found.shape[1] == count
     for arm in found:
         assert arm.sum() == pytest.approx(total, rel=1e-6)

@@ -17,9 +17,7 @@ def test_two_processes_measure_what_one_does(llama: Path, texts: Path, tmp_path:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = (
-        f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
-    )
+    launch = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     outputs = []
     for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launch} -m adaattn_hf.cli.main")):
         words = [
@@ -41,12 +39,8 @@ def test_two_processes_measure_what_one_does(llama: Path, texts: Path, tmp_path:
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-    reports = [
-        json.loads((tmp_path / name / "wikitext" / "report.json").read_text()) for name in ("one", "two")
-    ]
+    reports = [json.loads((tmp_path / name / "wikitext" / "report.json").read_text()) for name in ("one", "two")]
     assert reports[0]["quality"] == reports[1]["quality"]
     assert outputs[1].count("reports: ") == 1  # one of them speaks
-    journals = [
-        (tmp_path / name / "wikitext" / "journal.jsonl").read_text().splitlines() for name in ("one", "two")
-    ]
+    journals = [(tmp_path / name / "wikitext" / "journal.jsonl").read_text().splitlines() for name in ("one", "two")]
     assert len(journals[0]) == len(journals[1]) > 10

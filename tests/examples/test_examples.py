@@ -18,16 +18,12 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def test_generate_says_the_same_as_stock(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_says_the_same_as_stock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "generate.py", "--tokens", "12")
     assert "same tokens as stock sdpa: True" in capsys.readouterr().out
 
 
-def test_perplexity_prints_both_arms(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_perplexity_prints_both_arms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "perplexity.py", "--tokens", "1200")
     lines = capsys.readouterr().out.splitlines()
     stock, tested = (
@@ -44,9 +40,7 @@ def test_perplexity_reads_a_users_file(
 ) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("The Congress met. The President spoke to the Congress. " * 8)
-    run(
-        monkeypatch, "perplexity.py", str(ROOT / "eval" / "demo" / "model-llama"), str(text), "--tokens", "64"
-    )
+    run(monkeypatch, "perplexity.py", str(ROOT / "eval" / "demo" / "model-llama"), str(text), "--tokens", "64")
     assert "adaattn: perplexity" in capsys.readouterr().out
 
 
@@ -60,7 +54,4 @@ def test_trainer_lowers_the_loss_and_writes_a_stock_checkpoint(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss")]
     before, after = float(line.split()[2]), float(line.split()[4])
     assert after < before - 1e-3
-    assert (
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").config.model_type
-        == "llama"
-    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").config.model_type == "llama"

@@ -61,9 +61,7 @@ def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None
     with adaattn_hf.continuous_batching(found):
         answers = together(found, prompts, use_cuda_graph=False)
     settings = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    right = [
-        found.generate(torch.tensor([ids]).cuda(), **settings)[0, len(ids) :].tolist() for ids in prompts
-    ]
+    right = [found.generate(torch.tensor([ids]).cuda(), **settings)[0, len(ids) :].tolist() for ids in prompts]
     assert answers == right
 
 
@@ -88,9 +86,7 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
         torch.testing.assert_close(out[:, q].double(), right, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.skipif(
-    Version(tf.__version__) < Version("5.19"), reason="the engine logs what a step raises, and goes on"
-)
+@pytest.mark.skipif(Version(tf.__version__) < Version("5.19"), reason="the engine logs what a step raises, and goes on")
 def test_captured_steps_are_refused_with_the_way_out() -> None:
     found = model()
     with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found):

@@ -57,9 +57,7 @@ def structures() -> dict[str, CallStructure]:
         "left padding": CallStructure(3, n, n, causal=True, key_padding=left),
         "right padding": CallStructure(3, n, n, key_padding=left.flip(1)),
         "padded decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1, key_padding=left),
-        "padded prefill behind a past": CallStructure(
-            3, 40, n, causal=True, q_offset=n - 40, key_padding=left
-        ),
+        "padded prefill behind a past": CallStructure(3, 40, n, causal=True, q_offset=n - 40, key_padding=left),
         "holes": CallStructure(3, n, n, causal=True, key_padding=holes),
         "documents": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
         "chunks": CallStructure(3, n, n, causal=True, chunk=50),
@@ -167,9 +165,7 @@ def test_half_precision_gradients(name: str) -> None:
 
     ours = gradients(lambda r: BACKENDS["sdpa"].attend(r).out, *leaves)
     eager = gradients(lambda r: BACKENDS["eager"].attend(r).out, *leaves)
-    true = gradients(
-        lambda r: reference.attention(r).out, *(t.detach().double().requires_grad_() for t in leaves)
-    )
+    true = gradients(lambda r: reference.attention(r).out, *(t.detach().double().requires_grad_() for t in leaves))
     for a, e, b in zip(ours, eager, true, strict=True):
         assert (a - b).abs().max() <= 2 * (e - b).abs().max() + 2**-7 * b.abs().max()
 
@@ -288,9 +284,7 @@ def test_an_offloaded_cache_waits_for_what_reads_it(stored: str) -> None:
     assert float((ours - theirs).abs().max() / theirs.std()) < (1e-4 if stored == "model" else 0.05)
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # torch warns of its own imports and of the empty graph it warms up with
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own imports and of the empty graph it warms up with
 @pytest.mark.parametrize("stored", ["static", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> None:
@@ -328,9 +322,7 @@ def test_capped_scores_of_a_compiled_model_err_no_more_than_stock() -> None:
     found = {}
     for name in ("eager", "adaattn"):
         torch.manual_seed(0)
-        found[name] = (
-            tf.Gemma2ForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).cuda().eval()
-        )
+        found[name] = tf.Gemma2ForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).cuda().eval()
     ids = torch.randint(3, 64, (2, 60), device="cuda")
     with torch.no_grad():
         truth = found["eager"](ids, use_cache=False).logits
@@ -368,9 +360,7 @@ def test_generation_as_transformers_compiles_it(name: str, plan: int, rows: int)
     assert counters["stats"]["unique_graphs"] <= (1 if name == "llama" else 2)
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # torch warns of its own imports and of the empty graph it warms up with
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own imports and of the empty graph it warms up with
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_a_forward_pass_can_be_captured(side: str) -> None:
     """Without a compiler: `torch.cuda.graph` around the model, replayed over other tokens."""
@@ -400,10 +390,7 @@ def test_half_precision_errs_no_more_than_stock() -> None:
     with torch.no_grad():
         truth = stock(ids, attention_mask=mask).logits.double()
         stock, ours = stock.bfloat16(), ours.bfloat16()
-        errors = [
-            (model(ids, attention_mask=mask).logits - truth)[mask.bool()].abs().max()
-            for model in (stock, ours)
-        ]
+        errors = [(model(ids, attention_mask=mask).logits - truth)[mask.bool()].abs().max() for model in (stock, ours)]
     band = torch.finfo(torch.bfloat16).eps * truth.abs().max()
     assert errors[1] <= 2 * errors[0] + band
     flash = [name for name in ("fa3", "fa3_fwd", "fa2") if not BACKENDS[name].missing()]
@@ -428,9 +415,7 @@ def test_a_forced_backend_refuses_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("adjoin", [False, True])
 @pytest.mark.parametrize("name", ["decode", "long decode", "padded decode", "device offset"])
-def test_a_step_reads_the_codes_of_a_cache(
-    name: str, adjoin: bool, dtype: torch.dtype, bits: int, dim: int
-) -> None:
+def test_a_step_reads_the_codes_of_a_cache(name: str, adjoin: bool, dtype: torch.dtype, bits: int, dim: int) -> None:
     """Rows of codes adjoin in a cache's own tensors, and do not where a layer laid them out."""
     request = make(structures()[name], dtype, dim)
     key, value = request.key.float(), request.value.float()

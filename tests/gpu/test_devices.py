@@ -103,9 +103,7 @@ def test_calls(name: str, backend: str) -> None:
     asked = CALLS[name]()
     skip_if_refused(backend, asked)
     # kernels of others may share their work out otherwise each time
-    out = whichever_is_current(
-        lambda: BACKENDS[backend].attend(asked).out, 0.0 if backend == "triton" else ROUNDING
-    )
+    out = whichever_is_current(lambda: BACKENDS[backend].attend(asked).out, 0.0 if backend == "triton" else ROUNDING)
     assert out.device == torch.device(SECOND)
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
@@ -129,9 +127,7 @@ def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> No
 def test_a_launch_by_the_copy_engine(per_head: HeadRules | None, dim: int) -> None:
     asked = draw(causal(), dim, per_head)
     launch = BACKENDS["triton"].prepare(spec_of(asked), asked.per_head)
-    out = whichever_is_current(
-        lambda: launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
-    )
+    out = whichever_is_current(lambda: launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure))
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
 

@@ -45,15 +45,11 @@ STRUCTURES: dict[str, Callable[[int], CallStructure]] = {
     "whole documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 256)),
     "documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 230)),
     "documents, not causal": lambda n: CallStructure(2, n, n, **_documents(n, 331)),
-    "some short documents": lambda n: CallStructure(
-        1, n, n, causal=True, **_uneven(n, 300, 20, 0, 129, 127, 64)
-    ),
+    "some short documents": lambda n: CallStructure(1, n, n, causal=True, **_uneven(n, 300, 20, 0, 129, 127, 64)),
     "right padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n).flip(1)),
     "static cache, odd": lambda n: CallStructure(2, 140, n, causal=True, q_offset=361),
     "window over documents": lambda n: CallStructure(2, n, n, causal=True, window=150, **_documents(n, 331)),
-    "sinks over documents": lambda n: CallStructure(
-        2, n, n, causal=True, window=99, sinks=130, **_documents(n, 331)
-    ),
+    "sinks over documents": lambda n: CallStructure(2, n, n, causal=True, window=99, sinks=130, **_documents(n, 331)),
 }
 WINDOWS = {
     "narrow": ((40, 0), (5, 0)),
@@ -82,9 +78,7 @@ def _documents(n: int, length: int) -> dict[str, torch.Tensor]:
     return {"q_segments": numbers, "k_segments": numbers}
 
 
-def drawn(
-    structure: CallStructure, dim: int, heads: int, dtype: torch.dtype, **extra: Any
-) -> AttentionRequest:
+def drawn(structure: CallStructure, dim: int, heads: int, dtype: torch.dtype, **extra: Any) -> AttentionRequest:
     def draw(length: int, count: int) -> torch.Tensor:
         return torch.randn(structure.batch, length, count, dim, device="cuda").to(dtype).transpose(1, 2)
 
@@ -170,15 +164,11 @@ def test_windows_of_64_channels(name: str, any_length: None) -> None:
 
 @pytest.mark.parametrize("rules", [None, "narrow"])
 @pytest.mark.parametrize(("dim", "heads"), [(128, 8), (64, 6)])
-def test_what_is_not_a_number_stays_in_its_document(
-    dim: int, heads: int, rules: str | None, any_length: None
-) -> None:
+def test_what_is_not_a_number_stays_in_its_document(dim: int, heads: int, rules: str | None, any_length: None) -> None:
     """A weight of 0 would not keep it out: nothing behind a document may be brought with its last tile."""
     extra = {} if rules is None else {"per_head": HeadRules(*WINDOWS[rules], ("model",) * 2)}
     n = 1000
-    whole = drawn(
-        CallStructure(1, n, n, causal=True, **_uneven(n, 300, 401, 20)), dim, heads, torch.bfloat16, **extra
-    )
+    whole = drawn(CallStructure(1, n, n, causal=True, **_uneven(n, 300, 401, 20)), dim, heads, torch.bfloat16, **extra)
     expected = served(whole, "specialised").out
     for start, stop in ((0, 300), (300, 701), (701, 721), (721, n)):
         lost = replace(whole, key=whole.key.clone(), value=whole.value.clone())

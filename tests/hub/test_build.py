@@ -59,9 +59,7 @@ def test_a_changed_copy_is_seen(builder: dict[str, Any], repositories: Path, tmp
     ]
 
 
-@pytest.mark.parametrize(
-    "line", ["import numpy", "from adaattn_hf.config import settings_in", "from .... import x"]
-)
+@pytest.mark.parametrize("line", ["import numpy", "from adaattn_hf.config import settings_in", "from .... import x"])
 def test_an_import_that_leads_out_is_refused(builder: dict[str, Any], tmp_path: Path, line: str) -> None:
     module = tmp_path / "call.py"
     module.write_text(f"def later():\n    {line}\n")
@@ -70,9 +68,7 @@ def test_an_import_that_leads_out_is_refused(builder: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_process_with_the_kernel_holds_nothing_of_the_package_or_transformers(
-    repositories: Path, name: str
-) -> None:
+def test_a_process_with_the_kernel_holds_nothing_of_the_package_or_transformers(repositories: Path, name: str) -> None:
     (directory,) = (repositories / name / "build").glob(CPU)
     code = (
         "import importlib.util, sys\n"

@@ -61,9 +61,7 @@ def test_the_output_can_be_viewed_as_one_row_a_token(serve: Serve, traced: bool)
 
 
 def test_a_bias_that_is_not_dense_is_refused(serve: Serve) -> None:
-    with pytest.raises(
-        ValueError, match=r"position_bias: got .*sparse_coo.*, expected a dense floating-point tensor"
-    ):
+    with pytest.raises(ValueError, match=r"position_bias: got .*sparse_coo.*, expected a dense floating-point tensor"):
         serve(Layer(), *drawn(1), None, position_bias=torch.eye(9).to_sparse())
 
 
@@ -103,9 +101,7 @@ def test_documents_that_cannot_be_are_refused(serve: Serve, borders: list[int], 
         ({"cache": object()}, "cache: Layer keeps its keys in a paged cache"),
     ],
 )
-def test_what_changes_a_call_and_is_not_served_is_refused(
-    serve: Serve, keywords: dict[str, Any], words: str
-) -> None:
+def test_what_changes_a_call_and_is_not_served_is_refused(serve: Serve, keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         serve(Layer(), *drawn(1), None, **keywords)
 
@@ -121,9 +117,7 @@ def test_masks_that_say_nothing_are_refused(serve: Serve, mask: Tensor) -> None:
 def test_a_mask_of_more_keys_than_there_are_is_refused(serve: Serve) -> None:
     """A layer with a window keeps its last keys alone; the first columns of a mask of all are not theirs."""
     for mask in (torch.ones(1, 1, 9, 12, dtype=torch.bool), torch.zeros(1, 1, 9, 12)):
-        with pytest.raises(
-            ValueError, match=r"attention_mask: got shape \(1, 1, 9, 12\), expected one that bro"
-        ):
+        with pytest.raises(ValueError, match=r"attention_mask: got shape \(1, 1, 9, 12\), expected one that bro"):
             serve(Layer(), *drawn(1), mask)
 
 

@@ -44,9 +44,7 @@ def oracle(
         1, q.shape[0], k.shape[0], causal, k.shape[0] - q.shape[0], None if window[0] < 0 else window[0] + 1
     )
     query, key, value = (t[None].transpose(1, 2) for t in (q, k, v))
-    request = AttentionRequest(
-        query, key, value, structure, q.shape[2] ** -0.5, softcap=cap, sink_logits=sink
-    )
+    request = AttentionRequest(query, key, value, structure, q.shape[2] ** -0.5, softcap=cap, sink_logits=sink)
     answer = reference.attention(request)
     return answer.out[0], answer.lse[0]
 
@@ -326,9 +324,7 @@ def test_tensors_that_do_not_belong_together_are_refused(flash: Any, shapes: Any
         ([0, 4], [0, 2, 4], "cu_seqlens_k: got 3 entries"),
     ],
 )
-def test_sums_that_leave_the_tokens_are_refused(
-    flash: Any, cu_q: list[int], cu_k: list[int], words: str
-) -> None:
+def test_sums_that_leave_the_tokens_are_refused(flash: Any, cu_q: list[int], cu_k: list[int], words: str) -> None:
     q = drawn(4, 2, 8)
     with pytest.raises(ValueError, match=words):
         flash.flash_attn_varlen_func(q, q, q, torch.tensor(cu_q), torch.tensor(cu_k))
@@ -348,9 +344,7 @@ def test_sums_that_leave_the_tokens_are_refused(
         ({"cache_seqlens": None}, "cache_seqlens: got None"),
     ],
 )
-def test_caches_that_do_not_hold_the_tokens_are_refused(
-    flash: Any, changes: dict[str, Any], words: str
-) -> None:
+def test_caches_that_do_not_hold_the_tokens_are_refused(flash: Any, changes: dict[str, Any], words: str) -> None:
     cache, new = drawn(2, 4, 2, 8), drawn(1, 1, 2, 8)
     asked: dict[str, Any] = dict(cache_seqlens=2, block_table=torch.tensor([[1]])) | changes
     rows = cache[:1] if asked["block_table"] is None else cache

@@ -13,9 +13,7 @@ from torch import Tensor
 from ..support.kernels import CPU
 from .models import FAMILIES, FLASH, beside_stock, padded_batch
 
-kernels = pytest.importorskip(
-    "kernels", reason="the package kernels is not installed; `make hub-test` has it"
-)
+kernels = pytest.importorskip("kernels", reason="the package kernels is not installed; `make hub-test` has it")
 tf = pytest.importorskip("transformers")
 
 # what Transformers warns about is its own
@@ -100,9 +98,7 @@ def test_packed_documents_do_not_see_one_another(family: str, calls: list[Any]) 
 def test_generation(family: str, cache: str | None, padded: bool) -> None:
     stock, ours = beside_stock(family)
     ids, mask = padded_batch()
-    asked: dict[str, Any] = dict(
-        max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache
-    )
+    asked: dict[str, Any] = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache)
     asked["attention_mask"] = mask if padded else torch.ones_like(mask)
     assert torch.equal(ours.generate(ids, **asked), stock.generate(ids, **asked))
 
@@ -186,9 +182,7 @@ def test_an_unknown_publisher_is_not_trusted(monkeypatch: pytest.MonkeyPatch) ->
     """Without the override the name is looked up on the Hub; offline there is nothing, and nothing else is taken."""
     monkeypatch.delenv("LOCAL_KERNELS")
     with pytest.raises(ValueError, match="adaattn/flash-adaattn-elsewhere"):
-        tf.AutoModelForCausalLM.from_config(
-            FAMILIES["llama"](), attn_implementation="adaattn/flash-adaattn-elsewhere"
-        )
+        tf.AutoModelForCausalLM.from_config(FAMILIES["llama"](), attn_implementation="adaattn/flash-adaattn-elsewhere")
 
 
 def test_the_loader_reads_what_the_build_wrote(repositories: Path) -> None:

@@ -99,9 +99,7 @@ def test_trl_trains_without_padding(tokenizer: Any, tmp_path: Path) -> None:
 
     def losses(implementation: str, **changes: Any) -> list[float]:
         torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(
-            tf.LlamaConfig(**SIZES), attn_implementation=implementation
-        )
+        model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**SIZES), attn_implementation=implementation)
         settings = trl.SFTConfig(
             output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=4, logging_steps=1, learning_rate=1e-2,
             report_to="none", save_strategy="no", bf16=False, use_cpu=True, max_length=None, **changes,

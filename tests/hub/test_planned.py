@@ -75,9 +75,7 @@ def test_a_plan_is_what_the_package_computes(choice: str, side: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, slice(0, 50) if side == "left" else slice(150, 200)] = 0
     with torch.no_grad():
-        exact, right, found = (
-            m(ids, attention_mask=mask).logits[mask.bool()] for m in (stock, package, ours)
-        )
+        exact, right, found = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (stock, package, ours))
     torch.testing.assert_close(found, right, atol=2e-6, rtol=0)
     does_something = ROUNDS_BF16 or choice != "bf16"
     assert ((right - exact).abs().max() > 1e-4) == does_something

@@ -41,10 +41,7 @@ NEW = 10
 def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Tokens of `generate`, prompt by prompt."""
     settings = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return [
-        model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
-        for ids in prompts
-    ]
+    return [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
 
 
 def together(model: Any, prompts: list[list[int]], **engine: Any) -> list[list[int]]:
@@ -218,9 +215,7 @@ def test_a_step_is_attention_request_by_request(window: int | None, engine_write
     for q, q_end, k, k_end in ((0, 4, 0, 4), (4, 5, 4, 10), (5, 7, 10, 16), (7, 8, 16, 19)):
         past = (k_end - k) - (q_end - q)
         structure = CallStructure(1, q_end - q, k_end - k, causal=True, q_offset=past, window=window)
-        alone = AttentionRequest(
-            query[:, :, q:q_end], key[:, :, k:k_end], value[:, :, k:k_end], structure, 0.25
-        )
+        alone = AttentionRequest(query[:, :, q:q_end], key[:, :, k:k_end], value[:, :, k:k_end], structure, 0.25)
         assert_same(attention(alone).out.float(), out[:, q:q_end])
     assert not out[:, 8:].any(), "what belongs to no request is zero"
 
@@ -262,9 +257,7 @@ def test_a_step_is_not_transformed() -> None:
 def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaattn_hf.patches.call.batching.capturing", lambda device: True)
     query = torch.randn(1, 4, 8, 16)
-    with pytest.raises(
-        ValueError, match=r"^use_cuda_graph: .*ContinuousBatchingConfig\(use_cuda_graph=False\)"
-    ):
+    with pytest.raises(ValueError, match=r"^use_cuda_graph: .*ContinuousBatchingConfig\(use_cuda_graph=False\)"):
         attend_requests(None, torch.nn.Module(), query, query, query, **STEP)
     assert not base.capturing(torch.device("cpu"))
 

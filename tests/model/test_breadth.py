@@ -112,9 +112,7 @@ def test_a_cache_of_latents_is_refused_as_codes_and_read_as_numbers(family: str)
 def test_models_without_keys_are_told_so(family: str) -> None:
     model = models(family, {}, tf.AutoModelForCausalLM).ours
     for door in (lambda: AdaAttnCache(model, "int8"), lambda: prepare(model, unpad=False, cache="int8")):
-        with pytest.raises(
-            ValueError, match=r"cache: got 'int8' for .*(keys and values|LinearAttentionLayer)"
-        ):
+        with pytest.raises(ValueError, match=r"cache: got 'int8' for .*(keys and values|LinearAttentionLayer)"):
             door()
 
 
@@ -127,9 +125,7 @@ def test_decoder_reads_a_cache_of_ours(family: str, stored: str) -> None:
 
     def read(cache: Any) -> Tensor:
         with torch.no_grad():
-            return torch.cat(
-                [model(input_ids=p, past_key_values=cache).logits for p in ids.split([30, 1, 1, 8], 1)], 1
-            )
+            return torch.cat([model(input_ids=p, past_key_values=cache).logits for p in ids.split([30, 1, 1, 8], 1)], 1)
 
     if stored == "int8" and family in KEYS_THEMSELVES:
         refuses_codes(model)

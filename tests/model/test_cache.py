@@ -279,9 +279,7 @@ def test_tokens_of_other_rows_are_refused(layer: Any, rows: int) -> None:
         layer.update(*[torch.zeros(rows, 2, 1, 32)] * 2)
 
 
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.permutations((torch.bfloat16, torch.float16, torch.float32)))
-)
+@pytest.mark.parametrize("dtypes", list(itertools.permutations((torch.bfloat16, torch.float16, torch.float32))))
 def test_tokens_of_several_dtypes_are_kept_in_the_widest(dtypes: tuple[torch.dtype, ...]) -> None:
     stock, ours = DynamicCache(), GrowingCache()
     for dtype in dtypes:
@@ -303,9 +301,7 @@ def models() -> dict[str, Any]:
     torch.manual_seed(3)
     llama = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, attn_implementation="adaattn"))
     gpt2 = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="adaattn"
-        )
+        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="adaattn")
     )
     return {
         "llama": llama.eval(),

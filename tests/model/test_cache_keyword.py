@@ -27,9 +27,7 @@ def test_the_name_is_that_of_this_version() -> None:
 
 
 def test_a_forward_without_a_cache_says_so() -> None:
-    with pytest.raises(
-        TypeError, match="BertForQuestionAnswering takes no cache, expected a parameter cache or"
-    ):
+    with pytest.raises(TypeError, match="BertForQuestionAnswering takes no cache, expected a parameter cache or"):
         with_cache(tf.BertForQuestionAnswering(config_of("bert")), tf.DynamicCache())
 
 

@@ -304,9 +304,7 @@ def test_layers_of_unequal_lengths_are_read_by_one_query_as_by_stock(stored: str
             layer.crop(length - 12)
         one = step(model, ids(1, 2), cache)
         with torch.no_grad():
-            return torch.cat(
-                [one, model(ids(1, 3), attention_mask=mask, **with_cache(model, cache)).logits], dim=1
-            )
+            return torch.cat([one, model(ids(1, 3), attention_mask=mask, **with_cache(model, cache)).logits], dim=1)
 
     ours, stock = llama(), llama("sdpa")
     cache = users(ours) if stored == "user's" else adaattn_hf.AdaAttnCache(ours, stored)

@@ -255,9 +255,7 @@ def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> Non
     broken = _model()
     with torch.no_grad():
         broken.lm_head.weight[5].fill_(float("nan"))
-    with pytest.raises(
-        ValueError, match=r"exact attention gives \d+ of \d+ tokens a loss of nan or infinity"
-    ):
+    with pytest.raises(ValueError, match=r"exact attention gives \d+ of \d+ tokens a loss of nan or infinity"):
         calibrate(broken, encode, text, SETTINGS, prices=_prices())
     arms, tokens = ModelArms(broken), torch.arange(LENGTH)[None] % 128
     with pytest.raises(ValueError, match=f"exact attention gives {LENGTH - 1} of {LENGTH - 1} tokens"):
@@ -307,9 +305,7 @@ def stored(result: Calibration, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_another_major_version_and_lost_or_changed_tensors_are_refused(
-    stored: Path, result: Calibration
-) -> None:
+def test_another_major_version_and_lost_or_changed_tensors_are_refused(stored: Path, result: Calibration) -> None:
     with pytest.raises(PlanError, match="another major version"):
         attach.attach(_model(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
@@ -353,14 +349,10 @@ def test_int8_tensors_are_stored_and_needed(
 
 def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Choice) -> Plan:
     layers = tuple(
-        replace(
-            result.plan.layers[0], layer=index, weights=hashes.weight_hash(module), choices=(choice, choice)
-        )
+        replace(result.plan.layers[0], layer=index, weights=hashes.weight_hash(module), choices=(choice, choice))
         for index, module in attention_modules(model, "llama")
     )
-    units = tuple(
-        replace(result.plan.units[0], layer=i, head=h, dropped_mass_p95=1e-6) for i in (0, 1) for h in (0, 1)
-    )
+    units = tuple(replace(result.plan.units[0], layer=i, head=h, dropped_mass_p95=1e-6) for i in (0, 1) for h in (0, 1))
     return replace(result.plan, layers=layers, units=units, tensors="")
 
 
@@ -381,9 +373,7 @@ def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> 
     assert np.abs(scores.kl).max() < 1e-12
     assert scores.agree.all()
     with torch.no_grad():
-        stock = torch.nn.functional.cross_entropy(
-            model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none"
-        )
+        stock = torch.nn.functional.cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
     torch.testing.assert_close(torch.from_numpy(scores.nll[0]).float(), stock, atol=1e-5, rtol=1e-5)
 
 
@@ -424,9 +414,7 @@ def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> N
     labels = fisher.drawn_labels(likelihood.detach(), 2, generator)
     outs = [out for _, out in seen]
     for label in range(2):
-        gradients = torch.autograd.grad(
-            likelihood.gather(1, labels[:, [label]]).sum(), outs, retain_graph=True
-        )
+        gradients = torch.autograd.grad(likelihood.gather(1, labels[:, [label]]).sum(), outs, retain_graph=True)
         for layer, (request, _) in enumerate(seen):
             every = [EXACT, make_choice("window", 8), make_choice(precision="int8")]
             outputs, dropped = row_outputs(request, places, every, LayerTensors())
@@ -550,9 +538,7 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     assert "6 of 16 needles are lost" in verdict.sentence
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"), [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01))]
-)
+@pytest.mark.parametrize(("given", "wanted"), [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01))])
 def test_budgets(given: str, wanted: float) -> None:
     assert nats(given) == pytest.approx(wanted)
 

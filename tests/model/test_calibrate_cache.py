@@ -71,9 +71,7 @@ def found(measured: Measurement, **changes: Any) -> Calibration:
     return choose_and_verify(measured, replace(MEMORY, **changes))
 
 
-def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(
-    measured: Measurement, tmp_path: Path
-) -> None:
+def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured: Measurement, tmp_path: Path) -> None:
     result = found(measured)
     assert result.met, result.sentence
     words = result.plan.protocol["cache"]
@@ -160,9 +158,7 @@ def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
     assert [choice.label for choice in choices] == ["exact", "w32+16", "w96+16"]
     assert measurement.costs.tolist() == [[192.0, 48.0, 112.0]] * 4
     own = replace(measurement.layers, windows={0: 100, 1: None})
-    sliding = replace(
-        measurement, layers=own
-    ).costs  # such a layer keeps its own window, whatever a plan says
+    sliding = replace(measurement, layers=own).costs  # such a layer keeps its own window, whatever a plan says
     assert sliding.tolist() == [[99.0, math.inf, math.inf]] * 2 + [[192.0, 48.0, 112.0]] * 2
     no_time = choose_and_verify(measurement)  # by the prices there is nothing to gain
     assert no_time.met

@@ -85,9 +85,7 @@ def planned(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "model"))
 
 
-def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
-    model: Path, material: tuple[str, str]
-) -> None:
+def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(model: Path, material: tuple[str, str]) -> None:
     done = run(model, material, "--budget", "1%")
     assert done.exit_code == 0, done.output
     assert ", \n" not in done.output
@@ -126,8 +124,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     page = model / "pictures" / "plan.html"
     assert CliRunner().invoke(app, ["plan", "show", str(model), "--html", str(page)]).exit_code == 0
     assert all(
-        words in page.read_text()
-        for words in ("<title>Plan for model</title>", '"bf16"', r"\u0394nll", "whole model")
+        words in page.read_text() for words in ("<title>Plan for model</title>", '"bf16"', r"\u0394nll", "whole model")
     )
     for refused, words in (
         (["show", str(model), "--png", f"{__file__}/plan.png"], "test_calibrate_command.py does not exist"),
@@ -210,9 +207,7 @@ def test_text_that_is_named_twice_proves_nothing(model: Path, material: tuple[st
     assert not (model / "adaattn_plan.json").exists()
 
 
-def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
-    model: Path, material: tuple[str, str]
-) -> None:
+def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(model: Path, material: tuple[str, str]) -> None:
     done = run(model, material, "--budget", "1e-9")
     assert done.exit_code == BUDGET_NOT_MET
     assert "the budget of +1.0e-7 % cannot be met" in done.output
@@ -340,9 +335,7 @@ def test_a_model_is_written_to_only_where_that_was_said(model: Path, material: t
 
 
 @pytest.mark.parametrize("way", ["linked", "copied", "read-only", "link alone"])
-def test_what_others_share_is_never_touched(
-    model: Path, material: tuple[str, str], tmp_path: Path, way: str
-) -> None:
+def test_what_others_share_is_never_touched(model: Path, material: tuple[str, str], tmp_path: Path, way: str) -> None:
     """The hub's cache, with and without links, and files that are links or may not be written."""
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
     blobs = snapshot.parents[1] / "blobs"
@@ -449,9 +442,7 @@ def test_families_without_a_choice_are_refused_before_anything_is_measured(
 ) -> None:
     words = ["--lengths", "128", "--families", families, "--dtype", dtype]
     done = run(model, material, *words)
-    assert (done.exit_code, "which offer no choice for 128 tokens in" in done.stderr) == (2, True), (
-        done.output
-    )
+    assert (done.exit_code, "which offer no choice for 128 tokens in" in done.stderr) == (2, True), done.output
     assert "risk" not in done.stdout
 
 

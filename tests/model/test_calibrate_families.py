@@ -34,9 +34,7 @@ SETTINGS = CalibrationSettings(
 
 def prices() -> PriceTable:
     """Windows save time everywhere they are narrower; layers with a window of their own are cheap already."""
-    row = (
-        {"exact": 1.0, "bf16": 0.8} | WINDOWS | {f"{name} bf16": 0.8 * cost for name, cost in WINDOWS.items()}
-    )
+    row = {"exact": 1.0, "bf16": 0.8} | WINDOWS | {f"{name} bf16": 0.8 * cost for name, cost in WINDOWS.items()}
     row |= {f"{label} in {OWN}": 0.5 * cost for label, cost in row.items()}
     return price_table(LENGTH, row)
 
@@ -98,9 +96,7 @@ def test_a_search_decides_and_its_plan_changes_something(family: str, budget: fl
     assert any(choice.parts for _, choice in chosen)
     for layer, choice in chosen:
         own = OWN if layer % 6 != 5 else None
-        assert choice.beside_window(own) == choice, (
-            f"layer {layer}: {choice.label} changes nothing beside {own}"
-        )
+        assert choice.beside_window(own) == choice, f"layer {layer}: {choice.label} changes nothing beside {own}"
     assert all(verdict["activation"] > 0.0 for verdict in result.report["verdicts"])
 
 

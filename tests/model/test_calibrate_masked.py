@@ -142,9 +142,7 @@ def test_readings_mask_disjoint_seeded_shares_and_no_special_token(ids: list[int
     assert len(MaskedTokens(4, count=9).readings(ids, 0, CPU)) == 9, "more readings than shares begin anew"
 
 
-def test_scores_are_the_models_own_at_masked_places(
-    model: Any, ids: list[int], scoring: MaskedTokens
-) -> None:
+def test_scores_are_the_models_own_at_masked_places(model: Any, ids: list[int], scoring: MaskedTokens) -> None:
     """Against stock attention and the whole model's logits, one loop per token."""
     reading = scoring.readings(ids, 0, CPU)[0]
     assert reading.places is not None
@@ -202,9 +200,7 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
     model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
 ) -> None:
     """Nats per masked token: a risk per row would be seven times too small."""
-    settings = replace(
-        SETTINGS, sequences=2, rows=LENGTH, labels=2, families=("window",), windows=(32,), tries=1
-    )
+    settings = replace(SETTINGS, sequences=2, rows=LENGTH, labels=2, families=("window",), windows=(32,), tries=1)
     measured = measure(open_inputs(model, encode, text, settings, scoring=scoring), prices=prices())
     risks = measured.risks()[0][:, 1]
     heads = np.argsort(-risks)[[0, 3]]
@@ -246,9 +242,7 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     # its own window of 17 keys each way leaves as much to every choice
     row = cost | {f"{label} in 17": value / 8 for label, value in cost.items()}
     table = price_table(LENGTH, row, decode=False)
-    settings = replace(
-        SETTINGS, families=("window", "bf16"), windows=(8, 32), sequences=1, held_out=2, tries=1
-    )
+    settings = replace(SETTINGS, families=("window", "bf16"), windows=(8, 32), sequences=1, held_out=2, tries=1)
     scoring = MaskedTokens(4, (2,), (3,), count=1)
     measured = measure(open_inputs(hybrid, encode, text, settings, scoring=scoring), prices=table)
     assert measured.layers.kinds == {0: None, 1: 17, 2: None, 3: 17}
@@ -392,9 +386,7 @@ def test_a_padded_batch_is_its_sequences_alone(stored: Path, ids: list[int]) -> 
         torch.testing.assert_close(together, alone, atol=3e-2, rtol=3e-2)
 
 
-def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(
-    model: Any, result: Calibration
-) -> None:
+def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(model: Any, result: Calibration) -> None:
     watched = bert()
     window = make_choice("window", 32, 16)
     modules = dict(attention_modules(watched, "bert"))
@@ -428,9 +420,7 @@ def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
     config._attn_implementation = "adaattn"
     small = DistilBertForMaskedLM(config).eval()
     settings = replace(SETTINGS, families=("bf16",), held_out=2, budget=0.5)
-    found = calibrate(
-        small, encode, text, settings, scoring=MaskedTokens(4, (2,), (3,), count=1), prices=prices()
-    )
+    found = calibrate(small, encode, text, settings, scoring=MaskedTokens(4, (2,), (3,), count=1), prices=prices())
     assert found.met, found.sentence
     # one layer exact: it must be known too
     first = replace(found.plan.layers[0], choices=(EXACT, EXACT))
@@ -453,9 +443,7 @@ def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
 
 
 # ---------------------------------------------------------------------- refusals
-def test_models_and_scorings_that_do_not_fit(
-    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
-) -> None:
+def test_models_and_scorings_that_do_not_fit(model: Any, encode: Any, text: list[Path], scoring: MaskedTokens) -> None:
     with pytest.raises(ValueError, match="NextToken is for causal attention, this model's is bidirectional"):
         calibrate(model, encode, text, SETTINGS, prices=prices())
     with pytest.raises(ValueError, match="got BertModel, which has no language-model head"):

@@ -65,9 +65,7 @@ def test_a_plain_batch_is_traced_without_a_mask(family: str, implementation: str
         torch._dynamo.reset()
         graphs = Graphs()
         with torch.no_grad():
-            torch.compile(ours, backend=graphs, fullgraph=True)(
-                input_ids=tokens(), attention_mask=padding(side)
-            )
+            torch.compile(ours, backend=graphs, fullgraph=True)(input_ids=tokens(), attention_mask=padding(side))
         # a mask is the only thing as long as the sequence both ways: scores stay inside of the kernels
         assert bool(graphs.of_area(LENGTH)) == expected
 

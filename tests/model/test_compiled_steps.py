@@ -49,9 +49,7 @@ def generate(model: Any, ids: torch.Tensor, graphs: list[Any], **settings: Any) 
     compiled._compile_all_devices = True  # type: ignore[assignment]
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, **settings}
     with torch.no_grad():
-        found: torch.Tensor = model.generate(
-            ids, cache_implementation="static", compile_config=compiled, **given
-        )
+        found: torch.Tensor = model.generate(ids, cache_implementation="static", compile_config=compiled, **given)
     return found
 
 
@@ -81,9 +79,7 @@ def test_a_step_is_one_node_a_layer(name: str, side: str) -> None:
 
 def test_a_mask_that_is_made_inside_the_graph_stays_a_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     is_read = masks._is_read
-    monkeypatch.setattr(
-        masks, "_is_read", lambda structure, device, config: is_read(structure, "cuda", config)
-    )
+    monkeypatch.setattr(masks, "_is_read", lambda structure, device, config: is_read(structure, "cuda", config))
     stock, ours = fresh_pair("llama")
     ids, mask = tokens(), padding("left")
     assert mask is not None
@@ -100,18 +96,12 @@ def test_a_mask_that_is_made_inside_the_graph_stays_a_structure(monkeypatch: pyt
             model(ids, attention_mask=mask, past_key_values=cache)
             last = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             place = last.sum(1, keepdim=True) - 1
-            logits.append(
-                step(ids[:, :1], attention_mask=last, position_ids=place, past_key_values=cache).logits
-            )
+            logits.append(step(ids[:, :1], attention_mask=last, position_ids=place, past_key_values=cache).logits)
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
-    assert called(graphs).count("adaattn_hf.triton_step.default") == ours.config.num_hidden_layers, called(
-        graphs
-    )
+    assert called(graphs).count("adaattn_hf.triton_step.default") == ours.config.num_hidden_layers, called(graphs)
 
 
-@pytest.mark.parametrize(
-    "choice", [make_choice("window", 32, 4), make_choice(precision="bf16")], ids=lambda c: c.label
-)
+@pytest.mark.parametrize("choice", [make_choice("window", 32, 4), make_choice(precision="bf16")], ids=lambda c: c.label)
 def test_so_is_a_step_under_a_plan(choice: Any) -> None:
     model = planned(choice)
     ids = long_tokens(2)

@@ -35,9 +35,7 @@ def places_of_dilation(source: str) -> Iterator[str]:
             named = {n.id for r in remainders for n in ast.walk(r) if isinstance(n, ast.Name)}
             if POSITIONS & named:
                 yield node.name
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and re.search(
-            "atten|mask", node.name, re.IGNORECASE
-        ):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and re.search("atten|mask", node.name, re.IGNORECASE):
             for inside in ast.walk(node):
                 if isinstance(inside, ast.keyword) and ast.unparse(inside) == "dilation=1":
                     continue  # an unfold that does not dilate
@@ -51,9 +49,7 @@ def test_no_model_of_transformers_hands_over_a_dilated_window() -> None:
     """Once one does, a rule of the structure pays: docs/footguns.md says why there is none."""
     files = [SOURCE / "masking_utils.py", *(SOURCE / "models").rglob("modeling_*.py")]
     assert len(files) > 300
-    found = {
-        str(file.relative_to(SOURCE)): list(places_of_dilation(file.read_text("utf-8"))) for file in files
-    }
+    found = {str(file.relative_to(SOURCE)): list(places_of_dilation(file.read_text("utf-8"))) for file in files}
     assert not {name: places for name, places in found.items() if places}
 
 

@@ -76,9 +76,7 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
 def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
     """Layers of two key/value heads with windows of their own, each of them priced by itself."""
     known = dict(enumerate(windows))
-    return SimpleNamespace(
-        candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known
-    )
+    return SimpleNamespace(candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known)
 
 
 def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
@@ -116,9 +114,7 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_steps_that_are_captured_cost_nothing_of_the_host(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_captured_cost_nothing_of_the_host(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def clocked(calls: object, host: bool) -> dict[object, object]:
@@ -146,9 +142,7 @@ def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
     query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
     options = {"phases": pricing.PHASES}
-    pricing.measure_prices(
-        {None: {64: request}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options
-    )
+    pricing.measure_prices({None: {64: request}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
     assert set(planned) == {"w32+4", "w32+4+w32+4"}
     sinks = replace(request, sink_logits=torch.zeros(4))
     pricing.measure_prices({None: {64: sinks}}, [EXACT], LayerTensors(), **options)

@@ -54,9 +54,7 @@ def page(directory: Path) -> str:
     return target.read_text(encoding="utf-8")
 
 
-def test_every_plan_of_the_page_is_the_solvers(
-    made: tuple[Measurement, Calibration], directory: Path
-) -> None:
+def test_every_plan_of_the_page_is_the_solvers(made: tuple[Measurement, Calibration], directory: Path) -> None:
     measurement, result = made
     data = embedded(page(directory))
     alpha = np.array(result.report["alpha"])
@@ -95,9 +93,7 @@ def test_the_heading_names_the_model(directory: Path) -> None:
 
 def test_presets_that_may_spend_more_buy_more(made: tuple[Measurement, Calibration]) -> None:
     table = solver_table(made[0], np.ones(1))
-    found = [
-        table.solve(math.log1p(load_preset(name).budget or 0.0)) for name in ("exact", "balanced", "fast")
-    ]
+    found = [table.solve(math.log1p(load_preset(name).budget or 0.0)) for name in ("exact", "balanced", "fast")]
     assert not found[0].picks.any()
     assert found[0].price > found[1].price > found[2].price
 

@@ -91,9 +91,7 @@ def test_drafts_change_nothing(name: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
-@pytest.mark.parametrize(
-    "settings", [dict(num_beams=3), dict(num_beams=4, num_return_sequences=2, length_penalty=0.5)]
-)
+@pytest.mark.parametrize("settings", [dict(num_beams=3), dict(num_beams=4, num_return_sequences=2, length_penalty=0.5)])
 def test_beams_from_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
     stock, ours = pair(name)
     mask = padding("left")

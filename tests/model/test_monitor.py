@@ -86,9 +86,7 @@ def test_decode_is_sampled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(monitor, "STEP_SHARE", 4)
     model = _planned(p95=0.9)
     tokens = _tokens(length=48)
-    model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=17, do_sample=False, pad_token_id=0
-    )
+    model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=17, do_sample=False, pad_token_id=0)
     first = adaattn_hf.statistics(model)[0]
     assert first["calls"] == 17
     assert first["rows"] == 4
@@ -96,9 +94,7 @@ def test_decode_is_sampled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["batch", "padded left", "padded right", "packed", "padded decode"])
-def test_runs_of_batches_are_sampled_in_turn_as_if_they_were_alone(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_batches_are_sampled_in_turn_as_if_they_were_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured of each run is what is measured of its tokens alone; padding and neighbours are not in it."""
     monkeypatch.setattr(monitor, "STEP_SHARE", 1)
     tokens = _tokens(batch=2)
@@ -204,9 +200,7 @@ def test_outliers_change_int8_more_and_few_rows_not_at_all() -> None:
     outlier = key + torch.tensor([100.0, *[0.0] * 7])
     assert bool((changed(outlier)[0, :2] > 3 * usual[0, :2]).all())
     assert changed(outlier, start=80, limit=96)[0].all()
-    assert not changed(
-        outlier, start=81, limit=96
-    ).any()  # of few rows each is computed in the model's precision
+    assert not changed(outlier, start=81, limit=96).any()  # of few rows each is computed in the model's precision
 
 
 @torch.no_grad()

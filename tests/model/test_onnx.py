@@ -58,12 +58,8 @@ def differs(model: nn.Module, path: Path, rows: int, length: int, pads: int) -> 
     return float((found - model(ids, mask))[mask.bool()].abs().max())
 
 
-@pytest.mark.parametrize(
-    ("family", "dynamo"), [("bert", True), ("llama", False), ("gpt2", False), ("bert", False)]
-)
-def test_an_exported_model_computes_what_the_model_computes(
-    family: str, dynamo: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("family", "dynamo"), [("bert", True), ("llama", False), ("gpt2", False), ("bert", False)])
+def test_an_exported_model_computes_what_the_model_computes(family: str, dynamo: bool, tmp_path: Path) -> None:
     model = Logits(family)
     export(model, tmp_path / "model.onnx", dynamo=dynamo)
     assert differs(model, tmp_path / "model.onnx", 2, 12, 3) < 1e-5
@@ -81,8 +77,6 @@ def test_native_kernels_asked_for_by_name_refuse(tmp_path: Path, monkeypatch: py
     model = Logits("llama", "adaattn_native")
     with pytest.raises(BackendRefusal, match=r"torch\.jit\.trace sees nothing of what its kernels compute"):
         export(model, tmp_path / "model.onnx", dynamo=False)
-    monkeypatch.setattr(
-        torch.onnx, "is_in_onnx_export", lambda: True
-    )  # the exporter tries thrice before it says so
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)  # the exporter tries thrice before it says so
     with pytest.raises(BackendRefusal, match="ONNX has no operator for the native kernels"):
         torch.export.export(model, padded(2, 12, 5), strict=False)

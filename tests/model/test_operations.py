@@ -44,9 +44,7 @@ def operations(model: Any, padded: bool) -> Counter[str]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("implementation", ["adaattn", "adaattn_sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_no_copy_and_no_product_that_stock_does_not_make(
-    name: str, implementation: str, padded: bool
-) -> None:
+def test_no_copy_and_no_product_that_stock_does_not_make(name: str, implementation: str, padded: bool) -> None:
     stock, ours = fresh_pair(name)
     stock.set_attn_implementation("sdpa")
     ours.set_attn_implementation(implementation)

@@ -278,9 +278,7 @@ def test_autocast_to_another_dtype_is_refused_and_to_the_same_is_not() -> None:
     logits(model)
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(
-            PlanError, match="autocast: the plan was calibrated in float32, autocast computes in bfloat16"
-        ),
+        pytest.raises(PlanError, match="autocast: the plan was calibrated in float32, autocast computes in bfloat16"),
     ):
         logits(model)
     half = fresh_pair("llama").ours.to(torch.bfloat16)

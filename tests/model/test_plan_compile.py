@@ -104,9 +104,7 @@ def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
     del model
     gc.collect()
     assert handles.isdisjoint(PROGRAMS)
-    torch.testing.assert_close(
-        torch.compile(twin, backend="eager", fullgraph=True)(tokens()).logits, expected
-    )
+    torch.testing.assert_close(torch.compile(twin, backend="eager", fullgraph=True)(tokens()).logits, expected)
 
 
 @torch.no_grad()
@@ -254,9 +252,7 @@ STRUCTURES = {
     "causal": CallStructure(2, 20, 20, causal=True),
     "step": CallStructure(2, 1, 20, causal=True, q_offset=12),
     "left": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
-    "left, silent": CallStructure(
-        2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4
-    ),
+    "left, silent": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
     "right": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
     "encoder": CallStructure(2, 20, 20, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
     "window": CallStructure(2, 20, 20, causal=True, window=6),

@@ -65,17 +65,13 @@ def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> N
 def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("Call me Ishmael.", encoding="utf-8")
-    with pytest.raises(
-        PlanError, match=r"book\.txt: the plan is not JSON.*expected the adaattn_plan\.json of"
-    ):
+    with pytest.raises(PlanError, match=r"book\.txt: the plan is not JSON.*expected the adaattn_plan\.json of"):
         adaattn_hf.load_plan(planned_pair()[1], book)
 
 
 def test_a_plan_of_another_kind_of_model_names_both() -> None:
     _, _, plan = planned_pair()
-    with pytest.raises(
-        PlanError, match="was made for model type 'llama', this is 'gpt2'; give the plan of this"
-    ):
+    with pytest.raises(PlanError, match="was made for model type 'llama', this is 'gpt2'; give the plan of this"):
         attach(fresh_pair("gpt2").ours, plan)
 
 
@@ -164,9 +160,7 @@ def test_layers_and_tensors_that_do_not_fit_are_refused_by_name() -> None:
     _, ours, plan = planned_pair()
 
     def refused(layers: tuple[LayerPlan, ...], match: str, **tensors: torch.Tensor) -> None:
-        name = remember_tensors(
-            {f"layers.1.{key.replace('__', '.')}": value for key, value in tensors.items()}
-        )
+        name = remember_tensors({f"layers.1.{key.replace('__', '.')}": value for key, value in tensors.items()})
         ours.config.adaattn = {
             "plan": replace(plan, layers=layers, tensors=name).to_dict(),
         }  # fmt: skip

@@ -32,9 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def download(repo_id: str, filename: str) -> str:
         if not (place / repo_id).is_dir():
-            raise HfHubHTTPError(
-                f"404: no repository {repo_id}", response=SimpleNamespace(headers={}, request=None)
-            )  # type: ignore[arg-type]
+            raise HfHubHTTPError(f"404: no repository {repo_id}", response=SimpleNamespace(headers={}, request=None))  # type: ignore[arg-type]
         if not (place / repo_id / filename).is_file():
             raise EntryNotFoundError(filename)
         return str(place / repo_id / filename)
@@ -145,9 +143,7 @@ def test_a_models_card_stays_and_what_is_not_there_is_said(hub: Path) -> None:
     assert Plan.from_pretrained("somebody/llama") == plan
     (model / store.PLAN_FILE).unlink()
     (model / "config.json").unlink()
-    with pytest.raises(
-        PlanError, match=r"somebody/llama does not exist; expected a plan, or a directory or rep"
-    ):
+    with pytest.raises(PlanError, match=r"somebody/llama does not exist; expected a plan, or a directory or rep"):
         Plan.from_pretrained("somebody/llama")
     with pytest.raises(PlanError, match=r"somebody/other: its adaattn_plan\.json cannot be had .*404"):
         Plan.from_pretrained("somebody/other")

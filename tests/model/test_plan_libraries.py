@@ -66,11 +66,7 @@ def test_saving_a_model_takes_the_tensors_of_its_plan_along(
     torch.testing.assert_close(again(input_ids=tokens()).logits, right)
     monkeypatch.setattr(store, "_tensors", {})
     again.config.adaattn["tensors"] = "AAAA" + again.config.adaattn["tensors"][4:]
-    third = (
-        type(ours)
-        .from_pretrained(tmp_path / "copy", attn_implementation="adaattn", config=again.config)
-        .eval()
-    )
+    third = type(ours).from_pretrained(tmp_path / "copy", attn_implementation="adaattn", config=again.config).eval()
     with pytest.raises(PlanError, match=r"has hash"):
         third(input_ids=tokens())
 

@@ -82,9 +82,7 @@ def test_checkpoints_of_trained_weights_are_exact(tmp_path: Path) -> None:
     with torch.no_grad():
         exact = model.eval()(ids).logits
         for directory in ("trained", "checkpoint-6"):
-            loaded = tf.AutoModelForCausalLM.from_pretrained(
-                tmp_path / directory, attn_implementation="adaattn"
-            )
+            loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / directory, attn_implementation="adaattn")
             torch.testing.assert_close(loaded(ids).logits, exact)
 
 

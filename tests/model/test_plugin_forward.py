@@ -44,9 +44,7 @@ def test_forward_equals_eager(name: str, side: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["adaattn", *FORCED])
 @pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "mistral-window", "llama4-chunked", "bert", "modernbert-local"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window", "llama4-chunked", "bert", "modernbert-local"])
 def test_rows_of_padding_are_those_of_stock_sdpa(name: str, side: str, implementation: str) -> None:
     """All rows are: those that see a key, and those that see none, which eager attention alone averages."""
     lacking = BACKENDS.get(implementation.removeprefix("adaattn_"))
@@ -55,9 +53,7 @@ def test_rows_of_padding_are_those_of_stock_sdpa(name: str, side: str, implement
     stock, ours = fresh_pair(name, implementation)
     stock.set_attn_implementation("sdpa")
     with torch.no_grad():
-        expected, actual = (
-            main_output(m(input_ids=tokens(), attention_mask=padding(side))) for m in (stock, ours)
-        )
+        expected, actual = (main_output(m(input_ids=tokens(), attention_mask=padding(side))) for m in (stock, ours))
     assert_same(expected, actual)
 
 
@@ -184,9 +180,7 @@ def ignores_padding(
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = bool(getattr(module, "is_causal", False))
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=causal, scale=kwargs.get("scaling")
-    )
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=kwargs.get("scaling"))
     return out.transpose(1, 2), None
 
 
@@ -223,8 +217,6 @@ def test_a_mask_of_all_keys_is_refused_where_a_window_keeps_the_last_ones(implem
     ids, mask = tokens(1, 8), torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     for model in (stock, ours):
         with torch.no_grad():
-            cache = model(
-                input_ids=ids[:, :6], attention_mask=mask[:, :, :6, :6], use_cache=True
-            ).past_key_values
+            cache = model(input_ids=ids[:, :6], attention_mask=mask[:, :, :6, :6], use_cache=True).past_key_values
             with pytest.raises((ValueError, RuntimeError), match=r"attention_mask: got shape|The size of"):
                 model(input_ids=ids[:, 6:7], attention_mask=mask[:, :, 6:7, :7], past_key_values=cache)

@@ -76,11 +76,7 @@ def test_outputs_loss_and_gradients_equal_eager(family: str, cls: type[tf.PreTra
         model.train()
         switch_off_dropout(model)
         output = model(**given)
-        loss = (
-            output.loss
-            if "loss" in output
-            else (output.last_hidden_state[real] * direction).sum(1).square().mean()
-        )
+        loss = output.loss if "loss" in output else (output.last_hidden_state[real] * direction).sum(1).square().mean()
         loss.backward()
         outputs.append(output)
     expected, actual = outputs

@@ -100,9 +100,7 @@ def composite_inputs() -> dict[str, torch.Tensor]:
 def test_a_composite_model_takes_a_name_for_each_tower(implementation: str | dict[str, str]) -> None:
     torch.manual_seed(0)
     stock = tf.LlavaForConditionalGeneration._from_config(composite(), attn_implementation="eager").eval()
-    ours = tf.LlavaForConditionalGeneration._from_config(
-        composite(), attn_implementation=implementation
-    ).eval()
+    ours = tf.LlavaForConditionalGeneration._from_config(composite(), attn_implementation=implementation).eval()
     ours.load_state_dict(stock.state_dict())
     towers = (
         implementation
@@ -189,9 +187,7 @@ def test_a_backend_that_can_serve_nothing_here_is_refused_at_load() -> None:
             assert model.config._attn_implementation == "adaattn"
             config = config_of("llama")
             config._attn_implementation = name
-            with pytest.raises(
-                RuntimeError, match=r"cannot serve any call here: .*is not installed"
-            ) as refused:
+            with pytest.raises(RuntimeError, match=r"cannot serve any call here: .*is not installed") as refused:
                 adaattn_hf.check(config)
             assert "it runs on CUDA devices, of which torch sees none here" in str(refused.value)
         model.config.adaattn = {"backend": "triton"}

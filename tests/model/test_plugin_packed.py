@@ -136,9 +136,7 @@ def test_rows_of_a_batch_have_borders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", BORDERLESS)
-@pytest.mark.parametrize(
-    "said", ["mask", "floats", "mask and cache", "cache", "own cache", "cache, not to be used"]
-)
+@pytest.mark.parametrize("said", ["mask", "floats", "mask and cache", "cache", "own cache", "cache, not to be used"])
 def test_a_mask_or_a_cache_speaks_louder_than_positions(name: str, said: str) -> None:
     """Stock attention never reads documents then."""
     pair = family(name)
@@ -220,9 +218,7 @@ def test_chunks_count_from_their_document_in_a_compiled_graph_or_are_refused(nam
         compiled = torch.compile(ours, backend="eager", fullgraph=True)
         with torch.no_grad():
             if masked:
-                with pytest.raises(
-                    Exception, match="cu_seq_lens_q: got packed documents beside an attention_mask"
-                ):
+                with pytest.raises(Exception, match="cu_seq_lens_q: got packed documents beside an attention_mask"):
                     compiled(input_ids=ids, **told)
             else:
                 assert_same(expected, compiled(input_ids=ids, **told).logits)

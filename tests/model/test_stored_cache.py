@@ -162,9 +162,7 @@ def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
         alone = model(tokens[:1, 9:], use_cache=False).logits
         cache = AdaAttnCache(model, stored)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
-        model(
-            tokens[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], past_key_values=cache
-        )
+        model(tokens[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], past_key_values=cache)
         rest = [
             model(
                 tokens[:, i : i + 1],
@@ -231,9 +229,7 @@ def test_a_saved_window_goes_on_where_it_was(tmp_path: Path, stored: str, record
     path = adaattn_hf.save_cache(cache, tmp_path / "prompt.safetensors")
     read = adaattn_hf.load_cache(path, model)
     assert read.get_seq_length() == 40
-    assert torch.equal(
-        in_pieces(model, tokens[:, 40:], read, 1, 10), in_pieces(model, tokens[:, 40:], cache, 1, 10)
-    )
+    assert torch.equal(in_pieces(model, tokens[:, 40:], read, 1, 10), in_pieces(model, tokens[:, 40:], cache, 1, 10))
 
 
 def test_a_file_of_other_weights_is_refused_where_it_knows_them(tmp_path: Path) -> None:
@@ -257,13 +253,9 @@ def test_a_file_of_a_model_of_another_kind_or_size_is_refused(tmp_path: Path) ->
     kind, size = copy.deepcopy(model), copy.deepcopy(model)
     kind.config.model_type = "mistral"
     size.config.num_key_value_heads = 1
-    with pytest.raises(
-        ValueError, match="made for a model with model_type 'llama', expected model_type 'mistral' of"
-    ):
+    with pytest.raises(ValueError, match="made for a model with model_type 'llama', expected model_type 'mistral' of"):
         adaattn_hf.load_cache(path, kind)
-    with pytest.raises(
-        ValueError, match=r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"
-    ):
+    with pytest.raises(ValueError, match=r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"):
         adaattn_hf.load_cache(path, size)
 
 
@@ -292,9 +284,7 @@ def test_a_token_takes_the_bytes_that_are_promised(stored: str, smaller: float) 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("stored", "channel"), [("model", 4), ("int8", 65 / 64)])
-def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took(
-    stored: str, channel: float
-) -> None:
+def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took(stored: str, channel: float) -> None:
     layer = SlidingLayer(stored, 33)
     prompt, token = torch.randn(1, 2, 4000, 64), torch.randn(1, 2, 1, 64)
     for _ in range(2):
@@ -407,9 +397,7 @@ def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
 
 
 def test_offloading_is_refused_where_there_is_nothing_to_save() -> None:
-    with pytest.raises(
-        ValueError, match="offloading: got True for a model on cpu, expected one on a CUDA device"
-    ):
+    with pytest.raises(ValueError, match="offloading: got True for a model on cpu, expected one on a CUDA device"):
         AdaAttnCache(llama(), offloading=True)
 
 
@@ -475,13 +463,9 @@ def test_the_eager_backend_reads_what_the_kernels_read() -> None:
 def test_explain_says_what_reads_the_codes_and_what_they_take() -> None:
     model, tokens = llama(), ids(2, 40)
     explained = adaattn_hf.explain(model, cache="int8")
-    (decode,) = {
-        (choice.backend, choice.spec.stored) for choice in explained.layers if choice.phase == "decode"
-    }
+    (decode,) = {(choice.backend, choice.spec.stored) for choice in explained.layers if choice.phase == "decode"}
     assert decode[1] == "int8"
-    assert "bytes per token as int8, 3.88 times less" in str(
-        explained
-    )  # 32 channels in fp32 and one byte of scale
+    assert "bytes per token as int8, 3.88 times less" in str(explained)  # 32 channels in fp32 and one byte of scale
     cache = AdaAttnCache(model, "int8", reserve=40)
     in_pieces(model, tokens, cache, 20, 20)
     measured = held_bytes(cache)

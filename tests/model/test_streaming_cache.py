@@ -126,9 +126,7 @@ def test_the_plan_is_at_work() -> None:
 
 
 @pytest.mark.parametrize("stored", CACHES)
-@pytest.mark.parametrize(
-    "lengths", [(60, *[1] * 60), (30, 40, 1, 1, 20, *[1] * 30)], ids=["prompt", "chunks"]
-)
+@pytest.mark.parametrize("lengths", [(60, *[1] * 60), (30, 40, 1, 1, 20, *[1] * 30)], ids=["prompt", "chunks"])
 def test_rows_behind_padding_keep_their_own_first_tokens(lengths: tuple[int, ...], stored: str) -> None:
     """Padding shorter than the sinks, within the window, beyond it, and longer than the first chunk."""
     model, tokens = model_for(stored), ids(5, 130)
@@ -152,16 +150,12 @@ def test_a_saved_cache_of_other_windows_is_refused(tmp_path: Path) -> None:
         adaattn_hf.load_cache(tmp_path / "prompt", model)
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 30}], ids=["greedy", "beams", "chunks"]
-)
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 30}], ids=["greedy", "beams", "chunks"])
 def test_300_tokens_are_those_over_a_full_cache(how: dict[str, Any]) -> None:
     model, tokens = llama(), ids(2, 90)
     mask = torch.ones_like(tokens)
     mask[0, :21] = 0
-    settings = dict(
-        attention_mask=mask, max_new_tokens=300 if not how else 60, do_sample=False, pad_token_id=0
-    )
+    settings = dict(attention_mask=mask, max_new_tokens=300 if not how else 60, do_sample=False, pad_token_id=0)
     ours, theirs = (
         model.generate(tokens, past_key_values=cache, eos_token_id=None, **settings, **how)
         for cache in caches(model, "model")
@@ -193,9 +187,7 @@ def test_a_long_run_holds_no_more_than_a_short_one() -> None:
 
 def test_prepare_gives_generate_the_cache() -> None:
     model, tokens = llama(), ids(1, 60)
-    expected = model.generate(
-        tokens, max_new_tokens=20, do_sample=False, past_key_values=AdaAttnCache(model, "int8")
-    )
+    expected = model.generate(tokens, max_new_tokens=20, do_sample=False, past_key_values=AdaAttnCache(model, "int8"))
     adaattn_hf.prepare(model, cache="int8", streaming=True)
     out = model.generate(tokens, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
@@ -299,9 +291,7 @@ def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     full = AdaAttnCache(model, "model")
     run(model, tokens, full, 15)
     torch.testing.assert_close(run(model, tokens, cache, 40), run(model, tokens, full, 40), atol=NEAR, rtol=0)
-    with pytest.raises(
-        RuntimeError, match="crop: heads of this layer keep 4 first tokens and the last 32 of 55"
-    ):
+    with pytest.raises(RuntimeError, match="crop: heads of this layer keep 4 first tokens and the last 32 of 55"):
         cache.crop(-1)
     mask = torch.ones(1, 56)
     mask[:, :3] = 0
@@ -413,7 +403,5 @@ def test_assisted_decoding_gives_the_tokens_of_a_full_cache(how: str) -> None:
         "pad_token_id": 0,
         "eos_token_id": None,
     }
-    ours, theirs = (
-        model.generate(tokens, past_key_values=c, **settings, **guess) for c in caches(model, "model")
-    )
+    ours, theirs = (model.generate(tokens, past_key_values=c, **settings, **guess) for c in caches(model, "model"))
     assert torch.equal(ours, theirs)

@@ -55,9 +55,7 @@ def saved(kind: str) -> tuple[Any, bytes]:
     streaming = kind.startswith("streaming")
     if streaming:
         give(model, ((EXACT, make_choice("window", 16, 2)),) * 2, 64)
-    cache = adaattn_hf.AdaAttnCache(
-        model, "model" if kind.endswith("numbers") else "int8", streaming=streaming
-    )
+    cache = adaattn_hf.AdaAttnCache(model, "model" if kind.endswith("numbers") else "int8", streaming=streaming)
     mask = torch.ones(2, 23, dtype=torch.long)
     mask[1, :3] = 0
     tokens = torch.arange(46).reshape(2, 23) % 31
@@ -170,9 +168,7 @@ def tamper(about: Any, data: st.DataObject) -> None:
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(KINDS), data=st.data())
-def test_a_header_that_contradicts_the_model_or_the_tensors_is_refused(
-    kind: str, data: st.DataObject
-) -> None:
+def test_a_header_that_contradicts_the_model_or_the_tensors_is_refused(kind: str, data: st.DataObject) -> None:
     """Also by somebody who makes the checksum anew."""
     tensors, about = parts(saved(kind)[1])
     tamper(about, data)
@@ -257,9 +253,7 @@ def test_no_file_and_a_directory_are_told_apart(tmp_path: Path) -> None:
     model = saved("numbers")[0]
     with pytest.raises(FileNotFoundError):
         adaattn_hf.load_cache(tmp_path / "absent", model)
-    with pytest.raises(
-        ValueError, match=r"path: .* is no safetensors file .*expected one that save_cache wrote"
-    ):
+    with pytest.raises(ValueError, match=r"path: .* is no safetensors file .*expected one that save_cache wrote"):
         adaattn_hf.load_cache(tmp_path, model)
     with pytest.raises(TypeError, match="model: got 'name', expected a loaded model"):
         adaattn_hf.load_cache(tmp_path / "absent", "name")  # type: ignore[arg-type]
@@ -275,15 +269,11 @@ def test_more_tokens_than_there_may_be_are_refused_when_they_are_read(kind: str,
 
 
 def test_layers_without_keys_are_refused_when_they_are_saved(tmp_path: Path) -> None:
-    model = models(
-        "qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, AutoModelForCausalLM
-    ).ours
+    model = models("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, AutoModelForCausalLM).ours
     cache = adaattn_hf.AdaAttnCache(model, "model")
     with torch.no_grad():
         model(torch.arange(12)[None], **with_cache(model, cache))
-    with pytest.raises(
-        TypeError, match=r"layer \d is a LinearAttentionLayer, expected layers of full or sliding"
-    ):
+    with pytest.raises(TypeError, match=r"layer \d is a LinearAttentionLayer, expected layers of full or sliding"):
         adaattn_hf.save_cache(cache, tmp_path / "cache")
     with pytest.raises(TypeError, match="cache: got DynamicCache, expected an AdaAttnCache"):
         adaattn_hf.save_cache(DynamicCache(), tmp_path / "cache")  # type: ignore[arg-type]

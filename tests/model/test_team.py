@@ -49,9 +49,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     sizes = f"--lengths {LENGTH} --sequences 3 --rows 16 --labels 1 --joint 3 --held-out 5 --tries 1"
     words = f"--in-place --budget 1% --families bf16 {sizes} --threads 1 --device cpu"
     options = ["--data", str(text), "--prices", str(prices), *words.split()]
-    launcher = (
-        f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
-    )
+    launcher = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
     way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf.cli.main", "calibrate"]
     two = subprocess.Popen(

@@ -154,9 +154,7 @@ def test_dropout_of_attention_weights_has_the_right_statistics() -> None:
 
 
 def test_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    settings: dict[str, Any] = dict(
-        max_steps=8, save_strategy="steps", save_steps=4, lr_scheduler_type="constant"
-    )
+    settings: dict[str, Any] = dict(max_steps=8, save_strategy="steps", save_steps=4, lr_scheduler_type="constant")
     whole = losses("llama", "adaattn", tmp_path / "whole", **settings)
     first = tf.Trainer(
         model=model_of("llama", "adaattn"),
@@ -205,9 +203,7 @@ def test_packed_batches_train_like_separate_documents(tmp_path: Path) -> None:
     losses = [
         tf.Trainer(
             model=model.train(),
-            args=arguments(
-                tmp_path / name, max_steps=3, remove_unused_columns=False, per_device_train_batch_size=1
-            ),
+            args=arguments(tmp_path / name, max_steps=3, remove_unused_columns=False, per_device_train_batch_size=1),
             train_dataset=documents * 4,
             data_collator=collator,
         )
@@ -273,9 +269,7 @@ def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -
         expected = ours(input_ids=ids, attention_mask=mask).logits
     if placed == "device_map":
         ours.save_pretrained(tmp_path)
-        hooked = tf.LlamaForCausalLM.from_pretrained(
-            tmp_path, attn_implementation="adaattn", device_map={"": "cpu"}
-        )
+        hooked = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", device_map={"": "cpu"})
     elif placed == "device_map with disk":
         ours.save_pretrained(tmp_path)
         parts = {
@@ -304,9 +298,7 @@ def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -
 def test_lora_adapters_train_like_under_eager() -> None:
     peft = pytest.importorskip("peft")
     stock, ours = fresh_pair("llama")
-    settings: dict[str, Any] = dict(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )
+    settings: dict[str, Any] = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     grads = []
     for model in (stock, ours):
         torch.manual_seed(5)

@@ -98,9 +98,7 @@ def test_forward_mode_has_a_tangent() -> None:
         found = forward_ad.unpack_dual(attention(dual, key, value)).tangent
     assert found is not None
     step = 1e-3
-    slope = (
-        attention(query + step * tangent, key, value) - attention(query - step * tangent, key, value)
-    ) / (2 * step)
+    slope = (attention(query + step * tangent, key, value) - attention(query - step * tangent, key, value)) / (2 * step)
     torch.testing.assert_close(found, slope, atol=2e-3, rtol=0)
 
 
@@ -129,9 +127,7 @@ def test_an_exported_model_keeps_the_operator() -> None:
     with torch.no_grad():
         program = torch.export.export(ours, (ids,), options, strict=False)
         right = ours(ids.flip(1), **options).logits
-        torch.testing.assert_close(
-            program.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(program.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5)
     assert "native_attend" in str(program.graph)
 
 
@@ -143,9 +139,7 @@ def test_symbolic_lengths_are_refused_by_name() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("name", ["adaattn", "adaattn_sdpa"])
-def test_second_derivatives_of_fused_backward_passes_are_refused(
-    family: str, name: str, padded: bool
-) -> None:
+def test_second_derivatives_of_fused_backward_passes_are_refused(family: str, name: str, padded: bool) -> None:
     """Not even where only parameters are asked for, to which no path of the graph leads but those through attention."""
     _, ours = fresh_pair(family)
     ours.set_attn_implementation(name)

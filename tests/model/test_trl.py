@@ -53,9 +53,7 @@ def losses(trainer: Any) -> list[float]:
     return found
 
 
-PACKED: dict[str, Any] = dict(
-    packing=True, packing_strategy="bfd", max_length=40, per_device_train_batch_size=2
-)
+PACKED: dict[str, Any] = dict(packing=True, packing_strategy="bfd", max_length=40, per_device_train_batch_size=2)
 
 
 def test_padded_batches_follow_stock_attention(tmp_path: Path) -> None:
@@ -72,9 +70,7 @@ def test_packed_batches_follow_stock_attention_over_the_same_documents(tmp_path:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_the_loss_of_a_packed_batch_is_that_of_its_documents(
-    family: str, use_cache: bool, tmp_path: Path
-) -> None:
+def test_the_loss_of_a_packed_batch_is_that_of_its_documents(family: str, use_cache: bool, tmp_path: Path) -> None:
     trainer = trainer_of(family, "adaattn", tmp_path, **PACKED)
     stock, ours = model_of(family, "eager").eval(), trainer.model.eval()
     batch = next(iter(trainer.get_train_dataloader()))

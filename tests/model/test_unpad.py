@@ -115,9 +115,7 @@ def test_hidden_states_and_logits_are_those_of_the_stock_model(name: str, side: 
     for left, right in zip(expected.hidden_states, actual.hidden_states, strict=True):
         assert_same(left, right, mask)
     calls = adaattn_hf.unpad_calls(ours)
-    windowed = side == "holes" and any(
-        w in name for w in ("window", "hybrid", "softcap", "sinks", "chunk", "local")
-    )
+    windowed = side == "holes" and any(w in name for w in ("window", "hybrid", "softcap", "sinks", "chunk", "local"))
     pooled = side == "left" and getattr(ours, "pooler", None) is not None
     if windowed or pooled:
         assert UNPADDED not in calls
@@ -248,9 +246,7 @@ def head_of(cls: Any) -> Pair:
     return build(cls, config)
 
 
-@pytest.mark.parametrize(
-    "cls", [*BERT_HEADS, *GPT2_HEADS, *LLAMA_HEADS, *MORE_HEADS], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", [*BERT_HEADS, *GPT2_HEADS, *LLAMA_HEADS, *MORE_HEADS], ids=lambda c: c.__name__)
 def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
     stock, ours = head_of(cls)
     adaattn_hf.prepare(ours)
@@ -366,9 +362,7 @@ def test_a_prompt_fills_the_cache_as_stock_does(name: str, side: str) -> None:
             cache = first.past_key_values
             assert isinstance(cache, DynamicCache)
             assert cache.get_seq_length() == LENGTH
-            second = model(
-                tokens(length=1), attention_mask=more, position_ids=positions[:, -1:], past_key_values=cache
-            )
+            second = model(tokens(length=1), attention_mask=more, position_ids=positions[:, -1:], past_key_values=cache)
         results.append((first.logits, second.logits, [layer.keys for layer in cache.layers]))
     assert_same(results[0][0], results[1][0], mask)
     assert_same(results[0][1], results[1][1])
@@ -382,10 +376,7 @@ def test_generate_gives_the_same_tokens(name: str, flow: dict[str, Any]) -> None
     stock, ours = made(name)
     mask = padding("left")
     settings = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None, "disable_compile": True, **flow}
-    outs = [
-        m.generate(tokens(), attention_mask=mask, return_dict_in_generate=True, **settings)
-        for m in (stock, ours)
-    ]
+    outs = [m.generate(tokens(), attention_mask=mask, return_dict_in_generate=True, **settings) for m in (stock, ours)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     if "cache_implementation" not in flow:
         assert adaattn_hf.unpad_calls(ours)[UNPADDED] == 1

@@ -109,9 +109,7 @@ def test_a_real_encoder_is_exact_and_faster_on_a_ragged_batch(assets: Path) -> N
         pytest.skip(f"needs the encoder {path}")
     stock, ours = embedder(path, "sdpa"), embedder(path, "adaattn")
     adaattn_hf.prepare(ours)
-    text = (
-        "Embeddings of a ragged batch cost what its longest sentence costs, unless padding is left out. " * 12
-    )
+    text = "Embeddings of a ragged batch cost what its longest sentence costs, unless padding is left out. " * 12
     words = text.split()
     batch = [" ".join(words[:n]) for n in (4, 6, 9, 12, 15, 20, 30, 160)]
     seconds: dict[str, list[float]] = {"stock": [], "ours": []}

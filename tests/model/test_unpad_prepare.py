@@ -124,9 +124,7 @@ def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="on_padded: got 'maybe'"):
         adaattn_hf.prepare(fresh_pair("bert").ours, on_padded="maybe")
     for call in (adaattn_hf.prepare, adaattn_hf.explain, adaattn_hf.check):
-        with pytest.raises(
-            TypeError, match="model: got 'gpt2', expected a loaded model; load it with AutoModel"
-        ):
+        with pytest.raises(TypeError, match="model: got 'gpt2', expected a loaded model; load it with AutoModel"):
             call("gpt2")  # type: ignore[operator, type-var]
     with pytest.raises(adaattn_hf.PrepareError, match="holds no Transformers model"):
         adaattn_hf.prepare(nn.Linear(2, 2))
@@ -244,9 +242,7 @@ def test_threads_do_not_see_one_another() -> None:
         thread.join()
     for side, result in results.items():
         with torch.no_grad():
-            assert_same(
-                stock(tokens(), attention_mask=padding(side)).last_hidden_state, result, padding(side)
-            )
+            assert_same(stock(tokens(), attention_mask=padding(side)).last_hidden_state, result, padding(side))
 
 
 # ---------------------------------------------------------------- what stays and what goes
@@ -375,9 +371,7 @@ def test_a_trainer_reaches_the_same_weights(causal: bool, tmp_path: Path) -> Non
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        trainer = tf.Trainer(
-            model, arguments, train_dataset=Ragged(), data_collator=lambda rows: collate(rows, causal)
-        )
+        trainer = tf.Trainer(model, arguments, train_dataset=Ragged(), data_collator=lambda rows: collate(rows, causal))
         trainer.train()
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -24,9 +24,7 @@ HERE = Version(tf.__version__)
 
 
 def test_the_installed_versions_are_among_the_declared_ones() -> None:
-    declared = {
-        r.name: r for r in map(Requirement, metadata.requires("adaattn-hf") or []) if r.marker is None
-    }
+    declared = {r.name: r for r in map(Requirement, metadata.requires("adaattn-hf") or []) if r.marker is None}
     assert HERE in declared["transformers"].specifier
     assert Version(Version(torch.__version__).base_version) in declared["torch"].specifier
 

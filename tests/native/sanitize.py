@@ -83,9 +83,7 @@ def compile_fuzzers(
 def search(python: str, library: Path, cases: int, seed: int) -> int:
     """Runs the random search through Python with the sanitized library; returns its exit status."""
     runtimes = [
-        subprocess.run(
-            ["gcc", f"-print-file-name={name}.so"], capture_output=True, text=True, check=True
-        ).stdout
+        subprocess.run(["gcc", f"-print-file-name={name}.so"], capture_output=True, text=True, check=True).stdout
         for name in ("libasan", "libubsan")
     ]
     environment = {
@@ -119,9 +117,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--levels", default="")
-    parser.add_argument(
-        "--machine", default="", help="machine that CXX compiles for, if not this one: aarch64"
-    )
+    parser.add_argument("--machine", default="", help="machine that CXX compiles for, if not this one: aarch64")
     parser.add_argument("--emulator", default="", help="program that runs its programs here")
     parser.add_argument(
         "--python", default="", help="interpreter of an environment with the package, for calls from Python"

@@ -44,9 +44,7 @@ STRUCTURES = {
 }
 
 
-def request(
-    structure: CallStructure, dtype: torch.dtype = torch.float32, **extra: object
-) -> AttentionRequest:
+def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extra: object) -> AttentionRequest:
     torch.manual_seed(7)
     query = torch.randn(2, structure.q_len, 4, 24, dtype=dtype).transpose(1, 2)
     key = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
@@ -75,9 +73,7 @@ def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
 
 def test_windows_of_heads_hold_beside_a_mask_of_each_head() -> None:
     mask = torch.rand(1, 4, 100, 100, generator=torch.Generator().manual_seed(0)) > 0.2
-    asked = request(
-        CallStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0))
-    )
+    asked = request(CallStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0)))
     result, truth = NativeBackend().attend(asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
 

@@ -78,8 +78,7 @@ def test_a_library_that_is_cut_off_is_a_reason(tmp_path: Path, share: float) -> 
 STUBS = {
     "lacks a function of its interface": {"abi_version": library.ABI_VERSION},
     "speaks interface 99": dict.fromkeys(library.FUNCTIONS, 99),
-    "with (7, 7) bytes of arguments": dict.fromkeys(library.FUNCTIONS, 7)
-    | {"abi_version": library.ABI_VERSION},
+    "with (7, 7) bytes of arguments": dict.fromkeys(library.FUNCTIONS, 7) | {"abi_version": library.ABI_VERSION},
     f"with ({library.SIZES[0]}, 7) bytes": dict.fromkeys(library.FUNCTIONS, 7)
     | {"abi_version": library.ABI_VERSION, "args_size": library.SIZES[0]},
     "names instruction set 77": dict.fromkeys(library.FUNCTIONS, 77)
@@ -92,9 +91,7 @@ STUBS = {
 def test_a_foreign_library_is_a_reason(tmp_path: Path, complaint: str) -> None:
     source = tmp_path / "stub.cpp"
     functions = STUBS[complaint]
-    source.write_text(
-        "".join(f'extern "C" long ada_{name}() {{ return {n}; }}\n' for name, n in functions.items())
-    )
+    source.write_text("".join(f'extern "C" long ada_{name}() {{ return {n}; }}\n' for name, n in functions.items()))
     command = build.compiler()
     assert command is not None
     subprocess.run([*command, "-shared", "-fPIC", str(source), "-o", str(tmp_path / build.NAME)], check=True)
@@ -191,9 +188,7 @@ def test_fuzz_under_sanitizers(tmp_path: Path) -> None:
     levels = ["portable", library.level_names()[-1]] if library.level_names() else None
     environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}
     for program, cases in zip(compile_fuzzers(tmp_path, levels), ("40", "400"), strict=True):
-        done = subprocess.run(
-            [str(program), "1", cases], capture_output=True, text=True, check=False, env=environment
-        )
+        done = subprocess.run([str(program), "1", cases], capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

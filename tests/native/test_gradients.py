@@ -20,9 +20,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or 
 
 
 def gradients(asked: AttentionRequest, dtype: torch.dtype, native: bool) -> list[torch.Tensor]:
-    names = [
-        name for name in ("query", "key", "value", "bias", "sink_logits") if getattr(asked, name) is not None
-    ]
+    names = [name for name in ("query", "key", "value", "bias", "sink_logits") if getattr(asked, name) is not None]
     leaves = {name: getattr(asked, name).detach().to(dtype).requires_grad_() for name in names}
     changed = replace(asked, **leaves)
     out = NativeBackend().attend(changed).out if native else reference.attention(changed).out
@@ -86,10 +84,7 @@ def arguments(asked: AttentionRequest) -> tuple[object, ...]:
 @pytest.mark.parametrize("name", ["causal", "left padding", "mask"])
 def test_opcheck(name: str) -> None:
     asked = request(STRUCTURES[name], **EXTRAS["all"])
-    leaves = {
-        n: getattr(asked, n).clone().requires_grad_()
-        for n in ("query", "key", "value", "bias", "sink_logits")
-    }
+    leaves = {n: getattr(asked, n).clone().requires_grad_() for n in ("query", "key", "value", "bias", "sink_logits")}
     torch.library.opcheck(attend_op, arguments(replace(asked, **leaves)))
     out, lse = attend_op(*arguments(asked))
     grad = torch.randn_like(out)

@@ -109,9 +109,7 @@ def test_random_calls(level: str, asked: AttentionRequest) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 3, 300])
 @pytest.mark.parametrize("scale", [1.0, 12.0])
-def test_error_is_1e_5_or_at_most_twice_that_of_torch(
-    level: str, dtype: torch.dtype, q_len: int, scale: float
-) -> None:
+def test_error_is_1e_5_or_at_most_twice_that_of_torch(level: str, dtype: torch.dtype, q_len: int, scale: float) -> None:
     q = tensor(1, (1, 4, q_len, 64), dtype, 0, scale)
     k, v = tensor(2, (1, 2, 700, 64), dtype, 0), tensor(3, (1, 2, 700, 64), dtype, 0)
     structure = CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
@@ -260,9 +258,7 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
 
 def test_threads_of_python_do_not_disturb_one_another() -> None:
     kinds = [(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)]
-    inputs = [
-        [tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)
-    ]
+    inputs = [[tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)]
     rules = Rules(causal=True)
     alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]
     wrong: list[int] = []

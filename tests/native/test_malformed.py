@@ -164,9 +164,7 @@ def test_other_batches_are_refused() -> None:
         attention_function()(nn.Module(), *tensors(key=(3, KV, K, D), value=(3, KV, K, D)), None)
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 1, Q, K), (1, 2, Q, K), (B, H, 2, K), (B, 1, Q, K - 2), (2, K), (3, K - 1)]
-)
+@pytest.mark.parametrize("shape", [(2, 1, Q, K), (1, 2, Q, K), (B, H, 2, K), (B, 1, Q, K - 2), (2, K), (3, K - 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_that_does_not_fit_is_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     query, key, value = tensors(query=(3, H, Q, D), key=(3, KV, K, D), value=(3, KV, K, D))
@@ -174,15 +172,11 @@ def test_a_mask_that_does_not_fit_is_refused(shape: tuple[int, ...], dtype: torc
         attention_function()(nn.Module(), query, key, value, torch.ones(shape, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 1, Q, K), (1, 2, Q, K), (B, H, 2, K), (B, 1, Q, K - 2), (B, 1, Q, K, 1), (Q, K)]
-)
+@pytest.mark.parametrize("shape", [(3, 1, Q, K), (1, 2, Q, K), (B, H, 2, K), (B, 1, Q, K - 2), (B, 1, Q, K, 1), (Q, K)])
 def test_a_structure_whose_mask_does_not_fit_is_refused_on_every_way(shape: tuple[int, ...]) -> None:
     """Kernels read a mask by its strides; a launch of its kind is no reason not to look."""
     query, key, value = tensors(query=(B, H, Q, D), key=(B, KV, K, D), value=(B, KV, K, D))
-    fits, other = (
-        CallStructure(B, Q, K, mask=torch.ones(s, dtype=torch.bool)) for s in ((B, 1, Q, K), shape)
-    )
+    fits, other = (CallStructure(B, Q, K, mask=torch.ones(s, dtype=torch.bool)) for s in ((B, 1, Q, K), shape))
     assert select.launch_for(query, key, value, fits) is not None
     for ask in (
         lambda: select.launch_for(query, key, value, other),
@@ -203,9 +197,7 @@ def test_nothing_asked_is_answered_as_torch_answers_it(
         t.requires_grad_()
         for t in tensors(query=(batch, H, q_len, D), key=(batch, KV, kv_len, D), value=(batch, KV, kv_len, D))
     )
-    padding = (
-        {"key_padding": torch.ones(batch, kv_len, dtype=torch.bool)} if rules == {"padding": True} else rules
-    )
+    padding = {"key_padding": torch.ones(batch, kv_len, dtype=torch.bool)} if rules == {"padding": True} else rules
     structure = CallStructure(batch, q_len, kv_len, **padding)  # type: ignore[arg-type]
     for sinks in (None, torch.zeros(H)):
         asked = AttentionRequest(query, key, value, structure, 0.25, sink_logits=sinks, need_lse=True)
@@ -276,9 +268,7 @@ def test_one_score_may_be_as_large_as_numbers_are(q_len: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "eager"])
-@pytest.mark.parametrize(
-    "rules", [{}, {"window": 3}, {"window": 3, "sinks": 1}, {"padding": True}, {"mask": True}]
-)
+@pytest.mark.parametrize("rules", [{}, {"window": 3}, {"window": 3, "sinks": 1}, {"padding": True}, {"mask": True}])
 def test_the_default_device_changes_nothing(backend: str, rules: dict[str, Any]) -> None:
     """Tables made on another device were read as no table at all: padding, for one, was not hidden."""
     results = []
@@ -315,7 +305,5 @@ def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPat
 
 def test_a_rule_that_is_negated_lazily_is_refused() -> None:
     sinks = torch._neg_view(torch.ones(H))
-    with pytest.raises(
-        ValueError, match="sink_logits: got a lazily negated or zero tensor, expected numbers"
-    ):
+    with pytest.raises(ValueError, match="sink_logits: got a lazily negated or zero tensor, expected numbers"):
         call.forward(*tensors(), 0.25, Rules(sink_logits=sinks))

@@ -60,9 +60,7 @@ def rules_of(record: StoredKV, **more: object) -> Rules:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("plain", [False, True], ids=["turned", "plain"])
-def test_attention_reads_what_is_stored(
-    level: str, q_len: int, dtype: torch.dtype, bits: int, plain: bool
-) -> None:
+def test_attention_reads_what_is_stored(level: str, q_len: int, dtype: torch.dtype, bits: int, plain: bool) -> None:
     """Floor: 100 dB of what the codes stand for with fp32 queries, 40 dB in half precision."""
     q = torch.randn(2, 8, q_len, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     k, v = tokens(2, 2, 2, 900, 64), tokens(3, 2, 2, 900, 96)
@@ -77,9 +75,7 @@ def test_attention_reads_what_is_stored(
     assert out is not None
     assert lse is not None
     assert sqnr(truth.out, out) > (100 if dtype == torch.float32 else 40)
-    torch.testing.assert_close(
-        lse.double(), truth.lse, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-5
-    )
+    torch.testing.assert_close(lse.double(), truth.lse, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("level", level_names())
@@ -194,9 +190,7 @@ def test_the_hadamard_matrix_is_its_own_inverse(n: int) -> None:
 
 
 @pytest.mark.parametrize("fake_first", [True, False])
-def test_a_matrix_that_is_kept_is_not_that_of_a_mode(
-    fake_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_that_is_kept_is_not_that_of_a_mode(fake_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaattn_hf.attention.stored._kept_matrix", functools.cache(_matrix))
     for fake in (fake_first, not fake_first):
         with FakeTensorMode() if fake else contextlib.nullcontext():

@@ -82,9 +82,7 @@ def test_the_first_python_that_serves_is_taken(pythons: dict[str, str], picked: 
     assert run(path, ".ci/find-python").stdout == f"{picked}\n"
     shown = run(path, "make", "-n", "venv", "VENV=elsewhere").stdout.splitlines()
     assert shown[:2] == [f"{picked} -m venv elsewhere", ".ci/fill-venv elsewhere/bin/python"]
-    assert run(path, "make", "-n", "venv", "VENV=elsewhere", "PYTHON=mine").stdout.startswith(
-        "mine -m venv elsewhere"
-    )
+    assert run(path, "make", "-n", "venv", "VENV=elsewhere", "PYTHON=mine").stdout.startswith("mine -m venv elsewhere")
 
 
 def test_where_none_serves_each_is_named_with_what_it_lacks(path: Path) -> None:

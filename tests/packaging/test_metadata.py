@@ -30,9 +30,7 @@ def recipe() -> dict[str, Any]:
     """The conda recipe, as far as it is YAML once its two variables stand in it."""
     text = (ROOT / "recipe" / "meta.yaml").read_text(encoding="utf-8")
     for name, value in re.findall(r'{% set (\w+) = "([^"]*)" %}', text):
-        text = re.sub(
-            r"{{ " + name + r"(\[0\]|\|lower)? }}", lambda m, v=value: v[0] if m[1] == "[0]" else v, text
-        )
+        text = re.sub(r"{{ " + name + r"(\[0\]|\|lower)? }}", lambda m, v=value: v[0] if m[1] == "[0]" else v, text)
     text = re.sub(r"{%.*?%}\n", "", text)
     read: dict[str, Any] = yaml.safe_load(re.sub(r"{{ (.*?) }}", r"<\1>", text).replace('("cxx")', ""))
     return read
@@ -94,9 +92,7 @@ def test_every_file_gives_the_same_addresses() -> None:
         about["dev_url"],
         site["repo_url"],
     } == {urls["Source"]}
-    assert {urls["Documentation"], citation["url"], about["doc_url"], site["site_url"]} == {
-        urls["Documentation"]
-    }
+    assert {urls["Documentation"], citation["url"], about["doc_url"], site["site_url"]} == {urls["Documentation"]}
     assert f'REPOSITORY = "{urls["Source"]}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
     assert all(url.startswith(urls["Source"]) for name, url in urls.items() if name != "Documentation")
 
@@ -127,9 +123,7 @@ def test_the_pythons_of_the_classifiers_are_those_that_are_tested() -> None:
     }
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text(encoding="utf-8"))
     assert {row["python"] for row in workflow["jobs"]["suite"]["strategy"]["matrix"]["include"]} == declared
-    assert min(declared, key=lambda text: int(text[2:])) == project()["project"][
-        "requires-python"
-    ].removeprefix(">=")
+    assert min(declared, key=lambda text: int(text[2:])) == project()["project"]["requires-python"].removeprefix(">=")
 
 
 def test_the_page_of_support_names_the_versions_of_the_package() -> None:
@@ -166,15 +160,11 @@ def test_the_image_gets_what_the_build_needs() -> None:
 
 
 def test_compose_builds_stages_that_the_dockerfile_has() -> None:
-    stages = set(
-        re.findall(r"^FROM \S+ AS (\w+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     assert {service["build"]["target"] for service in services.values()} <= stages
     # a notebook server is for this machine alone
-    assert all(
-        port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", ())
-    )
+    assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", ()))
 
 
 def test_the_dockerfile_has_no_lint() -> None:

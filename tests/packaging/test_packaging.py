@@ -100,12 +100,8 @@ def test_wheel_says_what_it_needs_and_carries_the_licence(wheel: Path) -> None:
         assert f"Requires-Dist: {requirement}" in text, requirement
     assert "adaattn = adaattn_command:main" in entry_points
     assert "[lm_eval.models]\nadaattn = adaattn_hf.eval.lm_eval_model:AdaAttnLM" in entry_points
-    assert re.findall(r"\]\((?!https?://|#)[^)]+\)", text) == [], (
-        "a link of the README that is dead on the index"
-    )
-    assert wheel.name.endswith("-py3-none-any.whl"), (
-        "without the native library the wheel is for every platform"
-    )
+    assert re.findall(r"\]\((?!https?://|#)[^)]+\)", text) == [], "a link of the README that is dead on the index"
+    assert wheel.name.endswith("-py3-none-any.whl"), "without the native library the wheel is for every platform"
 
 
 def test_the_index_would_take_both(built: Path) -> None:
@@ -131,9 +127,7 @@ def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
         "constraints-dev.txt",
     }
     assert needed - names == set()
-    assert not [
-        name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))
-    ]
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))]
 
 
 def test_installed_wheel_works_from_anywhere(installed: Path, tmp_path: Path) -> None:
@@ -155,12 +149,8 @@ def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> 
     install(python, "-e", source)
     face = source / "patches" / "__init__.py"
     face.write_text(face.read_text() + "\nEDITED = 1\n")
-    (source / "eval" / "added.py").write_text(
-        '"""A module that was not there when the package was installed."""\n'
-    )
-    code = (
-        WORKS.format(closed=CLOSED) + "import adaattn_hf.eval.added\nassert adaattn_hf.patches.EDITED == 1\n"
-    )
+    (source / "eval" / "added.py").write_text('"""A module that was not there when the package was installed."""\n')
+    code = WORKS.format(closed=CLOSED) + "import adaattn_hf.eval.added\nassert adaattn_hf.patches.EDITED == 1\n"
     package, patches = run([python, "-c", code], cwd=tmp_path).split()
     assert Path(package) == source / "adaattn_hf"
     assert Path(patches) == source / "patches"

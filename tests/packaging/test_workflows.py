@@ -126,9 +126,7 @@ def test_publishing_keeps_no_password() -> None:
     release = read(ROOT / ".github" / "workflows" / "release.yml")
     publish = release["jobs"]["publish"]
     assert publish["permissions"]["id-token"] == "write"
-    assert "password" not in (ROOT / ".github" / "workflows" / "release.yml").read_text().replace(
-        "no password", ""
-    )
+    assert "password" not in (ROOT / ".github" / "workflows" / "release.yml").read_text().replace("no password", "")
     assert "secrets." not in str(release)
 
 

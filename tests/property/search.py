@@ -96,9 +96,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="directory for fuzz.json and fuzz.md")
     parser.add_argument("--record", action="store_true", help="write what the state file holds, and stop")
     parser.add_argument("--jobs", type=int, default=1, help="processes; each computes with one thread")
-    parser.add_argument(
-        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="search these alone"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="search these alone")
     parser.add_argument("--library", type=Path, help="directory of another build of the native kernels")
     parser.add_argument("--chunk", choices=list(KINDS), help="run one chunk in this process")
     asked = parser.parse_args()

@@ -46,9 +46,7 @@ def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> N
         assert found.lse.shape == truth.lse.shape
         assert torch.equal(torch.isinf(found.lse), blind)
         largest = max(1.0, float(truth.lse[~blind].abs().amax())) if (~blind).any() else 1.0
-        assert float((found.lse.double() - truth.lse)[~blind].abs().sum()) <= 1e-5 * largest * max(
-            1, blind.numel()
-        )
+        assert float((found.lse.double() - truth.lse)[~blind].abs().sum()) <= 1e-5 * largest * max(1, blind.numel())
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
@@ -191,9 +189,7 @@ def test_a_later_token_changes_no_earlier_output(name: str, request_: AttentionR
 def test_a_launch_gives_what_attend_gives(name: str, request_: AttentionRequest) -> None:
     assume(not refuses(name, request_))
     backend, drawn = ON_CPU[name], request_.structure.settled()
-    plain = CallStructure(
-        drawn.batch, drawn.q_len, drawn.kv_len, drawn.causal and drawn.q_len == drawn.kv_len
-    )
+    plain = CallStructure(drawn.batch, drawn.q_len, drawn.kv_len, drawn.causal and drawn.q_len == drawn.kv_len)
     for structure in (drawn, plain):
         request = replace(request_, structure=structure)
         launch = backend.prepare(CallSpec.of(request), request.per_head)

@@ -60,31 +60,23 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Te
     return (weights @ value).transpose(1, 2), weights
 
 
-def with_gradients(
-    leaves: list[Tensor], directions: tuple[Tensor, ...], answers: tuple[Tensor, ...]
-) -> list[Tensor]:
+def with_gradients(leaves: list[Tensor], directions: tuple[Tensor, ...], answers: tuple[Tensor, ...]) -> list[Tensor]:
     """The answers, and the gradient of each in its direction by every tensor."""
     found = list(answers)
     for answer, direction in zip(answers, directions, strict=True):
         total = (answer.double() * direction.double()).sum()
-        found += torch.autograd.grad(
-            total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        found += torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
     return [t.detach().double() for t in found]
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "sdpa"])
 @pytest.mark.parametrize("wanted", [False, True], ids=["output", "with weights"])
 @given(call=drawn())
-def test_huge_scores_in_half_precision_are_those_of_double(
-    backend: str | None, wanted: bool, call: Drawn
-) -> None:
+def test_huge_scores_in_half_precision_are_those_of_double(backend: str | None, wanted: bool, call: Drawn) -> None:
     if backend is None and missing():
         pytest.skip("; ".join(missing()))
     ours = [t.clone().requires_grad_() for t in call.leaves]
-    out, weights = attention_function(backend)(
-        Layer(1), *ours, None, scaling=call.scaling, output_attentions=wanted
-    )
+    out, weights = attention_function(backend)(Layer(1), *ours, None, scaling=call.scaling, output_attentions=wanted)
     exact = [t.double().requires_grad_() for t in call.leaves]
     truth = plain(*exact, call.scaling)
     answers: tuple[Tensor, ...] = (out,) if weights is None else (out, weights)
@@ -96,9 +88,7 @@ def test_huge_scores_in_half_precision_are_those_of_double(
     groups = query.shape[1] // key.shape[1]
     sums = float((query @ key.repeat_interleave(groups, 1).mT).amax()) * call.scaling
     off = torch.finfo(call.leaves[0].dtype).eps + 4 * torch.finfo(torch.float32).eps * sums
-    slopes = (
-        max(1.0, float(value.amax())) * max(float(d.abs().amax()) for d in call.directions) * value.shape[3]
-    )
+    slopes = max(1.0, float(value.amax())) * max(float(d.abs().amax()) for d in call.directions) * value.shape[3]
     for index, (a, b) in enumerate(zip(found, right, strict=True)):
         assert torch.isfinite(a).all()
         scale = max(1.0, float(value.amax()))

@@ -32,9 +32,7 @@ def test_sampled_rows_of_long_sequences_are_right(name: str, length: int, window
     for row in (0, 1, 4095, length // 2 + 3, length - 2, length - 1):
         one = CallStructure(1, 1, length, causal=True, q_offset=row, window=window)
         asked = AttentionRequest(query[:, :, row : row + 1], key, value, one, 0.125)
-        torch.testing.assert_close(
-            out[:, row].double(), reference.attention(asked).out[:, 0], atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(out[:, row].double(), reference.attention(asked).out[:, 0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])

@@ -37,9 +37,7 @@ def test_malformed_calls_are_refused_or_answered_by_the_formula(call: Call) -> N
     assert judge(call)
 
 
-def found(
-    backend: str | None, heads: int, q_len: int, kv_len: int, size: int, size_v: int, **given: object
-) -> Call:
+def found(backend: str | None, heads: int, q_len: int, kv_len: int, size: int, size_v: int, **given: object) -> Call:
     """A call of the shape that a long search found."""
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, q_len, size, generator=draw)
@@ -50,13 +48,9 @@ def found(
 
 
 @pytest.mark.parametrize("name", ["query", "key"])
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 17, 8, 5), (3, 1, 7, 16, 16), (9, 1, 1, 3, 5), (3, 1, 1, 16, 5)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 8, 17, 8, 5), (3, 1, 7, 16, 16), (9, 1, 1, 3, 5), (3, 1, 1, 16, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_few_keys_lose_no_not_a_number(
-    name: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype
-) -> None:
+def test_few_keys_lose_no_not_a_number(name: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     """What torch's own kernel loses among fewer keys than a vector holds."""
     for structured in (False, True):
         call = found("sdpa" if dtype is torch.float32 else None, *shape)
@@ -122,9 +116,7 @@ def test_the_judgement_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
         judge(call)
 
 
-def test_the_search_goes_on_where_it_was_and_counts_crashes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_goes_on_where_it_was_and_counts_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crashed = True
 
     def child(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -137,17 +129,12 @@ def test_the_search_goes_on_where_it_was_and_counts_crashes(
         return subprocess.CompletedProcess(command, 0, f"{json.dumps(found)}\n", "")
 
     real = subprocess.run
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **k: (child if "--chunk" in command else real)(command, **k)
-    )
+    monkeypatch.setattr(subprocess, "run", lambda command, **k: (child if "--chunk" in command else real)(command, **k))
     done = search.search(10, 3, tmp_path / "state.json", None)
     assert sum(done["verdicts"]["valid"].values()) == done["verdicts"]["valid"]["served"] == 9
     assert done["verdicts"]["rules"] == {"crashed": 1}
     assert "Segmentation fault" in done["failed"][0]
     page.record(done, tmp_path)
-    assert (
-        "| malformed rules of the native kernels | 1 | 0 | 0 | 0 | 0 | 0 | 1 |"
-        in (tmp_path / "fuzz.md").read_text()
-    )
+    assert "| malformed rules of the native kernels | 1 | 0 | 0 | 0 | 0 | 0 | 1 |" in (tmp_path / "fuzz.md").read_text()
     monkeypatch.setattr(subprocess, "run", real)
     assert search.search(10, 3, tmp_path / "state.json", None) == done, "nothing is left to do"

@@ -27,12 +27,9 @@ def poisoned(
     """Query, key and value with one bad number, and a causal structure in which half of the rows see its key."""
     source = torch.Generator().manual_seed(3)
     drawn = [
-        torch.randn(2, heads, length, 32, generator=source)
-        for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
+        torch.randn(2, heads, length, 32, generator=source) for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
     ]
-    drawn[0][1, 2:, :, 5] = torch.tensor(
-        [[1.0], [-1.0]]
-    )  # whatever sign an infinite key has, one head sees it
+    drawn[0][1, 2:, :, 5] = torch.tensor([[1.0], [-1.0]])  # whatever sign an infinite key has, one head sees it
     position = q_len // 2 if where == "query" else kv_len - q_len // 2 - 1
     drawn[("query", "key", "value").index(where)][1, 1, position, 5] = what
     structure = CallStructure(2, q_len, kv_len, causal=True, q_offset=kv_len - q_len)
@@ -56,9 +53,7 @@ def bad_rows(where: str, request: AttentionRequest) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 @pytest.mark.parametrize("what", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_bad_numbers_come_out_as_in_plain_attention(
-    backend: str, dtype: torch.dtype, where: str, what: float
-) -> None:
+def test_bad_numbers_come_out_as_in_plain_attention(backend: str, dtype: torch.dtype, where: str, what: float) -> None:
     if backend == "sdpa" and what == what and dtype is not torch.float32:
         pytest.skip("torch's own kernel decides what an infinity in half precision becomes")
     for q_len, kv_len in SIZES:
@@ -92,9 +87,7 @@ def test_the_gradient_of_a_poisoned_row_is_bad_too(backend: str, where: str, len
 @pytest.mark.parametrize("compute", ["model", "bf16", "int8"])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 @pytest.mark.parametrize("what", [float("nan"), float("inf")], ids=str)
-def test_every_instruction_set_and_product_lets_them_out(
-    level: str, compute: str, where: str, what: float
-) -> None:
+def test_every_instruction_set_and_product_lets_them_out(level: str, compute: str, where: str, what: float) -> None:
     if compute == "int8" and level not in ("avx512_bf16", "amx"):
         pytest.skip("int8 products need avx512_bf16 or amx")
     for q_len, kv_len in SIZES:

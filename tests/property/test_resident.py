@@ -52,9 +52,7 @@ def growth(interpreter: WarmInterpreter, way: str, dtype: str, threads: int) -> 
     return grown, output
 
 
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which tells peaks apart"
-)
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which tells peaks apart")
 @pytest.mark.parametrize(
     ("dtype", "threads", "most"), [("float32", 2, 1.0), ("bfloat16", 1, 0.6 if TILES_BF16 else 1.0)]
 )
@@ -71,6 +69,4 @@ def test_causal_4k_beside_the_resident_memory_of_sdpa(
     stock, _ = growth(interpreter, "stock", dtype, threads)
     # the output itself is counted, so that a measurement that sees nothing is found out
     assert 0.9 * output < ours
-    assert ours <= most * stock, (
-        f"{ours / 2**20:.1f} MiB, {stock / 2**20:.1f} of sdpa, output {output / 2**20:.0f}"
-    )
+    assert ours <= most * stock, f"{ours / 2**20:.1f} MiB, {stock / 2**20:.1f} of sdpa, output {output / 2**20:.0f}"

@@ -62,9 +62,7 @@ def test_gradients(drawn: AttentionRequest) -> None:
 @given(drawn=requests(extras=False), extra=st.sampled_from(["plain", "softcap", "bias"]))
 def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: str) -> None:
     """With a tiny probability almost surely nothing is dropped."""
-    more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(
-        extra, {}
-    )
+    more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(extra, {})
     tiny = AttentionRequest(
         drawn.query, drawn.key, drawn.value, drawn.structure.with_changes(), drawn.scaling, 1e-9, **more
     )
@@ -113,9 +111,7 @@ STEPS = {
     "a window": CallStructure(3, 1, 9, causal=True, q_offset=8, window=4),
     "padding of many lengths": CallStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED),
     "padding of few lengths": CallStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED[[1, 1, 0]]),
-    "a row that sees nothing": CallStructure(
-        3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()
-    ),
+    "a row that sees nothing": CallStructure(3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()),
     "before the first key": CallStructure(3, 1, 9, causal=True, q_offset=-1),
     "a window whose sinks are all that it would hide": CallStructure(
         3, 1, 9, causal=True, q_offset=9, window=6, sinks=4, key_padding=PADDED
@@ -128,9 +124,7 @@ STEPS = {
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("share", [0.25, 0.9], ids=["rows walked", "rows masked"])
 @pytest.mark.parametrize("case", list(STEPS))
-def test_one_query(
-    case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PADDING_SHARE", share)
     # two layouts: keys in a cache of their own, and a slice of a wider one; queries with and without gaps
     wide, apart = (
@@ -203,9 +197,7 @@ def test_a_window_becomes_bands(sinks: int) -> None:
 
 KEPT = {
     **LONG,
-    "left padding": CallStructure(
-        2, 6, 6, causal=True, key_padding=torch.arange(6) >= torch.tensor([[2], [0]])
-    ),
+    "left padding": CallStructure(2, 6, 6, causal=True, key_padding=torch.arange(6) >= torch.tensor([[2], [0]])),
     "holes": CallStructure(2, 6, 6, causal=True, key_padding=torch.arange(6) % 2 == torch.tensor([[1], [0]])),
 }
 
@@ -236,9 +228,7 @@ def test_a_step_sees_the_keys_that_sinks_add_to_its_window(window: int, sinks: i
     """Also where window and sinks together hide nothing, in rows of different padding."""
     padding = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]).bool()
     query, key, value = (torch.randn(4, 1, n, 8, generator=generator(0)) for n in (1, 2, 2))
-    structure = CallStructure(
-        4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding
-    )
+    structure = CallStructure(4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding)
     request = AttentionRequest(query, key, value, structure, 0.5)
     torch.testing.assert_close(BACKEND.attend(request).out, reference.attention(request).out.float())
 

@@ -144,9 +144,7 @@ def forward_of_the_kernel() -> ModuleType:
 
 def borderless(case: whole.Whole) -> bool:
     """Whether positions could be taken for documents."""
-    return (
-        case.family in oracle.BORDERLESS and case.given.positions is not None and case.given.cache != "int8"
-    )
+    return case.family in oracle.BORDERLESS and case.given.positions is not None and case.given.cache != "int8"
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +296,7 @@ def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPat
     def of_kind(call: changed.Changed) -> bool:
         return call.change == change and not call.loads
 
-    assert "served, though the model computes otherwise" in reported(
-        changed.changed(), changed.judge, 2000, of_kind
-    )
+    assert "served, though the model computes otherwise" in reported(changed.changed(), changed.judge, 2000, of_kind)
 
 
 def test_it_reports_a_hash_that_sees_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +333,7 @@ def test_it_reports_files_without_a_checksum(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_it_reports_calls_of_which_tracers_see_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "transform_at_work", lambda: None)
-    assert "off by" in reported(
-        ways.ways(), ways.judge, 4000, lambda call: (call.door, call.way) == (None, "traced")
-    )
+    assert "off by" in reported(ways.ways(), ways.judge, 4000, lambda call: (call.door, call.way) == (None, "traced"))
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -354,6 +348,4 @@ def test_the_same_seed_draws_the_same() -> None:
                 except UnsatisfiedAssumption:
                     continue
             pairs.append(drawn)
-        assert all(
-            a.split(" object at")[0] == b.split(" object at")[0] for a, b in itertools.zip_longest(*pairs)
-        )
+        assert all(a.split(" object at")[0] == b.split(" object at")[0] for a, b in itertools.zip_longest(*pairs))

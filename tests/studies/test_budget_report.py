@@ -19,9 +19,7 @@ TABLE = PriceTable(
 )  # fmt: skip
 
 
-def record(
-    budget: float, seed: int, upper: float, elsewhere: float | None, picks: list[str]
-) -> dict[str, Any]:
+def record(budget: float, seed: int, upper: float, elsewhere: float | None, picks: list[str]) -> dict[str, Any]:
     verdict = {
         "upper": upper, "delta_nll": upper / 2, "kl": 1e-4, "predicted_kl": 1.2e-4, "top1": 0.99, "passed": True,
         "retrieval_stock": None, "sentence": "passed",
@@ -61,15 +59,12 @@ def test_a_page_counts_both_texts_and_sets_earlier_plans_beside_them(tmp_path: P
     old.write_text(json.dumps({"seeds": [record(1e-3, 0, 3e-4, None, ["bf16"] * 4)], "peers": peers}))
     main(tmp_path / "study", tmp_path / "page.json", old)
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert (
-        "| 0.1 % | 2 of 2 | 2, 1 of 2 | 70% (60% to 80%) | 100% (90% to 110%) | 2.00 (2.00 to 2.00) |" in page
-    )
+    assert "| 0.1 % | 2 of 2 | 2, 1 of 2 | 70% (60% to 80%) | 100% (90% to 110%) | 2.00 (2.00 to 2.00) |" in page
     speed = times_exact(["bf16"] * 4, 2, TABLE, 64)
     earlier = f"| 0.1 %, earlier search | 1 of 1 | – | 30% (30% to 30%) | – | {speed:.2f} ("
     assert earlier in page
     assert (
-        "seed 1: inside on every held-out text; on the text of another kind it loses 5.50e-04, at most 1.10e-03"
-        in page
+        "seed 1: inside on every held-out text; on the text of another kind it loses 5.50e-04, at most 1.10e-03" in page
     )
     assert "| a peer | 1 |" in page
     assert "Of an earlier study" in page
@@ -103,9 +98,7 @@ def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
     assert [json.loads(line)["name"] for line in lines] == ["a.py"]
 
 
-def test_help_is_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
         texts.main(["--help"])

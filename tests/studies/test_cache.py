@@ -74,9 +74,7 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert f"A step reads {weights:,} bytes of weights" in table
     assert words.count("Caches of this package more than 5% from what `explain` foretells: none.") == 2
     assert all(f"| {name} |" in words for name in ran)
-    assert {row["cache"] for row in found["growth"]} == {
-        f"AdaAttnCache {one}" for one in ("model", "int8", "k8v4")
-    }
+    assert {row["cache"] for row in found["growth"]} == {f"AdaAttnCache {one}" for one in ("model", "int8", "k8v4")}
     for row in found["growth"]:
         assert row["first"] == row["last"] == pytest.approx(row["foretold"], rel=0.05)
     found["speed"][next(iter(found["speed"]))] = [row for row in rows if row["length"] == 64]
@@ -95,18 +93,14 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert "another source" in other.output
     before = found["speed"], found["loss"]
     less = {
-        "speed": {
-            title: [row for row in many if "Static" not in row["cache"]] for title, many in before[0].items()
-        },
+        "speed": {title: [row for row in many if "Static" not in row["cache"]] for title, many in before[0].items()},
         "loss": [row for row in found["loss"] if "Static" not in row["cache"]],
         "behind": [row for row in found["behind"] if "Static" not in row["cache"]],
         "read": {},  # as in a record of before the texts were kept
         "loss_input": {},
     }
     (tmp_path / "cache.json").write_text(json.dumps(found | less))
-    added = CliRunner().invoke(
-        app, [*call, "--add"]
-    )  # of another source: that of the other libraries is theirs
+    added = CliRunner().invoke(app, [*call, "--add"])  # of another source: that of the other libraries is theirs
     assert added.exit_code == 0, added.output
     found = json.loads((tmp_path / "cache.json").read_text())
     for old, new in (
@@ -188,9 +182,7 @@ def test_losses_that_were_interrupted_go_on_behind_the_last_text_and_refuse_othe
     stop_at = -1
     _, found, words = run(0, "parts", "--resume")
     assert reads == asked  # nothing twice, in the same order
-    assert [found[key] for key in ("loss", "behind", "read")] == [
-        whole[key] for key in ("loss", "behind", "read")
-    ]
+    assert [found[key] for key in ("loss", "behind", "read")] == [whole[key] for key in ("loss", "behind", "read")]
     assert "Without a loss here: none." in words
     output, _, _ = run(0, "parts", "--resume")
     assert "loss of" not in output

@@ -45,9 +45,7 @@ def test_weights_are_right_at_scores_of_60000_in_half_precision() -> None:
     assert torch.isfinite(weights).all()
     truth = reference.attention(asked).weights
     assert (weights.double() - truth).abs().max() < 2e-3
-    torch.testing.assert_close(
-        weights.double().sum(3), torch.ones(1, 4, 33, dtype=torch.float64), atol=2e-3, rtol=0
-    )
+    torch.testing.assert_close(weights.double().sum(3), torch.ones(1, 4, 33, dtype=torch.float64), atol=2e-3, rtol=0)
 
 
 def test_the_page_has_a_line_for_every_cell() -> None:

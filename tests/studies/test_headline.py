@@ -33,9 +33,7 @@ def test_every_file_shows_what_the_results_hold(reports: Reports) -> None:
 
 
 def texts(svg: str) -> list[str]:
-    return [
-        element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-    ]
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_the_picture_has_at_most_eight_bars_and_names_each(reports: Reports) -> None:
@@ -96,9 +94,7 @@ def another_ratio(reports: Reports) -> None:
 
 
 def another_time(reports: Reports) -> None:
-    next(c for c in reports["gpu_plans"]["sections"]["training"] if c["cell"].startswith("packed"))[
-        "triton"
-    ] /= 2
+    next(c for c in reports["gpu_plans"]["sections"]["training"] if c["cell"].startswith("packed"))["triton"] /= 2
 
 
 def another_prompt(reports: Reports) -> None:
@@ -132,9 +128,7 @@ def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold(reports: Rep
     assert f"keeps it on the held-out texts: {seed['seed']};" in written
     stock = next(row for row in reports["budget"]["peers"]["rows"] if row["what"] == "stock sdpa")
     assert "**stock sdpa**" in written
-    reports["budget"]["peers"]["rows"].append(
-        {**stock, "what": "a better one", "seconds": stock["seconds"] / 2}
-    )
+    reports["budget"]["peers"]["rows"].append({**stock, "what": "a better one", "seconds": stock["seconds"] / 2})
     again = frontier(reports)
     assert "**a better one**" in again
     assert "**stock sdpa**" not in again

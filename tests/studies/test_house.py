@@ -80,8 +80,7 @@ def test_rooms_of_mapped_directories_are_counted_under_both_names(tmp_path: Path
 
 def test_arrows_within_backends_and_a_circle_of_patches_are_found(tmp_path: Path) -> None:
     many = {
-        f"adaattn_hf/backends/room{n}.py": "".join(f"from .room{m} import x\n" for m in range(n))
-        for n in range(12)
+        f"adaattn_hf/backends/room{n}.py": "".join(f"from .room{m} import x\n" for m in range(n)) for n in range(12)
     }
     assert "backends/arrows between rooms" in exceeded(planted(tmp_path, {**CLEAN, **many}))
     turned = {"patches/a.py": "from .b import x\n", "patches/b.py": "from .a import x\n"}
@@ -98,9 +97,7 @@ def test_too_many_lines_are_found(directory: str, name: str, tmp_path: Path) -> 
 
 
 def test_functions_of_many_parameters_are_counted() -> None:
-    tree = ast.parse(
-        "def few(self, a, b, c, d, e, f, g, h): ...\ndef many(a, b, c, d, e, f, g, *, h, i): ...\n"
-    )
+    tree = ast.parse("def few(self, a, b, c, d, e, f, g, h): ...\ndef many(a, b, c, d, e, f, g, *, h, i): ...\n")
     assert crowded(tree) == ["many:2"]
 
 

@@ -97,9 +97,7 @@ def formats() -> Iterator[tuple[str, Any]]:
     along = stored.direction_of(queries, 2)
     yield "along", along
     for bits in (8, 4):
-        codes, scale = stored.quantise(
-            keys, bits=bits, mean=keys.mean(dim=2), along=along if bits == 8 else None
-        )
+        codes, scale = stored.quantise(keys, bits=bits, mean=keys.mean(dim=2), along=along if bits == 8 else None)
         yield f"{bits} bits", (codes, scale, stored.dequantise(codes, scale))
     yield "hadamard", [stored.hadamard(n) for n in (1, 32, 96)]
 

@@ -28,7 +28,5 @@ def by_hub(
     if isinstance(mask, StructuredMask):
         rules = mask.structure
         mask = rules.visible().expand(rules.batch, -1, -1, -1)
-    found: tuple[Tensor, Tensor | None] = kernel("adaattn").flash_attn_forward(
-        module, query, key, value, mask, **given
-    )
+    found: tuple[Tensor, Tensor | None] = kernel("adaattn").flash_attn_forward(module, query, key, value, mask, **given)
     return found

@@ -37,9 +37,7 @@ def copy_checkout(target: Path, *, with_tests: bool = False) -> Path:
 
 def without_compiler() -> dict[str, str]:
     """An environment in which no C++ compiler is found: the native library is optional, and slow to compile."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
     return {**kept, "CXX": "no-compiler-here", "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
 
 

@@ -64,9 +64,7 @@ class Call(Shown):
 
     def __repr__(self) -> str:
         """The call without its numbers."""
-        shown = {
-            n: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for n, v in self.given.items()
-        }
+        shown = {n: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for n, v in self.given.items()}
         return f"Call({self.backend}, {shown}, {self.changes}, default {self.default})"
 
 
@@ -131,9 +129,7 @@ NUMBERS: dict[str, list[Any]] = {
 
 
 @st.composite
-def malformed(
-    draw: st.DrawFn, doors: tuple[str | None, ...] = (None, None, "native", "sdpa", "eager")
-) -> Call:
+def malformed(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, None, "native", "sdpa", "eager")) -> Call:
     """A valid call after one or two changes, most of which it does not survive."""
     valid = draw(requests(longest=70))
     structure = valid.structure
@@ -254,9 +250,7 @@ def meaning(call: Call) -> tuple[Tensor, Tensor]:
     blind = (scores == -MOST).all(3)  # zeros, as the reference has them
     weights = torch.where(blind[..., None], torch.zeros_like(weights), weights)
     out = weights.nan_to_num(0) @ v.nan_to_num(0, 0, 0)
-    bad = ~torch.isfinite(weights).all(3) | ((weights > 0).double() @ (~torch.isfinite(v)).double() > 0).any(
-        3
-    )
+    bad = ~torch.isfinite(weights).all(3) | ((weights > 0).double() @ (~torch.isfinite(v)).double() > 0).any(3)
     return out.transpose(1, 2), bad.transpose(1, 2)
 
 

@@ -18,9 +18,7 @@ from .malformed import TENSOR_CHANGES, Shown, Unreadable, freed, raised_here
 from .requests import generator
 
 CHANGES = {
-    name: change
-    for name, change in TENSOR_CHANGES.items()
-    if name not in ("a list", "an array", "a word", "a number")
+    name: change for name, change in TENSOR_CHANGES.items() if name not in ("a list", "an array", "a word", "a number")
 } | {"freed": freed}
 BROADCAST = ("bias", "mask", "keep")
 NUMBERS: dict[str, list[Any]] = {
@@ -77,12 +75,8 @@ def native_calls(draw: st.DrawFn) -> NativeCall:
     }
     if draw(st.booleans()):
         known |= {
-            "key_scale": torch.randint(
-                60, 90, (batch, kv_heads, kv_len), dtype=torch.uint8, generator=source
-            ),
-            "value_scale": torch.randint(
-                60, 90, (batch, kv_heads, kv_len), dtype=torch.uint8, generator=source
-            ),
+            "key_scale": torch.randint(60, 90, (batch, kv_heads, kv_len), dtype=torch.uint8, generator=source),
+            "value_scale": torch.randint(60, 90, (batch, kv_heads, kv_len), dtype=torch.uint8, generator=source),
             "key_mean": torch.randn(batch, kv_heads, dim, generator=source),
             "first_key": torch.randn(batch, kv_heads, dim, generator=source),
         }

@@ -144,9 +144,7 @@ def config_of(name: str) -> tf.PreTrainedConfig:
     return sized(cls.config_class, changes)
 
 
-def build(
-    cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, implementation: str = "adaattn"
-) -> Pair:
+def build(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, implementation: str = "adaattn") -> Pair:
     """Two fresh models with equal, wide weights, in evaluation mode."""
     torch.manual_seed(1)
     stock = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()

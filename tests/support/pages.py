@@ -13,9 +13,7 @@ import torch
 from .source_tree import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PACKAGES = frozenset(
-    {"datasets", "evaluate", "lm_eval", "peft", "sentence_transformers", "trl", "matplotlib"}
-)
+PACKAGES = frozenset({"datasets", "evaluate", "lm_eval", "peft", "sentence_transformers", "trl", "matplotlib"})
 """Optional packages that a block may say it needs."""
 BLOCK = re.compile(
     r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>needs: [^>]*|run) -->\n\s*)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^[ ]*```$",
@@ -45,9 +43,7 @@ def blocks(text: str) -> list[Block]:
     found = []
     for match in BLOCK.finditer(text):
         indent, mark = len(match["indent"]), match["mark"] or ""
-        code = "".join(
-            line[indent:] if line.strip() else "\n" for line in match["code"].splitlines(keepends=True)
-        )
+        code = "".join(line[indent:] if line.strip() else "\n" for line in match["code"].splitlines(keepends=True))
         needs = mark.partition(":")[2].strip() if mark.startswith("needs:") else ""
         found.append(Block(match["language"], code, needs, mark == "run"))
     return found

@@ -131,9 +131,7 @@ def judge(call: Planned) -> str:
         AssertionError: The output is not what the definition has; or the operator of traced graphs computes otherwise.
     """
     program, request, backend = call.program, call.request, call.backend
-    rounds_weights = (
-        any(precision_of(choice) == "int8" for choice in program.plan.choices) and backend != "eager"
-    )
+    rounds_weights = any(precision_of(choice) == "int8" for choice in program.plan.choices) and backend != "eager"
     try:
         with torch.no_grad(), default_dtype(call.default):
             found = execute.attend(program, request, backend).out

@@ -11,9 +11,7 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
 
-PROVEN = Verified(
-    True, 1e-4, 5e-4, 0.95, 1, 12, 4000, 2e-4, 1e-2, 0.995, None, None, 1.0, 1.0, 2e-4, "passed"
-)
+PROVEN = Verified(True, 1e-4, 5e-4, 0.95, 1, 12, 4000, 2e-4, 1e-2, 0.995, None, None, 1.0, 1.0, 2e-4, "passed")
 """A verdict for plans whose proof is not what a test is about."""
 
 

@@ -52,9 +52,7 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
     if draw(st.booleans()):
         rules["window"] = draw(st.integers(1, kv_len + 1))
         rules["sinks"] = draw(st.integers(0, 3))
-    kind = draw(
-        st.sampled_from(["none", "none", "padding", "documents", "chunks", "spans", "mask", "offset"])
-    )
+    kind = draw(st.sampled_from(["none", "none", "padding", "documents", "chunks", "spans", "mask", "offset"]))
     if kind == "padding":
         padding = torch.rand(batch, kv_len, generator=generator(draw(st.integers(0, 99)))) > 0.4
         if draw(st.booleans()):  # without holes
@@ -63,9 +61,7 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
     elif kind == "documents" and square:
         rules["q_offset"] = 0
         edges = torch.rand(1, kv_len, generator=generator(draw(st.integers(0, 99)))) > 0.7
-        rules["k_segments"] = rules["q_segments"] = (
-            edges.long().cumsum(1).expand(draw(st.sampled_from([1, batch])), -1)
-        )
+        rules["k_segments"] = rules["q_segments"] = edges.long().cumsum(1).expand(draw(st.sampled_from([1, batch])), -1)
         if draw(st.booleans()):  # in chunks, and cut short by padding on the left
             rules["chunk"] = draw(st.integers(1, kv_len))
             left = torch.arange(kv_len) >= draw(st.integers(0, kv_len))
@@ -126,9 +122,7 @@ def requests(
     if extras and draw(st.integers(0, 2)) == 0:
         more["need_lse"] = True
     structure = draw(structures(batch, q_len, kv_len))
-    return AttentionRequest(
-        query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more
-    )
+    return AttentionRequest(query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more)
 
 
 def refuses(name: str, request: AttentionRequest) -> bool:

@@ -15,9 +15,7 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
     return float(10.0 * torch.log10(signal / noise))
 
 
-def causal_visible(
-    rows: Tensor, kv_len: int, q_offset: int = 0, window: int | None = None, sinks: int = 0
-) -> Tensor:
+def causal_visible(rows: Tensor, kv_len: int, q_offset: int = 0, window: int | None = None, sinks: int = 0) -> Tensor:
     """Returns the boolean `[rows, kv_len]` visibility of causal attention, True where a row may attend.
 
     Args:

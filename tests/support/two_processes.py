@@ -100,9 +100,7 @@ def split_heads(directory: str) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer versions want the argument in another place
         one = tf.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="adaattn")
-        net = tf.AutoModelForCausalLM.from_pretrained(
-            directory, attn_implementation="adaattn", tp_plan="auto"
-        )
+        net = tf.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="adaattn", tp_plan="auto")
         if not hasattr(net.model.layers[0].self_attn.k_proj.weight, "device_mesh"):
             raise SystemExit("tp: the weights are not split")
         plan = plan_for(one, Choice())
@@ -146,9 +144,7 @@ def gathered_plan() -> None:
     with torch.no_grad():
         expected = one(ids, attention_mask=mask, use_cache=False).logits
         for _ in range(2):
-            far = float(
-                (wrapped(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max()
-            )
+            far = float((wrapped(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max())
             if far > TOLERANCE:
                 raise SystemExit(f"fsdp: logits under a plan differ by {far}")
         net.config.adaattn = one.config.adaattn = None
@@ -171,9 +167,7 @@ class Stage(torch.nn.Module):
     def forward(self, given: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Tokens to hidden states, or those to logits; the mask is every stage's own."""
         given_as = {"input_ids" if self.first else "inputs_embeds": given}
-        out: torch.Tensor = self.head(
-            self.inner(**given_as, attention_mask=mask, use_cache=False).last_hidden_state
-        )
+        out: torch.Tensor = self.head(self.inner(**given_as, attention_mask=mask, use_cache=False).last_hidden_state)
         return out
 
 
@@ -184,8 +178,7 @@ def pipeline_stages(rank: int) -> None:
     ids, mask = batch()
     plan = plan_for(model(), Choice())
     layers = tuple(
-        dataclasses.replace(layer, choices=(Choice(Window(2 + layer.layer)), Choice()))
-        for layer in plan.layers
+        dataclasses.replace(layer, choices=(Choice(Window(2 + layer.layer)), Choice())) for layer in plan.layers
     )
     found = []
     for settings in (None, {"plan": dataclasses.replace(plan, layers=layers).to_dict()}):
@@ -199,9 +192,7 @@ def pipeline_stages(rank: int) -> None:
             out = schedule.step(*((ids,) if rank == 0 else ()), mask=mask)
         found.append(expected)
         if rank == 1 and float((out - expected).abs().max()) > TOLERANCE:
-            raise SystemExit(
-                f"stages: logits under {settings} differ by {float((out - expected).abs().max())}"
-            )
+            raise SystemExit(f"stages: logits under {settings} differ by {float((out - expected).abs().max())}")
     if float((found[0] - found[1]).abs().max()) < 100 * TOLERANCE:
         raise SystemExit("stages: the plan changed nothing")
 

@@ -279,9 +279,7 @@ def test_memory_that_cannot_be_read_as_it_is(what: str) -> None:
         attend(module, *draw(), mask)
         if what == "key dtype":
             out, _ = attend(module, q, k.to(torch.bfloat16), v, mask)
-            torch.testing.assert_close(
-                out.double(), truth(q, k.to(torch.bfloat16).float(), v), atol=1e-5, rtol=0
-            )
+            torch.testing.assert_close(out.double(), truth(q, k.to(torch.bfloat16).float(), v), atol=1e-5, rtol=0)
         elif what == "freed":
             whole = torch.randn(2, 2, N + 1, 16)
             view = whole[:, :, 1:]

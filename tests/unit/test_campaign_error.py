@@ -108,9 +108,7 @@ def simulate(
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1.2e-3])
-def test_plans_just_beyond_the_budget_hardly_ever_pass(
-    monkeypatch: pytest.MonkeyPatch, rounding: float
-) -> None:
+def test_plans_just_beyond_the_budget_hardly_ever_pass(monkeypatch: pytest.MonkeyPatch, rounding: float) -> None:
     """The hardest case: whatever was learned, every plan loses 1.001 times the budget."""
     worlds = [World(2.0, seed, rounding) for seed in range(2000)]
     met, broken, _ = simulate(monkeypatch, worlds, lambda world, aim: 1.001 * SETTINGS.budget / world.per_kl)
@@ -137,9 +135,7 @@ def test_a_budget_smaller_than_the_rounding_of_half_precision_is_spent_too(
 ) -> None:
     """Two exact kernels lie further apart in KL than the budget, and neither loses anything to the other."""
     worlds = [World((0.5, 1.0, 2.0)[seed % 3], seed, rounding=1.2 * SETTINGS.budget) for seed in range(1200)]
-    met, broken, used = simulate(
-        monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0))
-    )
+    met, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)))
     assert broken / len(worlds) <= 0.05
     assert met / len(worlds) >= 0.9
     assert float(np.median(used)) >= 0.6

@@ -214,9 +214,7 @@ def test_without_run_the_same_program_fails(tmp_path: Path) -> None:
 
 def test_run_keeps_the_environments_own_start_and_loads_nothing_by_itself(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OWN_START'] = 'ran'\n")
-    code = (
-        "import os, sys; print(os.environ['OWN_START'], 'torch' in sys.modules, 'adaattn_hf' in sys.modules)"
-    )
+    code = "import os, sys; print(os.environ['OWN_START'], 'torch' in sys.modules, 'adaattn_hf' in sys.modules)"
     done = adaattn("run", "--", sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
     assert done.stdout.split() == ["ran", "False", "False"], done.stderr[-2000:]
 
@@ -262,9 +260,7 @@ def test_an_encoding_without_greek_letters_is_printed_to() -> None:
 # --- doctor
 
 
-def findings(
-    monkeypatch: pytest.MonkeyPatch, words: Sequence[str] = ("--json",)
-) -> tuple[int, list[dict[str, str]]]:
+def findings(monkeypatch: pytest.MonkeyPatch, words: Sequence[str] = ("--json",)) -> tuple[int, list[dict[str, str]]]:
     result = CliRunner().invoke(main.app, ["doctor", *words])
     return result.exit_code, json.loads(result.output)
 
@@ -280,9 +276,7 @@ def test_doctor_tells_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PACKAGES", {"absent_package": "nothing"})
-    monkeypatch.setattr(
-        doctor, "installed", lambda name: "" if name in ("torch", "absent-package") else "9999"
-    )
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name in ("torch", "absent-package") else "9999")
     code, found = findings(monkeypatch)
     by_name = {finding["name"]: finding for finding in found}
     assert code == 1
@@ -292,9 +286,7 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_doctor_prints_the_brackets_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor, "backends", lambda: [doctor.Finding("backends", "x", "pip install a[b]", "c[d]")]
-    )
+    monkeypatch.setattr(doctor, "backends", lambda: [doctor.Finding("backends", "x", "pip install a[b]", "c[d]")])
     result = CliRunner().invoke(main.app, ["doctor"])
     assert "pip install a[b]" in result.output
     assert "c[d]" in result.output
@@ -324,9 +316,7 @@ def test_help_cuts_no_name_off(words: list[str], columns: int, monkeypatch: pyte
         command = command.commands[word]
     page = CliRunner().invoke(main.app, [*words, "--help"]).output
     assert "…" not in page.replace("…`", "")
-    named = {
-        option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
-    }
+    named = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert {option for option in named if option.startswith("--") and option not in page} == set()
 
 
@@ -345,9 +335,7 @@ def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) 
 
 # --- devices
 
-WITH_DEVICE = [
-    name for name in main.COMMANDS if any(p.name == "device" for p in main.load_command(name).params)
-]
+WITH_DEVICE = [name for name in main.COMMANDS if any(p.name == "device" for p in main.load_command(name).params)]
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda:x", "meta"])
@@ -380,9 +368,7 @@ def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
         ),
     ],
 )
-def test_the_sentence_names_the_devices_that_are_here(
-    count: int, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(UsageError) as refused:

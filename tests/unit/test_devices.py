@@ -123,9 +123,7 @@ def test_a_call_that_fails_leaves_the_current_device_as_it_was(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("current", [0, 1])
-def test_flash_attn_4_is_called_on_the_device_of_the_tensors(
-    monkeypatch: pytest.MonkeyPatch, current: int
-) -> None:
+def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
     devices, backend, seen = Devices(monkeypatch, current), Flash4Backend(), list[int]()
 
     def attend(asked: AttentionRequest) -> AttentionResult:
@@ -153,9 +151,7 @@ def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unlike")
 @pytest.mark.parametrize(("index", "able"), [(None, True), (0, True), (1, False)])
-def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(
-    index: int | None, able: bool
-) -> None:
+def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(index: int | None, able: bool) -> None:
     spec = CallSpec.of(call())._replace(device="cuda", dtype=torch.bfloat16, device_index=index)
     for name in ("triton", "fa2", "fa3", "fa4"):
         reasons = [reason for reason in BACKENDS[name].refusals(spec) if "installed" not in reason]

@@ -259,12 +259,8 @@ def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatc
         assert reason == "lists of blocks are made by Triton kernels, and triton is not installed"
 
 
-@pytest.mark.parametrize(
-    ("sm", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
-)
-def test_serves_devices_that_it_was_written_for(
-    monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool
-) -> None:
+@pytest.mark.parametrize(("sm", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_serves_devices_that_it_was_written_for(monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
     spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
     assert (Flash4Backend().refusals(spec) == ()) is served

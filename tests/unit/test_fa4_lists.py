@@ -81,9 +81,7 @@ def same(lists: Lists, some: Tensor, every: Tensor, groups: int) -> None:
 
 def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: bool = True) -> BlockLists:
     lists, rows = lists_of(structure, windows, groups)
-    some, every = (
-        expected(rows, structure.kv_len, structure.causal, windows, whole) for whole in (False, True)
-    )
+    some, every = (expected(rows, structure.kv_len, structure.causal, windows, whole) for whole in (False, True))
     same(lists.by_queries, some, every, groups)
     if turned:
         same(lists.by_keys, some.mT, every.mT, groups)

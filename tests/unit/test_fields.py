@@ -155,10 +155,7 @@ def test_names_in_a_help_are_those_that_the_code_knows() -> None:
         ("calibrate", "preset", [one for one in preset_names() if load_preset(one).budget]),
         ("eval", "cache", ["model", *FORMATS]),
         ("explain", "cache", ["model", *FORMATS]),
-        *(
-            (one, "dtype", [n for n in DTYPES if "float" in n])
-            for one in ("eval", "profile", "calibrate", "explain")
-        ),
+        *((one, "dtype", [n for n in DTYPES if "float" in n]) for one in ("eval", "profile", "calibrate", "explain")),
     ):
         assert [name for name in names if name not in helps[command, option]] == [], (command, option)
 

@@ -52,9 +52,7 @@ def test_counting_stops_where_it_is_enough(book: Path) -> None:
     [(512, 12, 2), (512, 12, 1), (512, FEWEST, 1)],
     ids=["two plans", "one plan", "fewer held out"],
 )
-def test_the_longest_length_that_the_text_can_prove_is_taken(
-    book: Path, length: int, held: int, plans: int
-) -> None:
+def test_the_longest_length_that_the_text_can_prove_is_taken(book: Path, length: int, held: int, plans: int) -> None:
     """A text that just fills a length at some number of plans takes the longest length with as many."""
     tokens = math.ceil((OWN + plans * held) * length / 100) * 100
     fitted, sentence = fit_to_text(SETTINGS, encode, [text(book, tokens)], None, None)
@@ -73,9 +71,7 @@ def test_a_short_text_makes_do_with_fewer_held_out_sequences(book: Path) -> None
     assert fitted.lengths == (LENGTHS[-1],)
     assert fitted.held_out == FEWEST
     assert f"{FEWEST} to 36 of {FEWEST}" in sentence
-    with pytest.raises(
-        ValueError, match=r"data: \d+ tokens of text, expected at least 1664 for sequences of 128"
-    ):
+    with pytest.raises(ValueError, match=r"data: \d+ tokens of text, expected at least 1664 for sequences of 128"):
         fit_to_text(SETTINGS, encode, [text(book, tokens - 200)], None, None)
 
 
@@ -111,9 +107,7 @@ def test_a_preset_names_the_budget(name: str) -> None:
 def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:
     packaged = job()
     assert packaged.settings == replace(SETTINGS, budget=math.log1p(0.01))
-    assert all(
-        path.exists() for path in (Path(packaged.model), *packaged.data, *(packaged.verify_data or ()))
-    )
+    assert all(path.exists() for path in (Path(packaged.model), *packaged.data, *(packaged.verify_data or ())))
     named = job("m", data=(tmp_path,), lengths=(64, 128))
     assert (named.model, named.data, named.verify_data) == ("m", (tmp_path,), None)
     assert named.settings == replace(SETTINGS, budget=math.log1p(0.001), lengths=(64, 128))

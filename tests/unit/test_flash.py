@@ -24,9 +24,7 @@ from adaattn_hf.backends.select import BACKENDS, order
 from adaattn_hf.backends.triton import TritonBackend
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float
-) -> Any:
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
     """flash_attn_func's mathematics on `[batch, length, heads, head_dim]`, and the log-sum-exp."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
@@ -99,9 +97,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return FlashBackend(variant)
 
 
-def make(
-    structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any
-) -> AttentionRequest:
+def make(structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionRequest:
     g = torch.Generator().manual_seed(3)
     q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).transpose(1, 2)
     k = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
@@ -128,9 +124,7 @@ STRUCTURES = {
     "right padding, encoder": CallStructure(2, 7, 7, key_padding=PADDING.flip(1)),
     "cross-attention": CallStructure(2, 4, 7, key_padding=PADDING),
     "documents": CallStructure(1, 7, 7, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "documents, window": CallStructure(
-        1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS
-    ),
+    "documents, window": CallStructure(1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
     "chunks": CallStructure(2, 7, 7, causal=True, chunk=3),
     "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool)),
 }
@@ -218,12 +212,8 @@ def test_says_what_is_not_installed() -> None:
     ).missing() == ("flash-attn 9 is not installed (no module no_such_module_anywhere)",)
 
 
-@pytest.mark.parametrize(
-    "flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name
-)
-def test_runs_that_packed_kernels_cannot_say_are_refused(
-    flash: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name)
+def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(structure: CallStructure, *, look: bool = True) -> str:
         asked = CallSpec.of(make(structure), look=look)._replace(device="cuda", dtype=torch.bfloat16)
         return " ".join(flash.refusals(asked))

@@ -57,9 +57,7 @@ def items_of(table: Tensor) -> list[list[int]]:
     """The items of all programs, as the kernel reads the table."""
     turns = table.view(-1, PROGRAMS, 3)
     return [
-        turns[1 + turn, program].tolist()
-        for program in range(PROGRAMS)
-        for turn in range(int(turns[0, program, 0]))
+        turns[1 + turn, program].tolist() for program in range(PROGRAMS) for turn in range(int(turns[0, program, 0]))
     ]
 
 
@@ -127,9 +125,7 @@ def documents(*lengths: int) -> CallStructure:
     return CallStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "close"), [((256, 128, 384), False), ((200, 312), True), ((256, 60), False)]
-)
+@pytest.mark.parametrize(("lengths", "close"), [((256, 128, 384), False), ((200, 312), True), ((256, 60), False)])
 def test_tiles_move_back_where_documents_end_within_them(
     launched: Launched, lengths: tuple[int, ...], close: bool
 ) -> None:

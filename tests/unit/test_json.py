@@ -39,9 +39,7 @@ def leaves() -> dict[str, list[str]]:
     for name in main.COMMANDS:
         command = main.load_command(name)
         children = getattr(command, "commands", {})
-        for words, one in {f"{name} {child}": c for child, c in children.items()}.items() or [
-            (name, command)
-        ]:
+        for words, one in {f"{name} {child}": c for child, c in children.items()}.items() or [(name, command)]:
             found[words] = [option for parameter in one.params for option in parameter.opts]
     return found
 

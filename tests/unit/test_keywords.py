@@ -127,9 +127,7 @@ def test_nothing_that_changes_attention_is_an_option_of_a_loss() -> None:
 
 def test_places_behind_the_mask_are_those_of_sdpa() -> None:
     """Libraries that wrap every registered function (kvpress) hand the dropout by its place."""
-    stock = list(
-        inspect.signature(transformers.integrations.sdpa_attention.sdpa_attention_forward).parameters
-    )
+    stock = list(inspect.signature(transformers.integrations.sdpa_attention.sdpa_attention_forward).parameters)
     ours = list(inspect.signature(interface.attention_function()).parameters)
     assert ours[:8] == stock[:8]
     placed = interface.attention_function()(nn.Module(), QUERY, KEY, VALUE, None, 0.0, 0.5)[0]
@@ -147,9 +145,7 @@ def test_a_mask_of_keys_alone_leaves_causality_to_the_layer(causal: bool, querie
     found = interface.attention_function()(module, *given, real)[0]
     seen = real[:, None, None].expand(1, 1, 6, 6)
     seen = (seen.tril() if causal else seen)[:, :, -queries:]
-    truth = reference.attention(
-        AttentionRequest(*given, CallStructure(1, queries, 6, mask=seen), 8**-0.5)
-    ).out
+    truth = reference.attention(AttentionRequest(*given, CallStructure(1, queries, 6, mask=seen), 8**-0.5)).out
     torch.testing.assert_close(found.double(), truth.double(), atol=1e-5, rtol=0)
 
 
@@ -214,9 +210,7 @@ def test_a_model_hands_them_on() -> None:
 def unknown_in(source: str) -> set[str]:
     """Keywords of a source's attention calls that are neither served nor harmless."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    asked = (
-        node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "attention_interface"
-    )
+    asked = (node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "attention_interface")
     return {word.arg for node in asked for word in node.keywords if word.arg} - served() - HARMLESS
 
 

@@ -46,9 +46,7 @@ def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
     [{"kind": "another"}, {"constants": {"num_warps": 8, "CAUSAL": True, "BLOCK": 64}}, {"x": Z}],
     ids=["kind", "constants", "device"],
 )
-def test_another_kind_is_looked_at(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
-) -> None:
+def test_another_kind_is_looked_at(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
     launch = launcher.Launcher(kernel)
     constants = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
     launch((2, 3), (X, 5), constants, "kind")

@@ -139,9 +139,7 @@ def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window:
 @pytest.mark.parametrize("padded", [False, True])
 def test_known_rules_never_become_a_dense_mask(function: MaskFunction, padded: bool) -> None:
     padding = torch.tensor([[True] * 6, [False, False, *[True] * 4]]) if padded else None
-    found = adaattn_mask(
-        batch_size=2, q_length=6, kv_length=6, mask_function=function, attention_mask=padding
-    )
+    found = adaattn_mask(batch_size=2, q_length=6, kv_length=6, mask_function=function, attention_mask=padding)
     assert isinstance(found, StructuredMask)
     assert found.structure.mask is None
     tensors = [value for value in vars(found.structure).values() if isinstance(value, Tensor)]

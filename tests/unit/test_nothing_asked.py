@@ -60,14 +60,10 @@ def test_the_attention_function_answers_each_layer(
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "native", None])
 @pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}, {"output_attentions": True}])
-def test_heads_without_a_channel_or_without_keys_are_refused(
-    backend: str | None, keywords: dict[str, Any]
-) -> None:
+def test_heads_without_a_channel_or_without_keys_are_refused(backend: str | None, keywords: dict[str, Any]) -> None:
     serve = attention_function(backend)
     narrow, wide = torch.zeros(2, 4, 5, 0), torch.zeros(2, 4, 5, 16)
-    with pytest.raises(
-        ValueError, match=r"^query: got shape \(2, 4, 5, 0\), expected a head_dim of at least 1"
-    ):
+    with pytest.raises(ValueError, match=r"^query: got shape \(2, 4, 5, 0\), expected a head_dim of at least 1"):
         serve(Layer(1), narrow, narrow, wide, None, **keywords)
     with pytest.raises(ValueError, match=r"^key: got 0 heads for 4 query heads, expected a divisor of 4"):
         serve(Layer(1), wide, wide[:, :0], wide[:, :0], None, **keywords)
@@ -78,9 +74,7 @@ def test_heads_without_a_channel_or_without_keys_are_refused(
     ("batch", "q_len", "kv_len"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 1, 0), (0, 1, 7), (0, 0, 0)]
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_backend_answers_as_torch(
-    backend: str, batch: int, q_len: int, kv_len: int, causal: bool
-) -> None:
+def test_every_backend_answers_as_torch(backend: str, batch: int, q_len: int, kv_len: int, causal: bool) -> None:
     if (found := BACKENDS[backend].missing()) and backend == "native":
         pytest.skip("; ".join(found))
     tensors = [

@@ -79,9 +79,7 @@ def test_other_layouts_are_refused_in_words_though_a_dense_call_of_their_shape_w
     for index, argument in enumerate(("query", "key", "value")):
         tensors = list(dense)
         tensors[index] = dense[index].to_sparse() if layout is torch.sparse_coo else dense[index].to_mkldnn()
-        with pytest.raises(
-            ValueError, match=rf"^{argument}: got a tensor of layout {layout}, expected a dense"
-        ):
+        with pytest.raises(ValueError, match=rf"^{argument}: got a tensor of layout {layout}, expected a dense"):
             called(name, *tensors)
 
 

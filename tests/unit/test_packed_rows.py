@@ -37,9 +37,7 @@ GATHERED = {
     "keys alone are padded": CallStructure(3, 5, N, key_padding=RIGHT),
     "padding of two rows": CallStructure(2, N, N, key_padding=RIGHT[:2]),
     "holes": CallStructure(2, N, N, key_padding=(torch.arange(N) % 3 > 0)[None] & RIGHT[:2]),
-    "holes, and a row without keys": CallStructure(
-        3, 5, N, key_padding=(torch.arange(N) % 3 > 0) & EMPTY_ROW
-    ),
+    "holes, and a row without keys": CallStructure(3, 5, N, key_padding=(torch.arange(N) % 3 > 0) & EMPTY_ROW),
     "padding behind a past": CallStructure(3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1)),
 }
 WHOLE = {
@@ -88,9 +86,7 @@ def walking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("name", GATHERED | WHOLE)
-def test_equals_reference(
-    request: pytest.FixtureRequest, name: str, one_by_one: bool, gradient: bool
-) -> None:
+def test_equals_reference(request: pytest.FixtureRequest, name: str, one_by_one: bool, gradient: bool) -> None:
     structure = (GATHERED | WHOLE)[name]
     layout = layout_for(structure, CPU)
     assert layout is not None
@@ -159,9 +155,7 @@ def test_grouped_heads_are_repeated_where_the_fused_kernel_takes_none(
 ) -> None:
     asked: list[tuple[int, bool]] = []
 
-    def watched(
-        query: Tensor, key: Tensor, value: Tensor, *rest: object, enable_gqa: bool, **more: object
-    ) -> Tensor:
+    def watched(query: Tensor, key: Tensor, value: Tensor, *rest: object, enable_gqa: bool, **more: object) -> Tensor:
         asked.append((key.shape[1], enable_gqa))
         return value
 

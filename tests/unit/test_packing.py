@@ -82,9 +82,7 @@ def test_spans_end_with_their_document() -> None:
     shared=st.booleans(),
     window=st.one_of(st.none(), st.integers(1, 4)),
 )
-def test_positions_that_fall_back_are_borders(
-    rows: list[list[int]], shared: bool, window: int | None
-) -> None:
+def test_positions_that_fall_back_are_borders(rows: list[list[int]], shared: bool, window: int | None) -> None:
     """In every row of a batch; rows may share their positions."""
     batch = len(rows)
     rows = rows[:1] if shared else rows

@@ -97,9 +97,7 @@ def test_facts_name_what_heads_ask_for() -> None:
 def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[str, Any], said: str) -> None:
     structure = CallStructure(1, N, N, causal=True)
     backend = BACKENDS[name]
-    assert any(
-        said in reason for reason in backend.refusals(CallSpec.of(request_of(structure, rules(**changes))))
-    )
+    assert any(said in reason for reason in backend.refusals(CallSpec.of(request_of(structure, rules(**changes)))))
     plain = backend.refusals(CallSpec.of(request_of(structure, rules())))
     assert not any("per head" in reason for reason in plain)
 
@@ -155,7 +153,5 @@ def test_rules_for_another_number_of_heads_are_refused() -> None:
 )  # fmt: skip
 def test_learned_sinks_that_no_kernel_reads_are_refused(sinks: Any) -> None:
     plain = request_of(CallStructure(1, N, N, causal=True), None)
-    with pytest.raises(
-        ValueError, match=r"sink_logits: got .*, expected a dense floating-point tensor on cpu"
-    ):
+    with pytest.raises(ValueError, match=r"sink_logits: got .*, expected a dense floating-point tensor on cpu"):
         replace(plain, sink_logits=sinks)

@@ -29,9 +29,7 @@ from ..support.choices import make_choice
 
 
 def make_plan(**changes: Any) -> Plan:
-    verified = Verified(
-        True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
-    )
+    verified = Verified(True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed")
     plan = Plan(
         PLAN_FORMAT, "llama", f"model:{'ab' * 32}", {"rms_norm_eps": 1e-6}, "float32",
         "0.1.0", "2.13.0", "5.23.0", 1e-3, 0, "cd" * 32, {"rows": 8},
@@ -60,9 +58,7 @@ def test_round_trip_is_the_same_bytes(choices: list[Choice]) -> None:
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
-@pytest.mark.parametrize(
-    "path", [(), ("layers", 0), ("layers", 0, "choices", 0), ("units", 0), ("verified",)]
-)
+@pytest.mark.parametrize("path", [(), ("layers", 0), ("layers", 0, "choices", 0), ("units", 0), ("verified",)])
 def test_unknown_and_missing_keys_are_refused_at_every_depth(path: tuple[Any, ...]) -> None:
     def at(data: Any) -> dict[str, Any]:
         for key in path:

@@ -80,9 +80,7 @@ def test_execution_equals_the_definition(choice: Choice, name: str, backend: str
     torch.testing.assert_close(found.double(), definition(program, request), atol=tolerance, rtol=tolerance)
     exact = reference.attention(request).out
     assert (found[:, :, 1:].double() - exact[:, :, 1:]).abs().max() < 2e-5
-    if name == "full" and (
-        ROUNDS_BF16 or (choice.label, backend) != ("bf16", "native")
-    ):  # no empty approximation
+    if name == "full" and (ROUNDS_BF16 or (choice.label, backend) != ("bf16", "native")):  # no empty approximation
         assert (found[:, :, :1].double() - exact[:, :, :1]).abs().max() > 1e-3
 
 
@@ -117,9 +115,7 @@ def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
         CallStructure(1, 190, 190), request.scaling,
     )  # fmt: skip
     tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(
-        together, execute.attend(program, alone).out[0], atol=tolerance, rtol=tolerance
-    )
+    torch.testing.assert_close(together, execute.attend(program, alone).out[0], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +159,7 @@ def test_documents_of_padded_rows_are_measured_without_padding() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
     numbers = torch.tensor([7, -3, 2])[DOCUMENTS]
-    structure = CallStructure(
-        2, N, N, key_padding=RIGHT if padded else None, q_segments=numbers, k_segments=numbers
-    )
+    structure = CallStructure(2, N, N, key_padding=RIGHT if padded else None, q_segments=numbers, k_segments=numbers)
     within = execute.rows_within(structure, 95, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     assert within[0].tolist() == [False] * 200 + [True] * 70

@@ -157,9 +157,7 @@ def test_decode_steps_equal_the_prefill(choice: Choice) -> None:
 
 def test_a_decode_step_is_at_least_as_exact_in_precision() -> None:
     query, key, value = _qkv()
-    exact = reference.attention(
-        AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
-    ).out
+    exact = reference.attention(AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)).out
     step = _run(_program(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
     torch.testing.assert_close(step[:, 0].double(), exact[:, -1], atol=2e-5, rtol=2e-5)
 
@@ -187,9 +185,7 @@ def test_decode_steps_stay_exact_where_the_plan_says_so(choice: Choice) -> None:
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
 def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
     query, key, value = _qkv()
-    exact = reference.attention(
-        AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
-    ).out
+    exact = reference.attention(AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)).out
     free = _run(_program(choice), query, key, value)
     found = _run(_program(choice, limit=150), query, key, value)
     torch.testing.assert_close(found[:, 150:].double(), exact[:, 150:], atol=2e-5, rtol=2e-5)
@@ -200,9 +196,7 @@ def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c.label)
-def test_rows_within_and_beyond_are_each_computed_once(
-    choice: Choice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_within_and_beyond_are_each_computed_once(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = _qkv()
     limit, offset = N // 2, 10
     exact, asked = select.attend, []
@@ -245,9 +239,7 @@ def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, KV * GROUP, N), atol=1e-5, rtol=1e-5)
     if precision_of(choice) == "model":
         out = weights @ value.repeat_interleave(GROUP, 1)
-        torch.testing.assert_close(
-            out.transpose(1, 2), execute.attend(program, request).out, atol=2e-5, rtol=2e-5
-        )
+        torch.testing.assert_close(out.transpose(1, 2), execute.attend(program, request).out, atol=2e-5, rtol=2e-5)
     if isinstance(choice.keys, Window):
         assert weights[0, 0, 150, 10:100].abs().max() == 0
         assert weights[0, GROUP, 150, 10:100].abs().max() > 0

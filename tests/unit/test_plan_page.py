@@ -32,9 +32,7 @@ KINDS = (make_choice("window", 256, 16, precision="bf16"), EXACT, make_choice(pr
 def wide_plan(heads: int, layers: int = 3) -> Plan:
     choices = tuple(KINDS[head % 3] for head in range(heads))
     units = [UnitRecord(i, h, 1e-5 * h, 0.1, 0.3, 0.0, 0.0, 0.0) for i in range(layers) for h in range(heads)]
-    return make_plan(
-        layers=tuple(LayerPlan(i, "ef" * 32, choices) for i in range(layers)), units=tuple(units)
-    )
+    return make_plan(layers=tuple(LayerPlan(i, "ef" * 32, choices) for i in range(layers)), units=tuple(units))
 
 
 def embedded(page: str) -> Any:
@@ -72,9 +70,7 @@ def test_a_terminal_of_80_columns_shows_every_head(heads: int) -> None:
     signs = "w256+16 bf16" if heads == 2 else ("A·B" * heads)[:heads]
     assert text.count(signs) >= 3
     assert all(choice.label in text for choice in KINDS[: min(heads, 3)])
-    assert "w256+16: the last 256 keys and the first 16; bf16: products in bfloat16" in text.replace(
-        "\n", " "
-    )
+    assert "w256+16: the last 256 keys and the first 16; bf16: products in bfloat16" in text.replace("\n", " ")
 
 
 def test_two_plans_differ_in_numbers_and_picture(tmp_path: Path) -> None:
@@ -113,18 +109,14 @@ def test_a_browser_marks_what_differs_and_obeys_the_keyboard(tmp_path: Path) -> 
     page = compared([("a", wide_plan(2)), ("b", make_plan())], "two plans")
     press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));"
     press = f"for (const key of ['ArrowDown', 'End']) {press}"
-    found = drawn(
-        page, f"$('stop').value = 1; $('stop').dispatchEvent(new Event('input')); {press}", tmp_path
-    )
+    found = drawn(page, f"$('stop').value = 1; $('stop').dispatchEvent(new Event('input')); {press}", tmp_path)
     assert found.count('class="changed"') == 2  # layer 0 head 0, layer 2 head 0; layer 1 is the same
     assert "Layer 1, head 1" in found
     assert ">b</output>" in found
 
 
 @pytest.mark.parametrize(("price", "speed"), [(1e12, 1.0), (1e-30, 1e-42), (0.0, 0.0)])
-def test_figures_at_the_ends_of_what_a_plan_may_hold_are_drawn(
-    price: float, speed: float, tmp_path: Path
-) -> None:
+def test_figures_at_the_ends_of_what_a_plan_may_hold_are_drawn(price: float, speed: float, tmp_path: Path) -> None:
     """What the perplexity rises by is then beyond any float."""
     units = tuple(UnitRecord(1, head, 1e12, 1e12, price, 0.0, 0.0, 0.0) for head in (0, 1))
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
@@ -153,10 +145,7 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
     plan = replace(wide_plan(heads), protocol={"model": "owner/name", "held_out_sources": 2})
     text = printed(plan)
     assert text.startswith("owner/name: layers by key/value heads\n")
-    assert (
-        "(98 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n"
-        in text
-    )
+    assert "(98 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n" in text
     exact = printed(replace(plan, layers=(), units=(), verified=None))
     assert exact == "owner/name: every layer is exact\nexact: the perplexity of the model\n"
     cached = replace(plan, protocol={"cache": {"stored": "int8", "streaming": False, "share": 0.5641}})
@@ -223,7 +212,5 @@ def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
         (math.nan, "unknown", "unknown", "unknown"),
     ],
 )
-def test_a_loss_is_written_in_percent_of_the_perplexity(
-    nats: float, middle: str, upper: str, asked: str
-) -> None:
+def test_a_loss_is_written_in_percent_of_the_perplexity(nats: float, middle: str, upper: str, asked: str) -> None:
     assert (rise(nats), at_most(nats), allowed(nats)) == (middle, upper, asked)

@@ -66,9 +66,7 @@ def test_a_plan_without_the_hash_of_its_model_is_none(missing: str) -> None:
 
 
 def test_a_plan_without_the_settings_of_its_model_is_none() -> None:
-    with pytest.raises(
-        PlanError, match="configuration is empty, expected the model's settings; calibrate again"
-    ):
+    with pytest.raises(PlanError, match="configuration is empty, expected the model's settings; calibrate again"):
         of(configuration={})
     with pytest.raises(PlanError, match="configuration is list, expected a mapping"):
         of(configuration=[])

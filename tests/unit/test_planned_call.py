@@ -36,9 +36,7 @@ LAYERS, LENGTH = 4, 256
 WINDOW = make_choice("window", 8, 2)
 
 
-def planned(
-    layers: tuple[int, ...] = (0, 1, 2, 3), choice: Any = WINDOW, depth: int = LAYERS, **settings: Any
-) -> Any:
+def planned(layers: tuple[int, ...] = (0, 1, 2, 3), choice: Any = WINDOW, depth: int = LAYERS, **settings: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=depth, num_attention_heads=4,
@@ -118,9 +116,7 @@ def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
     found = model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
     assert anew[0] == before
     with recording(Recorder()):
-        assert torch.equal(
-            found, model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
-        )
+        assert torch.equal(found, model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False))
 
 
 def test_beyond_the_calibrated_length_every_layer_finds_the_exact_rows(anew: list[int]) -> None:
@@ -242,9 +238,7 @@ def test_windows_and_sinks_are_kinds_of_their_own() -> None:
     structure, query = CallStructure(1, 40, 40, causal=True, chunk=16), torch.zeros(1, 1, 40, 16)
     kinds = [
         spec_of(
-            AttentionRequest(
-                query, query, query, structure, 1.0, per_head=HeadRules((8,), (sinks,), ("model",))
-            )
+            AttentionRequest(query, query, query, structure, 1.0, per_head=HeadRules((8,), (sinks,), ("model",)))
         ).kind
         for sinks in (0, 2)
     ]

@@ -46,9 +46,7 @@ def _problem(seed: int, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
 
 def _launches(layer: Sequence[int], launch: Sequence[int], constant: Sequence[float]) -> Launches:
     """Launches of one call, whose constants are those of every layer."""
-    return Launches(
-        np.array(layer), np.array(launch), np.tile(np.array(constant, dtype=float), (1, len(layer), 1))
-    )
+    return Launches(np.array(layer), np.array(launch), np.tile(np.array(constant, dtype=float), (1, len(layer), 1)))
 
 
 @given(seed=st.integers(0, 10_000), bins=st.sampled_from([1, 2]), fixed=st.booleans())
@@ -75,9 +73,7 @@ def test_enumeration_would_notice_a_worse_answer() -> None:
 @settings(deadline=None, max_examples=15)
 def test_more_budget_never_costs_more(seed: int) -> None:
     prices, risks, budget, launches = _problem(seed, 1)
-    costs = [
-        allocate(prices, risks, budget * factor, launches, gap=0.0).price for factor in (0.0, 0.5, 1.0, 4.0)
-    ]
+    costs = [allocate(prices, risks, budget * factor, launches, gap=0.0).price for factor in (0.0, 0.5, 1.0, 4.0)]
     assert all(b <= a + 1e-9 for a, b in itertools.pairwise(costs))
 
 
@@ -157,9 +153,7 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     assert len(set(found.choices)) == len(found.choices)
     for choice, row in zip(found.choices, found.combine, strict=True):
         parts = [part for part, used in zip(found.parts, row, strict=True) if used]
-        assert len(parts) == (choice.kind != "exact") + (precision_of(choice) != "model") + (
-            choice.columns > 0
-        )
+        assert len(parts) == (choice.kind != "exact") + (precision_of(choice) != "model") + (choice.columns > 0)
     assert not any(precision_of(choice) == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
     assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 512
     assert max(getattr(c.keys, "window", 0) for c in candidates(8192, 64, "float32").choices) == 5120
@@ -202,9 +196,7 @@ def test_hopeless_is_what_more_text_cannot_turn() -> None:
     sizes = [12, 24, 36]
     assert hopeless(Ratio(2e-3, 1e-4, 12, 1.0), 1e-3, sizes, 12, 0.05)
     assert not hopeless(Ratio(9e-4, 1e-4, 12, 1.0), 1e-3, sizes, 12, 0.05)
-    assert not hopeless(Ratio(1.05e-3, 3e-4, 12, 1.0), 1e-3, sizes, 12, 0.05), (
-        "noise may have been against it"
-    )
+    assert not hopeless(Ratio(1.05e-3, 3e-4, 12, 1.0), 1e-3, sizes, 12, 0.05), "noise may have been against it"
     assert not hopeless(Ratio(2e-3, 1e-4, 36, 1.0), 1e-3, sizes, 36, 0.05), "the last look decides by itself"
     assert not hopeless(Ratio(2e-3, None, 1, 1.0), 1e-3, sizes, 12, 0.05)
 
@@ -318,9 +310,7 @@ def test_documents_of_unequal_size_err_no_oftener(sizes: tuple[int, ...], level:
     tokens = [1000] * len(names)
 
     def upper() -> float:
-        return upper_bound(
-            *clustered(names, random.standard_normal(len(names)).tolist(), tokens), 1 - level
-        ).upper
+        return upper_bound(*clustered(names, random.standard_normal(len(names)).tolist(), tokens), 1 - level).upper
 
     failed = float(np.mean([upper() < 0.0 for _ in range(4000)]))
     assert 0.5 * level < failed < 1.35 * level
@@ -343,9 +333,7 @@ def test_gates_of_the_user_are_kept_to_the_letter() -> None:
     assert Gates(1e-3, needles=0.02).failures(0.0, 0.0, 1.0, 2, 0, 30)
     assert Gates(1e-3, 0.99).with_flips(0.9, 0.5).top1 == 0.99
     assert Gates(1e-3).with_flips(0.63, 0.0).top1 == pytest.approx(1 - 1.5 * 0.63 * math.sqrt(1e-3))
-    assert Gates(1e-3).with_flips(0.63, 0.2).top1 == pytest.approx(0.8), (
-        "never stricter than stock against stock"
-    )
+    assert Gates(1e-3).with_flips(0.63, 0.2).top1 == pytest.approx(0.8), "never stricter than stock against stock"
     name, share = Gates(1e-3, 0.99).nearest(9e-4, 1e-4, 0.995, 0.0)
     assert name == "the bound of the increase"
     assert share == pytest.approx(0.9)
@@ -385,9 +373,7 @@ def test_a_choice_is_not_cheap_because_its_launch_is_dear_only_once() -> None:
 
 @pytest.mark.parametrize("slope", [0.0, 1e-12])
 @pytest.mark.parametrize("seed", range(6))
-def test_launches_that_dwarf_the_prices_of_heads_are_no_trouble_for_the_solver(
-    seed: int, slope: float
-) -> None:
+def test_launches_that_dwarf_the_prices_of_heads_are_no_trouble_for_the_solver(seed: int, slope: float) -> None:
     """So it is in decode: a step takes as long as its launch, which is a millionth of what the solver resolves."""
     random = np.random.default_rng(seed)
     prices = np.tile(3e-7 * slope * random.random(3), (4, 1))
@@ -414,9 +400,7 @@ def test_every_layer_of_an_allocation_is_cheaper_than_exact(seed: int, noise: fl
     exact = np.zeros(6, dtype=np.int64)
     for layer in (slice(0, 3), slice(3, 6)):
         own, full = (
-            prices[np.arange(6), picks][layer]
-            if launches is None
-            else shared_prices(picks, prices, launches)[layer]
+            prices[np.arange(6), picks][layer] if launches is None else shared_prices(picks, prices, launches)[layer]
             for picks in (found.picks, exact)
         )
         assert not found.picks[layer].any() or own.sum() < full.sum()
@@ -440,10 +424,7 @@ def test_the_price_of_a_plan_is_that_of_its_launches_one_by_one(seed: int) -> No
     kinds, names, layers = ("", " in 64"), ["one", "two", "one"], [0, 0, 1, 1, 2, 2]
     labels = [[f"{name}{kinds[layer % 2]}" for name in ("exact", "w8", "bf16")] for layer in layers]
     lines = {
-        phase: {
-            length: {name: Price(*random.random(2)) for own in labels[1:3] for name in own}
-            for length in (32, 64)
-        }
+        phase: {length: {name: Price(*random.random(2)) for own in labels[1:3] for name in own} for length in (32, 64)}
         for phase in ("prefill", "decode")
     }
     calls = {("prefill", 32): 1.0, ("prefill", 64): 1.0, ("decode", 32): 5.0}

@@ -23,9 +23,7 @@ def names_come_back() -> Iterator[None]:
 
 def ours(interface: type) -> set[str]:
     names = interface._global_mapping  # type: ignore[attr-defined]
-    return {
-        name for name in names if name.startswith("adaattn") and "|" not in name
-    }  # the engine's have a sign
+    return {name for name in names if name.startswith("adaattn") and "|" not in name}  # the engine's have a sign
 
 
 def test_transformers_server_takes_no_registered_name() -> None:
@@ -74,17 +72,13 @@ def test_unregistering_takes_all_names_out_and_they_can_come_back() -> None:
     assert model(input_ids=torch.arange(4)[None]).logits.shape == (1, 4, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("adaattn", None), ("adaattn_sdpa", "sdpa"), ("adaattn_fa2", "fa2")]
-)
+@pytest.mark.parametrize(("name", "backend"), [("adaattn", None), ("adaattn_sdpa", "sdpa"), ("adaattn_fa2", "fa2")])
 def test_a_name_resolves_to_the_backend_that_it_forces(name: str, backend: str | None) -> None:
     assert adaattn_hf.resolve(name) == backend
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(
-        ValueError, match=r"got 'adaattn_sdp', .*adaattn_eager.* Did you mean 'adaattn_sdpa'\?"
-    ):
+    with pytest.raises(ValueError, match=r"got 'adaattn_sdp', .*adaattn_eager.* Did you mean 'adaattn_sdpa'\?"):
         adaattn_hf.resolve("adaattn_sdp")
 
 

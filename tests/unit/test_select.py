@@ -77,9 +77,7 @@ def test_one_line_says_which_was_taken_and_why_not_the_others(
         assert part in line
 
 
-def test_nothing_is_logged_while_a_graph_is_traced(
-    three: dict[str, Picky], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="adaattn_hf"):
         select.choose(spec(compiling=True))
     assert caplog.messages == []
@@ -99,9 +97,7 @@ def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, r
 
 
 def test_an_unknown_backend_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(
-        ValueError, match=r"backend: got 'spda', expected one of .*eager.*Did you mean 'sdpa'\?"
-    ):
+    with pytest.raises(ValueError, match=r"backend: got 'spda', expected one of .*eager.*Did you mean 'sdpa'\?"):
         select.refusals_of("spda", spec())
 
 

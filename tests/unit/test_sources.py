@@ -79,9 +79,7 @@ def test_two_sources_of_one_name_are_two(tmp_path: Path) -> None:
         path.write_text(path.parent.name * 100, encoding="utf-8")
     held = draw(paths, encode, 32, {"held_out": 4}, 0).parts["held_out"]
     assert [one.source for one in _each(held, paths, 32)] == [*map(str, paths)] * 2
-    evidence = Evidence(
-        apart=True, sources=[one.source for one in held], names=list("abcd"), tokens=[1000] * 4
-    )
+    evidence = Evidence(apart=True, sources=[one.source for one in held], names=list("abcd"), tokens=[1000] * 4)
     evidence.sums = [0.0, 2.0, 0.0, 2.0]
     assert evidence.bound(0.95).mean == pytest.approx(2e-3), "the worse of both, not their mean"
 
@@ -94,9 +92,7 @@ def test_every_look_has_two_sequences_of_every_source(tmp_path: Path) -> None:
     settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=5, most_held_out=8)
     with pytest.raises(ValueError, match="held_out is 5 for 3 sources of verify_data, expected at least 6"):
         _draw(paths[:1], paths[1:], encode, 64, settings)
-    inputs = open_inputs(
-        lettered_llama(1), encode, paths[:1], replace(settings, held_out=6), verify_data=paths[1:]
-    )
+    inputs = open_inputs(lettered_llama(1), encode, paths[:1], replace(settings, held_out=6), verify_data=paths[1:])
     held = [one.source for one in inputs.samples[64].held_out]
     assert inputs.sources == 3
     for start in range(len(held) - 5):
@@ -119,9 +115,7 @@ def test_text_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         ([other, tmp_path / "books" / ".." / "other.txt"], None),
         ([book], [other, other]),
     ):
-        with pytest.raises(
-            ValueError, match=r"is named twice, in .*data .* and in .*data .*, expected each text once"
-        ):
+        with pytest.raises(ValueError, match=r"is named twice, in .*data .* and in .*data .*, expected each text once"):
             refuse_repeats(data, verify_data)
     with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; expected \.txt"):
         refuse_repeats([tmp_path / "nowhere"], None)
@@ -150,9 +144,7 @@ def test_a_copy_under_another_name_proves_nothing(tmp_path: Path) -> None:
 def test_text_that_one_length_is_proved_on_was_not_used_for_another(tmp_path: Path) -> None:
     """All lengths read the same stretches: a sequence's place says what it is for, whatever its length."""
     book, lengths = random_letters(tmp_path / "book.txt"), (32, 48, 96)
-    settings = CalibrationSettings(
-        lengths=lengths, sequences=2, joint=2, held_out=4, most_held_out=8, tries=2
-    )
+    settings = CalibrationSettings(lengths=lengths, sequences=2, joint=2, held_out=4, most_held_out=8, tries=2)
     samples = open_inputs(lettered_llama(1), encode, [book], settings).samples
     for use in ("risk", "joint", "held_out"):
         longest = [one.tokens for one in getattr(samples[lengths[-1]], use)]

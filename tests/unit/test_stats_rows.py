@@ -56,9 +56,7 @@ def test_row_statistics_by_brute_force(seed: int, scaling: float) -> None:
                 density = float(found[f"block_density_{round(100 * share)}"][head, place])
                 assert density == pytest.approx(blocks_by_hand(row, share))
             near = [p for p in range(137) if position - p in range(16)]
-            assert float(found["distance_mass"][head, place, 0]) == pytest.approx(
-                float(row[near].sum()), abs=1e-6
-            )
+            assert float(found["distance_mass"][head, place, 0]) == pytest.approx(float(row[near].sum()), abs=1e-6)
             assert float(found["distance_mass"][head, place].sum()) == pytest.approx(1.0, abs=1e-5)
 
 

@@ -13,9 +13,7 @@ from adaattn_hf.stats import spectrum
 from ..support import statistics
 
 
-def _qk(
-    seed: int, n: int = 60, d: int = 12, heads: int = 4, kv: int = 2
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _qk(seed: int, n: int = 60, d: int = 12, heads: int = 4, kv: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     decay = torch.linspace(0, -3, d).exp()
     query = torch.randn(1, heads, n, d, generator=generator) * decay
@@ -43,9 +41,7 @@ def test_factors_are_the_best_of_their_rank(rank: int) -> None:
     scores = rows @ keys.T
     error = (scores - (rows @ left[0]) @ (keys @ right[0]).T).norm() / scores.norm()
     energy = values[0].square()
-    assert float(error) == pytest.approx(
-        float((energy[rank:].sum() / energy.sum()).sqrt()), rel=1e-6, abs=1e-6
-    )
+    assert float(error) == pytest.approx(float((energy[rank:].sum() / energy.sum()).sqrt()), rel=1e-6, abs=1e-6)
 
 
 def test_moments_merge_and_centre() -> None:

@@ -17,9 +17,7 @@ from ..support.requests import structures
 @st.composite
 def drawn(draw: st.DrawFn) -> CallStructure:
     kv_len = draw(st.integers(1, 24))
-    return draw(
-        structures(draw(st.integers(1, 3)), draw(st.sampled_from([1, kv_len, max(1, kv_len - 3)])), kv_len)
-    )
+    return draw(structures(draw(st.integers(1, 3)), draw(st.sampled_from([1, kv_len, max(1, kv_len - 3)])), kv_len))
 
 
 def of_segments(structure: CallStructure) -> torch.Tensor:

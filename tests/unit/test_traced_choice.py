@@ -39,9 +39,7 @@ PLAN = {"head_windows": True, "kind": "causal"}
         (PLAN | {"decode": True}, "triton"),
     ],
 )
-def test_a_graph_is_whole(
-    sm: int, changes: dict[str, Any], taken: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_is_whole(sm: int, changes: dict[str, Any], taken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = torch.compiler.assume_constant_result(lambda index: sm)
     monkeypatch.setattr(capability_module, "_sm_while_tracing", asked)
     spec = CallSpec(**CALL | changes)

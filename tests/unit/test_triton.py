@@ -56,9 +56,7 @@ STRUCTURES = {
     ),
     "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=NOTHING),
     "requests": Runs.of(aligned_runs((0, 5, 25), (0, 30, N), 25, N, True), 1, 25, N, True, 9),
-    "steps of requests": Runs.of(
-        [Segment(0, 0, 1, 0, 30, 29), Segment(1, 0, 1, 30, 40, 39)], 2, 1, N, True, None
-    ),
+    "steps of requests": Runs.of([Segment(0, 0, 1, 0, 30, 29), Segment(1, 0, 1, 30, 40, 39)], 2, 1, N, True, None),
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -90,9 +88,7 @@ def make(
     return AttentionRequest(q, k, v, structure, scaling=0.3, **{"need_lse": True, **extra})
 
 
-def check(
-    attend: Callable[[AttentionRequest], AttentionResult], request: AttentionRequest, atol: float = 4e-3
-) -> None:
+def check(attend: Callable[[AttentionRequest], AttentionResult], request: AttentionRequest, atol: float = 4e-3) -> None:
     result, truth = attend(request), reference.attention(request)
     torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
     assert result.lse is not None
@@ -107,9 +103,7 @@ def test_equals_reference(launch: Any, name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize(
-    "name", ["left padding", "few sinks", "padded decode", "nothing to see", "one row empty"]
-)
+@pytest.mark.parametrize("name", ["left padding", "few sinks", "padded decode", "nothing to see", "one row empty"])
 def test_other_mathematics(launch: Any, name: str, extra: str) -> None:
     """Odd head sizes, values wider than keys, one query head per key/value head."""
     check(launch, make(STRUCTURES[name], 4, 4, 24, 40, **EXTRAS[extra]))
@@ -145,9 +139,7 @@ def test_the_kernel_itself_writes_rows_that_see_nothing(
 @interpreted
 def test_many_shares_are_merged(launch: Any) -> None:
     """One sequence and key/value head cut into more shares than one step of the merge holds."""
-    request = make(
-        CallStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False
-    )
+    request = make(CallStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False)
     out = launch(request).out
     torch.testing.assert_close(out.double(), reference.attention(request).out, atol=4e-6, rtol=0)
 
@@ -189,9 +181,7 @@ def test_small_calls_have_no_descriptors(launch: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
     for length in (70, 500):
         call = make(CallStructure(1, length, length, causal=True), 4, 2, 32, 32)
-        torch.testing.assert_close(
-            launch(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0
-        )
+        torch.testing.assert_close(launch(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
     # 4 heads, 500 queries of 250 keys in the middle and 64 channels are 3e7 products, 70 queries 6e5
     assert seen == [(not least, bool(least)), (True, False)]
 

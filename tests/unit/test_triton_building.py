@@ -25,9 +25,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("found", ["gcc", "clang"])
-def test_a_compiler_on_the_path_is_enough(
-    found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_compiler_on_the_path_is_enough(found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_headers(tmp_path, monkeypatch)
     monkeypatch.setattr(shutil, "which", lambda name: name if name == found else None)
     assert cannot_build() == ()
@@ -46,9 +44,7 @@ def test_without_compiler_and_headers_both_are_named(monkeypatch: pytest.MonkeyP
     assert f"no {tmp_path / 'Python.h'}" in headers
 
 
-def test_the_backend_is_then_missing_and_calls_go_to_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_backend_is_then_missing_and_calls_go_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     with_headers(tmp_path, monkeypatch)
     (reason,) = select.by_name("triton").missing()

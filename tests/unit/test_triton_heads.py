@@ -72,9 +72,7 @@ def test_windows_and_sinks_may_be_longer_than_a_table_can_say() -> None:
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_tiles_by_tma(width: int) -> None:
     """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""
-    request = make(
-        CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4))
-    )
+    request = make(CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4)))
     check(request)
     turned = request.with_tensors(
         request.query,
@@ -128,9 +126,7 @@ def test_steps_over_padding_with_holes() -> None:
     request = make(CallStructure(3, 1, 70, causal=True, q_offset=69, key_padding=real), 4, 2, 32, 32)
     from adaattn_hf.backends.triton.launch import attend
 
-    torch.testing.assert_close(
-        attend(request).out.double(), reference.attention(request).out, atol=4e-3, rtol=0
-    )
+    torch.testing.assert_close(attend(request).out.double(), reference.attention(request).out, atol=4e-3, rtol=0)
 
 
 def test_what_a_call_asks_for_is_in_its_spec() -> None:
@@ -138,6 +134,4 @@ def test_what_a_call_asks_for_is_in_its_spec() -> None:
     assert (spec.head_windows, spec.head_precision) == (True, "model")
     assert "with a window per head" in spec.words()
     chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
-    assert (
-        CallSpec.of(chunks).kind == "irregular"
-    )  # sinks count from a sequence's first key, not from a chunk's
+    assert CallSpec.of(chunks).kind == "irregular"  # sinks count from a sequence's first key, not from a chunk's

@@ -53,9 +53,7 @@ def near(out: Tensor, request: AttentionRequest) -> bool:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "extra", [{}, {"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str
-)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
     from adaattn_hf.backends.triton.step import attend_step

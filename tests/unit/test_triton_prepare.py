@@ -70,9 +70,7 @@ def call(fast: Any, request: AttentionRequest) -> Tensor:
 @pytest.mark.parametrize("least", [0, 1 << 40], ids=["by TMA", "by addresses"])
 @pytest.mark.parametrize("rules", [WINDOWS, None], ids=["windows", "exact"])
 @pytest.mark.parametrize("name", ["causal", "both ways", "left padding", "documents"])
-def test_equals_the_definition(
-    monkeypatch: pytest.MonkeyPatch, name: str, rules: HeadRules | None, least: int
-) -> None:
+def test_equals_the_definition(monkeypatch: pytest.MonkeyPatch, name: str, rules: HeadRules | None, least: int) -> None:
     monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
     fast = prepared(first := make(structure(name), rules))
     assert torch.equal(call(fast, first), attend(first).out)
@@ -136,9 +134,7 @@ def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch
 
 @interpreted
 @pytest.mark.parametrize("least", [0, 1 << 40], ids=["by TMA", "by addresses"])
-def test_on_a_device_calls_have_a_kind_by_which_variants_are_kept(
-    monkeypatch: pytest.MonkeyPatch, least: int
-) -> None:
+def test_on_a_device_calls_have_a_kind_by_which_variants_are_kept(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     """Odd addresses and learned sinks need Triton's look; strides of another length are of another kind."""
     kinds: list[tuple[bool, Any]] = []
     real = prefill.launch_forward

@@ -23,9 +23,7 @@ LONG = CallStructure(2, 1, 1500, causal=True, q_offset=1499)
 STEPS = [name for name, structure in STRUCTURES.items() if structure.q_len == 1]
 
 
-def stored(
-    request: AttentionRequest, bits: int, *, mean: bool = True, first: bool = True, turned: bool = True
-) -> Any:
+def stored(request: AttentionRequest, bits: int, *, mean: bool = True, first: bool = True, turned: bool = True) -> Any:
     """The request over codes of its keys, as a cache makes them."""
     key, value = request.key.float(), request.value.float()
     middle = key.mean(dim=2) * 3
@@ -67,9 +65,7 @@ def test_large_heads(name: str, bits: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("dim", [64, 96])
-def test_queries_are_turned_by_halves_where_memory_is_short(
-    dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_are_turned_by_halves_where_memory_is_short(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of as many channels as a head, padded, has, and smaller ones."""
     from adaattn_hf.backends.triton import sizes
 
@@ -124,9 +120,7 @@ def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "extra", [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str
-)
+@pytest.mark.parametrize("extra", [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
 def test_a_mean_is_not_lost_where_a_shift_of_all_scores_counts(extra: dict[str, Any]) -> None:
     check(make(STRUCTURES["decode"], 4, 2, 32, 32, torch.float32, **extra), 8)
 
@@ -187,9 +181,7 @@ def test_a_query_that_is_no_number_gives_none() -> None:
 @interpreted
 @pytest.mark.parametrize("bits", [0, 8, 4])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_is_one_launch_and_one_allocation(
-    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_one_launch_and_one_allocation(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer but the first, which makes the tables: nothing else is asked of the device."""
     from adaattn_hf.backends.triton import step
     from adaattn_hf.backends.triton.launch import attend

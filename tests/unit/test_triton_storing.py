@@ -32,9 +32,7 @@ def stored(x: Tensor, bits: int, at: int | Tensor, **more: Tensor) -> tuple[Tens
 
 @interpreted
 @pytest.mark.parametrize("count", [1, 16, 37])
-@pytest.mark.parametrize(
-    ("bits", "dim"), [(8, 8), (8, 64), (8, 80), (8, 96), (8, 256), (4, 32), (4, 96), (4, 128)]
-)
+@pytest.mark.parametrize(("bits", "dim"), [(8, 8), (8, 64), (8, 80), (8, 96), (8, 256), (4, 32), (4, 96), (4, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_as_the_definition_does_and_writes_nothing_else(
     dtype: torch.dtype, bits: int, dim: int, count: int
@@ -69,9 +67,7 @@ def test_a_place_may_lie_on_the_device(bits: int) -> None:
 def test_errors_cancel_along_the_mean_of_the_queries(dim: int) -> None:
     x = tokens(60, dim)
     away = torch.randn(3, dim, generator=torch.Generator().manual_seed(6)).repeat_interleave(2, 0)
-    queries = (
-        torch.randn(2, 6, 100, dim, generator=torch.Generator().manual_seed(7)) + 2 * away[None, :, None]
-    )
+    queries = torch.randn(2, 6, 100, dim, generator=torch.Generator().manual_seed(7)) + 2 * away[None, :, None]
     along = direction_of(queries, 3)
     plain, plain_scale = quantise(x)
     wanted, _ = quantise(x, along=along)

@@ -47,9 +47,7 @@ def test_runs_hold_every_query_once(name: str) -> None:
 
 @pytest.mark.parametrize("of", ["queries", "keys"])
 @pytest.mark.parametrize("name", RUNS)
-def test_every_block_is_an_entry_once_those_with_most_to_do_first(
-    name: str, of: Literal["queries", "keys"]
-) -> None:
+def test_every_block_is_an_entry_once_those_with_most_to_do_first(name: str, of: Literal["queries", "keys"]) -> None:
     structure = STRUCTURES[name]
     entries = tables.find_entries(structure, CPU, Cut(of, 16), 2)
     runs = structure.derived(tables.runs_of)

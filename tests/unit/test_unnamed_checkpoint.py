@@ -33,13 +33,8 @@ def unnamed(directory: Path, model: Any) -> Path:
 def test_a_gguf_file_is_a_causal_model(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     torch.manual_seed(0)
-    blocks = {
-        f"blk.0.{name}.weight": torch.randn(64, 64) for name in (*ATTENTION, "ffn_gate", "ffn_up", "ffn_down")
-    }
-    norms = {
-        name: torch.ones(64)
-        for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")
-    }
+    blocks = {f"blk.0.{name}.weight": torch.randn(64, 64) for name in (*ATTENTION, "ffn_gate", "ffn_up", "ffn_down")}
+    norms = {name: torch.ones(64) for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")}
     tables = {"token_embd.weight": torch.randn(96, 64), "output.weight": torch.randn(96, 64)}
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_vocab_size(96)

@@ -18,9 +18,7 @@ def append(  # type: ignore[no-untyped-def]
     behind = taken + tl.cumsum(flags.to(tl.int32), 0)
     place = tl.where(flags, behind - 1, length - 1 - (numbers - behind))
     for copy in range(0, COPIES):
-        tl.store(
-            lists_ptr + (first + copy * step).to(tl.int64) * length + place, numbers, mask=numbers < length
-        )
+        tl.store(lists_ptr + (first + copy * step).to(tl.int64) * length + place, numbers, mask=numbers < length)
     return taken + tl.sum(flags.to(tl.int32), 0)
 
 

@@ -66,9 +66,7 @@ def _keys(structure: CallStructure) -> int:
     return structure.kv_len
 
 
-def _make_lists(
-    structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int
-) -> BlockLists:
+def _make_lists(structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int) -> BlockLists:
     """The lists of a structure and its heads' windows, shared by layers."""
     by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
     kv_len, runs = _keys(structure), None
@@ -77,9 +75,7 @@ def _make_lists(
         if not _plain(structure):
             segments = structure.segments()
             if segments is None:
-                raise ValueError(
-                    "structure: a dense mask or padding with holes, expected runs; use the sdpa backend"
-                )
+                raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
             runs = runs_of(structure, segments, device)
         return BlockLists(table, groups, structure.q_len, kv_len, structure.causal, runs)
 

@@ -93,18 +93,12 @@ class FlashBackend(Backend):
         reasons = list(unnamed(spec, "flash-attn's kernels", self._serves))
         if spec.device != "cuda":
             reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
-        elif (
-            facts := capability(spec.device_index)
-        ) and not self.variant.least <= facts.sm < self.variant.below:
-            reasons.append(
-                f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}"
-            )
+        elif (facts := capability(spec.device_index)) and not self.variant.least <= facts.sm < self.variant.below:
+            reasons.append(f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
         if spec.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"flash-attn computes in float16 or bfloat16, got {spec.dtype}")
         if max(spec.head_dim, spec.head_dim_v) > 256:
-            reasons.append(
-                f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
-            )
+            reasons.append(f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}")
         if spec.head_dim % 8 or spec.head_dim_v % 8:
             reasons.append(f"flash-attn wants head sizes that are multiples of 8, got {spec.head_dim}")
         if spec.head_dim != spec.head_dim_v:

@@ -37,13 +37,9 @@ class NativeBackend(Backend):
         if spec.device != "cpu":
             reasons.append(f"the native kernels run on CPUs, the tensors are on {spec.device}")
         if spec.dtype not in _DTYPES:
-            reasons.append(
-                f"the native kernels have no {spec.dtype}; they have float32, bfloat16 and float16"
-            )
+            reasons.append(f"the native kernels have no {spec.dtype}; they have float32, bfloat16 and float16")
         if spec.opaque:
-            reasons.append(
-                "the native kernels read memory, which tensors that trace, wrap or shard do not have"
-            )
+            reasons.append("the native kernels read memory, which tensors that trace, wrap or shard do not have")
         if spec.compiling and torch.onnx.is_in_onnx_export():
             reasons.append("ONNX has no operator for the native kernels")
         if spec.stored is not None and (spec.needs_grad or spec.compiling):
@@ -109,9 +105,7 @@ def _refused_rules(spec: CallSpec) -> list[str]:
     if spec.head_precision in ("int8", "mixed"):
         level = level_here()
         if not of_level(level).int8:
-            reasons.append(
-                f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}"
-            )
+            reasons.append(f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}")
     return reasons
 
 

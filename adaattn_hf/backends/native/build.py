@@ -75,9 +75,7 @@ def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     elif (command := compiler()) is None:  # a system that has no build is not asked for one
         asked = os.environ.get("CXX")
         where = f"CXX={asked!r} names none" if asked else "none of c++, g++ and clang++ was found"
-        report["reason"] = (
-            f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
-        )
+        report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
     else:
         report["compiler"] = _version(command)
         _compile(command, target, list(extra), report)

@@ -171,9 +171,7 @@ def backward(
     native = loaded()
     q, k, v, grad, out, lse = (
         readable(tensor, name)
-        for name, tensor in zip(
-            ("query", "key", "value", "grad", "out", "lse"), (q, k, v, grad, out, lse), strict=True
-        )
+        for name, tensor in zip(("query", "key", "value", "grad", "out", "lse"), (q, k, v, grad, out, lse), strict=True)
     )
     check_extents(q, k, v, DTYPES)
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])

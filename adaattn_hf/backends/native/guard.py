@@ -22,9 +22,7 @@ OFFSETS = 1 << 40
 def lies(tensor: Tensor) -> bool:
     """Whether the numbers of a real tensor lie where it says, asked cheaply; False asks for a closer look."""
     try:
-        return (
-            type(tensor) is Tensor and tensor.is_cpu and tensor.data_ptr() > OFFSETS and not tensor.is_neg()
-        )
+        return type(tensor) is Tensor and tensor.is_cpu and tensor.data_ptr() > OFFSETS and not tensor.is_neg()
     except (RuntimeError, NotImplementedError):
         return False  # sparse tensors and the like have no storage to ask for
 
@@ -64,17 +62,13 @@ def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[tor
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
-            )
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name}: got {tensor.dtype}, expected one of {', '.join(map(str, dtypes))}")
     batch, heads, _, dim = query.shape
     _, kv_heads, kv_len, dim_v = value.shape
     if not kv_heads or heads % kv_heads:
-        raise ValueError(
-            f"value: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}"
-        )
+        raise ValueError(f"value: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}")
     for name, tensor, expected in (
         ("key", key, (batch, kv_heads, kv_len, dim)),
         ("value", value, (batch, kv_heads, kv_len, dim_v)),
@@ -94,9 +88,7 @@ def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[tor
         raise ValueError(f"query: got {query.dtype}, expected float32, bfloat16 or float16")
 
 
-def check_rule(
-    name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form
-) -> None:
+def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form) -> None:
     """Refuse a tensor of the rules that does not cover the call.
 
     Args:
@@ -120,9 +112,7 @@ def check_rule(
     )
     if not fits or (form == "contiguous" and not tensor.is_contiguous()):
         expected = tuple("n" if extent < 0 else extent for extent in extents)
-        raise ValueError(
-            f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}"
-        )
+        raise ValueError(f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}")
     if not lies(tensor) and readable(tensor, name) is not tensor:
         raise ValueError(f"{name}: got a lazily negated or zero tensor, expected numbers in memory")
     if tensor.dtype not in (_FLOATS if dtype is None else (dtype,)):

@@ -28,9 +28,7 @@ STORED = struct.Struct("=2Q7qQqQq")
 """The rules of a call: what a structure lets queries see; precision and windows of its key/value heads; what changes
 scores; what turns stored keys and values into numbers."""
 BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
-CALL = struct.Struct(
-    f"=5Q{LAYOUT.size}sd2q{VISIBLE.size + HEADS.size + SCORES.size + STORED.size}s{BACKWARD.size}s"
-)
+CALL = struct.Struct(f"=5Q{LAYOUT.size}sd2q{VISIBLE.size + HEADS.size + SCORES.size + STORED.size}s{BACKWARD.size}s")
 """The argument structure, and the parts that are packed by themselves: dtypes, extents and strides; the rules of a
 call; what the backward adds."""
 STORE = struct.Struct("=4Q3q4q4q4q3q2qQ")
@@ -104,15 +102,11 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
     except OSError as error:
         return None, (f"the native library cannot be loaded: {error}; reinstall adaattn-hf on this machine",)
     if handle is None:
-        return None, (
-            f"the native library {path} ends before its own table of sections; reinstall adaattn-hf",
-        )
+        return None, (f"the native library {path} ends before its own table of sections; reinstall adaattn-hf",)
     try:
         _declare(handle)
     except AttributeError as error:
-        return None, (
-            f"the native library lacks a function of its interface ({error}); reinstall adaattn-hf",
-        )
+        return None, (f"the native library lacks a function of its interface ({error}); reinstall adaattn-hf",)
     version, sizes = handle.ada_abi_version(), (handle.ada_args_size(), handle.ada_store_size())
     if (version, sizes) != (ABI_VERSION, SIZES):
         return None, (

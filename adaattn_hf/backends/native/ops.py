@@ -27,14 +27,10 @@ def _rules(inputs: tuple[Any, ...]) -> Rules:
     from .rules import find_rules, with_extras
 
     q, k, _, bias, sink_logits, _, softcap, *operands = inputs
-    return with_extras(
-        find_rules(CallStructure.of_operands(q, k, *operands)), bias, sink_logits, softcap, k.shape[2]
-    )
+    return with_extras(find_rules(CallStructure.of_operands(q, k, *operands)), bias, sink_logits, softcap, k.shape[2])
 
 
-@torch.library.custom_op(
-    f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
-)
+@torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
 def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
     from . import call
@@ -49,9 +45,7 @@ def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
 @attend_op.register_fake
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _d = q.shape
-    return q.new_empty((batch, q_len, heads, v.shape[3])), q.new_empty(
-        (batch, heads, q_len), dtype=torch.float32
-    )
+    return q.new_empty((batch, q_len, heads, v.shape[3])), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -93,9 +87,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, sink_logits, out, lse, *tensors = ctx.saved_tensors
     need_bias = bias is not None and ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = backward_op(
-        need_bias, grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors
-    )
+    dq, dk, dv, dbias = backward_op(need_bias, grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors)
     dsinks = None
     if sink_logits is not None and ctx.needs_input_grad[4]:
         from ...attention.gradients import sink_gradient  # of training alone

@@ -166,9 +166,7 @@ def find_rules(structure: CallStructure) -> Rules:
         return Rules(structure.causal, window, sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()
-    if (
-        not runs
-    ):  # none could be told, or no query sees any key: an empty table would say that there are no borders
+    if not runs:  # none could be told, or no query sees any key: an empty table would say that there are no borders
         return Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
     rules = Rules(structure.causal, window, sinks, segments=table, sinks_at_runs=structure.sinks_at_runs)
@@ -206,9 +204,7 @@ def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:
     return vector.data_ptr() if fits and lies(vector) else -1
 
 
-def with_extras(
-    rules: Rules, bias: Tensor | None, sink_logits: Tensor | None, softcap: float, kv_len: int
-) -> Rules:
+def with_extras(rules: Rules, bias: Tensor | None, sink_logits: Tensor | None, softcap: float, kv_len: int) -> Rules:
     """The rules with what changes the scores.
 
     Args:

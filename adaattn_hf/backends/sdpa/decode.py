@@ -10,9 +10,7 @@ from . import limits
 from .kernels import additive, operator, wants_gradient
 
 
-def attend_few(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure
-) -> Tensor | None:
+def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row; None where its keys are no range, or there are none.
 
     Args:

@@ -45,9 +45,7 @@ def _traced(request: AttentionRequest, simple: bool) -> Tensor:
     query, key, value, structure = request.query, request.key, request.value, request.structure
     kind = structure.kind
     if simple and kind in ("full", "causal"):
-        return bare_operator(
-            query, key, value, request.scaling, causal=kind == "causal", dropout=request.dropout
-        )
+        return bare_operator(query, key, value, request.scaling, causal=kind == "causal", dropout=request.dropout)
     if simple and kind == "suffix" and structure.q_len == 1:
         stop = structure.offset() + 1
         return masked_call(request, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
@@ -88,9 +86,7 @@ def _step(spec: CallSpec) -> Way:
     flash, cpu = steps_by_flash(spec), spec.device == "cpu"
     folds = cpu and not (spec.groups == 1 and spec.dtype == torch.float32)
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure
-    ) -> Tensor | None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
         kv_len = structure.kv_len
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
         if stop < 1:
@@ -101,9 +97,7 @@ def _step(spec: CallSpec) -> Way:
             key, value = key[:, :, :stop], value[:, :, :stop]
         if flash and torch.backends.cuda.flash_sdp_enabled():  # the user may have switched it off
             query, key, value = dense_last(query), dense_last(key), dense_last(value)
-            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-                query, key, value, scale=scaling
-            )[0]
+            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[0]
             return out.transpose(1, 2)
         return operator(query, key, value, scaling).transpose(1, 2)
 
@@ -119,9 +113,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure
 def _over_runs(fused: bool) -> Way:
     """Packed runs, where a structure is made of such."""
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure
-    ) -> Tensor | None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
         layout = layout_for(structure, query.device)
         if layout is None or not (fused or layout.rule <= FROM_FIRST):
             return None

@@ -70,9 +70,7 @@ def bare_operator(
     grouped = bool(query.shape[1] != key.shape[1])
     if grouped and not takes_groups(query, value, mask is not None):
         key, value, grouped = repeated(key, query), repeated(value, query), False
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped)
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor) -> Tensor:

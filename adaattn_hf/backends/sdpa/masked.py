@@ -50,9 +50,7 @@ def masked_call(
     return out.reshape(batch, heads, 1, value.shape[3]) if folded else out
 
 
-def _written_out(
-    request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> Tensor:
+def _written_out(request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Softcapped scores and learned sinks, as separate operations."""
     batch, heads, q_len, dim = query.shape
     kv_heads = key.shape[1]
@@ -110,11 +108,7 @@ def in_bands(request: AttentionRequest, structure: CallStructure) -> Tensor:
     query, bias = request.query, request.bias
     seen = structure.kv_len if structure.window is None else min(structure.kv_len, structure.window)
     rows = limits.BAND_ROWS // (1 if structure.plain else structure.batch)
-    if (
-        request.softcap is not None
-        or request.sink_logits is not None
-        or (bias is not None and bias.requires_grad)
-    ):
+    if request.softcap is not None or request.sink_logits is not None or (bias is not None and bias.requires_grad):
         rows = min(rows, limits.SCORES // (query.shape[0] * query.shape[1] * seen))  # no kernel spares them
     rows = max(limits.LEAST_ROWS, rows)
     # masks are made once for all layers, unless that would take too much memory
@@ -130,9 +124,7 @@ def in_bands(request: AttentionRequest, structure: CallStructure) -> Tensor:
     return torch.cat(whole, dim=2).transpose(1, 2)
 
 
-def _all_bands(
-    structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Band, ...]:
+def _all_bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device) -> tuple[Band, ...]:
     return tuple(_bands(structure, step, dtype, device))
 
 

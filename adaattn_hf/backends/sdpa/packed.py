@@ -123,9 +123,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, 
 
 def walks_runs(device: torch.device | str, dtype: torch.dtype, *sizes: int) -> bool:
     """Whether torch has a kernel that walks packed rows there; nobody has run those of AMD's, which are CUDA, too."""
-    return (
-        torch.device(device).type == "cuda" and torch.version.hip is None and suits_efficient(dtype, *sizes)
-    )
+    return torch.device(device).type == "cuda" and torch.version.hip is None and suits_efficient(dtype, *sizes)
 
 
 def _packed(t: Tensor, places: Tensor | None) -> Tensor:

@@ -52,12 +52,9 @@ class TritonBackend(Backend):
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
         elif facts and facts.sm < LEAST_SM:
             reasons.append(
-                "Triton multiplies on matrix units from compute capability 8.0 on, got "
-                f"{facts.sm[0]}.{facts.sm[1]}"
+                f"Triton multiplies on matrix units from compute capability 8.0 on, got {facts.sm[0]}.{facts.sm[1]}"
             )
-        if spec.dtype not in _DTYPES and not (
-            spec.decode and not spec.needs_grad and spec.dtype == torch.float32
-        ):
+        if spec.dtype not in _DTYPES and not (spec.decode and not spec.needs_grad and spec.dtype == torch.float32):
             reasons.append(
                 f"the Triton kernels compute in float16 or bfloat16, and one query in float32, got {spec.dtype}"
             )
@@ -65,8 +62,7 @@ class TritonBackend(Backend):
             reasons.append(f"the Triton kernels serve head sizes up to 256, got {widest}")
         if spec.stored is not None and (not spec.decode or spec.needs_grad):
             reasons.append(
-                f"the Triton kernels read keys and values stored as {spec.stored} for one query "
-                "and without a gradient"
+                f"the Triton kernels read keys and values stored as {spec.stored} for one query and without a gradient"
             )
         if spec.stored is not None and spec.head_dim_v % 2:
             reasons.append(
@@ -101,9 +97,7 @@ class TritonBackend(Backend):
         windows = spec.head_windows or spec.windowed
         index = torch.cuda.current_device() if spec.device_index is None else spec.device_index
         here = torch.device("cuda", index)
-        return (
-            plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
-        )
+        return plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One launch over all segments; few queries share the keys among many programs."""

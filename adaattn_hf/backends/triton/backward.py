@@ -95,9 +95,7 @@ def of_keys(  # type: ignore[no-untyped-def]
     if first + BLOCK_N > k_len:
         all_stop = 0  # keys that are not there are left out by the rule
     start = start // BLOCK_M * BLOCK_M
-    all_start = tl.minimum(
-        tl.maximum(start, tl.cdiv(all_start, BLOCK_M) * BLOCK_M), tl.cdiv(stop, BLOCK_M) * BLOCK_M
-    )
+    all_start = tl.minimum(tl.maximum(start, tl.cdiv(all_start, BLOCK_M) * BLOCK_M), tl.cdiv(stop, BLOCK_M) * BLOCK_M)
     all_start = tl.maximum(all_start, start)
     all_stop = tl.maximum(all_start, tl.minimum(all_stop, stop) // BLOCK_M * BLOCK_M)
     before = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_M)
@@ -115,12 +113,8 @@ def of_keys(  # type: ignore[no-untyped-def]
             i = m + tl.arange(0, BLOCK_M)
             q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
             grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
-            shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(
-                BLOCK_N, BLOCK_M
-            )
-            sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(
-                BLOCK_N, BLOCK_M
-            )
+            shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
+            sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
             w, ds = _tile(k, tl.trans(q), v, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
             keep = tl.trans(visible(i + offset, j, k_len, window, sinks, CAUSAL, WINDOW))
             w = tl.where(keep & (i < q_len)[None, :], w, 0.0)

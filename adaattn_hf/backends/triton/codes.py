@@ -35,12 +35,7 @@ def _bytes(  # type: ignore[no-untyped-def]
     k, v = tl.load(k_ptr + j * k_n, mask=there, other=0), tl.load(v_ptr + j * v_n, mask=there, other=0)
     if HAS_REAL:
         there = tl.load(real_ptr + j, mask=there, other=0) != 0
-    return (
-        k.to(tl.int32)
-        | (v.to(tl.int32) << 8)
-        | tl.where(there, 1 << 16, 0)
-        | tl.where(first + j == 0, 1 << 17, 0)
-    )
+    return k.to(tl.int32) | (v.to(tl.int32) << 8) | tl.where(there, 1 << 16, 0) | tl.where(first + j == 0, 1 << 17, 0)
 
 
 @triton.jit

@@ -40,13 +40,7 @@ def descriptor_of(tensor: Tensor, rows: int, columns: int | None = None, gluon: 
         gluon: Whether a kernel in Gluon reads it.
     """
     width, size, strides = tensor.shape[3], tensor.element_size(), tensor.stride()
-    if (
-        size != 2
-        or width != padded(width)
-        or width < 32
-        or not aligned(tensor)
-        or not _has_tma(tensor.device)
-    ):
+    if size != 2 or width != padded(width) or width < 32 or not aligned(tensor) or not _has_tma(tensor.device):
         return None
     if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]):
         return None

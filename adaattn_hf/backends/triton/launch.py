@@ -63,9 +63,7 @@ def prepare(rules: HeadRules | None) -> Launch:
 def prepare_step(spec: CallSpec, rules: HeadRules | None) -> Launch:
     """The launch of one query per sequence, for calls that ask for nothing but rules per head."""
     bits = 0 if spec.stored is None else BITS[spec.stored]
-    device = (
-        torch.device(spec.device) if spec.device_index is None else torch.device("cuda", spec.device_index)
-    )
+    device = torch.device(spec.device) if spec.device_index is None else torch.device("cuda", spec.device_index)
     known = step.sized(spec.groups, spec.head_dim, spec.head_dim_v, spec.dtype, bits, device)
 
     def launch(

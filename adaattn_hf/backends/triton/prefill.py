@@ -238,9 +238,7 @@ def run(
         keys, values, constants = key, value, part.constants
         if bulk is not None and part.by_tma is not None:
             (keys, values), constants = bulk, part.by_tma
-        part.launcher(
-            part.grid, (query, key, value, keys, values, *last, *part.tables, *numbers), constants, variant
-        )
+        part.launcher(part.grid, (query, key, value, keys, values, *last, *part.tables, *numbers), constants, variant)
     return AttentionResult(out, lse)
 
 
@@ -252,9 +250,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
     return None if keys is None or values is None else (keys, values)
 
 
-def attend_forward(
-    request: AttentionRequest, windows: HeadWindows | None, keep_lse: bool = False
-) -> AttentionResult:
+def attend_forward(request: AttentionRequest, windows: HeadWindows | None, keep_lse: bool = False) -> AttentionResult:
     """The same of a request; `keep_lse` makes the log-sum-exp for the backward pass."""
     return run(
         request.query, request.key, request.value, request.structure, request.scaling, windows, request.softcap,

@@ -195,9 +195,7 @@ def finish(  # type: ignore[no-untyped-def]
         pair = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
         stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
         mine = (pair * GROUPS + g) * most + share
-        tl.store(
-            part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :]
-        )
+        tl.store(part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :])
         tl.store(stats_ptr + 2 * mine, m, mask=inside)
         tl.store(stats_ptr + 2 * mine + 1, l, mask=inside)
         tl.debug_barrier()  # every thread has written before one thread says so

@@ -221,9 +221,7 @@ def _consume(  # type: ignore[no-untyped-def]
         if AHEAD:
             q = q_tiles.index(2 * WHICH + turn % 2)
             bring_all()
-            then, _rules, _tiles = _item(
-                tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
-            )
+            then, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
             to = q_tiles.index(2 * WHICH + (turn + 1) % 2)
             _begin_queries(to, q_ptr, strides, then, WHICH, TOGETHER, HEAD, LINES)
         else:

@@ -69,9 +69,7 @@ class Step(NamedTuple):
     until: int | None = None
 
 
-def sized(
-    groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, device: torch.device
-) -> Sized:
+def sized(groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, device: torch.device) -> Sized:
     """What all steps of a kind share.
 
     Args:
@@ -119,9 +117,7 @@ def attend_step(
     kv_heads = key.shape[1]
     bits = 0 if request.stored is None else BITS[format_of(value)]
     windows = windows or head_windows(structure, request.per_head, kv_heads)
-    known = sized(
-        query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device
-    )
+    known = sized(query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device)
     return launch(
         known,
         Step(

@@ -63,9 +63,7 @@ def store_tokens(  # type: ignore[no-untyped-def]
     for first in tl.static_range(0, PADDED, STEP):  # the whole matrix is more than shared memory holds
         inner = first + tl.arange(0, STEP)
         some = tl.load(source + inner[None] * x_d, there[:, None] & (inner < DIM)[None], 0.0).to(tl.float32)
-        turn = tl.load(
-            turn_ptr + inner[:, None] * DIM + d[None], (inner < DIM)[:, None] & (d < DIM)[None], 0.0
-        )
+        turn = tl.load(turn_ptr + inner[:, None] * DIM + d[None], (inner < DIM)[:, None] & (d < DIM)[None], 0.0)
         x += tl.dot(some, turn, input_precision="ieee")
     beside = row.to(tl.int64) * DIM + d
     if HAS_MEAN:

@@ -39,9 +39,7 @@ def ring(  # type: ignore[no-untyped-def]
     ROWS_OF_BOX: gl.constexpr = like.block_type.shape[2]
     CHANNELS_OF_BOX: gl.constexpr = like.block_type.shape[3]
     BOXES: gl.constexpr = BLOCK_N // ROWS_OF_BOX * (HEAD // CHANNELS_OF_BOX)
-    boxes = gl.allocate_shared_memory(
-        like.dtype, [STAGES * BOXES, 1, 1, ROWS_OF_BOX, CHANNELS_OF_BOX], like.layout
-    )
+    boxes = gl.allocate_shared_memory(like.dtype, [STAGES * BOXES, 1, 1, ROWS_OF_BOX, CHANNELS_OF_BOX], like.layout)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = _as(boxes, like.dtype, [STAGES, BLOCK_N, HEAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -242,10 +240,7 @@ def begin_rows(sink_ptr, head, HAS_SINK: gl.constexpr, LAYOUT: gl.constexpr):  #
     m = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
     l = gl.zeros([ROWS], gl.float32, LAYOUT)
     if HAS_SINK:
-        m = (
-            gl.zeros([ROWS], gl.float32, LAYOUT)
-            + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
-        )
+        m = gl.zeros([ROWS], gl.float32, LAYOUT) + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
         l += 1.0
     return m, l
 

@@ -21,9 +21,7 @@ BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lea
 """Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""
 
 
-def explorer(
-    table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None
-) -> dict[str, Any]:
+def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
     """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was proved.
 
     Args:
@@ -78,11 +76,7 @@ def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
     Raises:
         ValueError: The table lacks a choice or a head of the plan: they come from different calibrations.
     """
-    chosen = {
-        (layer.layer, head): choice.label
-        for layer in plan.layers
-        for head, choice in enumerate(layer.choices)
-    }
+    chosen = {(layer.layer, head): choice.label for layer in plan.layers for head, choice in enumerate(layer.choices)}
     strange = sorted({name for name in chosen.values() if name not in table.choices})
     if strange or not set(chosen) <= set(table.units):
         raise ValueError(

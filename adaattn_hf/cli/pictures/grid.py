@@ -179,9 +179,7 @@ def png(plan: Plan) -> bytes:
     width = max((len(row) for row in choices), default=1)
     figure = Figure(figsize=(2 + 0.5 * width, 1.5 + 0.22 * max(len(choices), 1)), layout="constrained")
     axes = figure.subplots()
-    image = [[[value / 255 for value in choice.colour] for choice in row] for row in choices] or [
-        [[0.3, 0.3, 0.3]]
-    ]
+    image = [[[value / 255 for value in choice.colour] for choice in row] for row in choices] or [[[0.3, 0.3, 0.3]]]
     axes.imshow(image, aspect="auto", interpolation="nearest")
     axes.set_xlabel("key/value head")
     axes.set_ylabel("layer")

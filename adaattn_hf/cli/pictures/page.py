@@ -70,9 +70,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _pages(
-    plans: Sequence[tuple[str, Plan]], title: str, line: str, about: Sequence[str], *, together: bool
-) -> str:
+def _pages(plans: Sequence[tuple[str, Plan]], title: str, line: str, about: Sequence[str], *, together: bool) -> str:
     rows = sorted({index for _, plan in plans for index in layers_of(plan)})
     heads = max(max((len(layer.choices) for layer in plan.layers), default=1) for _, plan in plans)
     grids = [grid(plan, rows, heads) for _, plan in plans]
@@ -80,9 +78,7 @@ def _pages(
     for choice in (choice for one in grids for row in one for choice in row):
         choices.setdefault(choice, len(choices))
     width = max((len(row) for one in grids for row in one), default=1)
-    stops = [
-        _stop(name, plan, rows, one, choices, width) for (name, plan), one in zip(plans, grids, strict=True)
-    ]
+    stops = [_stop(name, plan, rows, one, choices, width) for (name, plan), one in zip(plans, grids, strict=True)]
     return page(
         {
             "title": title,
@@ -116,9 +112,7 @@ def _stop(
         "name": name,
         "picks": [choices[row[head]] if head < len(row) else 0 for row in shown for head in range(width)],
         "risk": [0.0 if unit is None else rounded(unit.risk) for unit in of_unit],
-        "time": [
-            1.0 if unit is None else rounded(quotient([unit.price], [unit.exact_price])) for unit in of_unit
-        ],
+        "time": [1.0 if unit is None else rounded(quotient([unit.price], [unit.exact_price])) for unit in of_unit],
         "loss": rounded(plan.predicted_loss),
         "speed": rounded(speed_of(plan)) if plan.units else 1.0,
         "proof": proof(plan),

@@ -42,9 +42,7 @@ class Choice:
         """
         aspects = [part.aspect for part in parts]
         if len(set(aspects)) < len(aspects):
-            raise PlanError(
-                f"choice: got parts {[part.label for part in parts]}, expected at most one of each aspect"
-            )
+            raise PlanError(f"choice: got parts {[part.label for part in parts]}, expected at most one of each aspect")
         operands = [part for part in parts if isinstance(part, Operands)]
         keys = next((part for part in parts if isinstance(part, Keys)), None)
         return cls(keys, tuple(sorted(operands, key=lambda part: part.order)))
@@ -133,17 +131,13 @@ class Choice:
         return Choice.of(*(part for part in self.parts if part.over_stored == "kept"))
 
     # ------------------------------------------------------------------ what it computes
-    def running(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Returns the request of these key/value heads with the operands as they are computed."""
         for part in self.operands:
             request, layer = part.running(request, heads, layer), part.left(layer)
         return request
 
-    def defined(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Returns the request whose exact attention is what the choice computes for these key/value heads.
 
         It may hold a dense mask, and serves tests, `output_attentions` and calibration.
@@ -201,9 +195,7 @@ class Choice:
         values = checked_keys(known, {**{key: blank[key] for key in optional}, **data}, where)
         for key in {"window", "sinks"} - set(names):
             if values[key] != blank[key] or isinstance(values[key], bool):
-                raise PlanError(
-                    f"{key} is {values[key]!r} with kind {name!r}, which has none; expected {blank[key]!r}"
-                )
+                raise PlanError(f"{key} is {values[key]!r} with kind {name!r}, which has none; expected {blank[key]!r}")
         keys: Any = None if name == "exact" else kinds[name](**{key: values[key] for key in names})
         chosen = tuple(
             kind(values[kind.name])  # type: ignore[call-arg]

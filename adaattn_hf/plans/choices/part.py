@@ -154,14 +154,10 @@ class Operands(Part):
     crosses: ClassVar[bool] = True
 
     @abstractmethod
-    def defined(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """The definition: the request of these key/value heads with other operands in their own dtype."""
 
-    def running(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """The same as it runs, in the dtype that it is computed in."""
         return self.defined(request, heads, layer)
 

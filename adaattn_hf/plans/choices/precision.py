@@ -84,9 +84,7 @@ class Precision(Operands):
             return None
         return f"key_mean is {mean.dtype} {shape}, expected floating-point [{kv_heads}, {head_dim or 'head_dim'}]"
 
-    def defined(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Queries, keys and values rounded, in their own dtype."""
         query, key, value = request.query, request.key, request.value
         if query.shape[2] < PRECISE_ROWS:
@@ -102,9 +100,7 @@ class Precision(Operands):
             smooth = through_int8(key - mean) + mean
         return replace(request, query=through_int8(query), key=smooth, value=through_int8(value))
 
-    def running(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Cast where torch computes in it, rounded where it does not."""
         if self.precision != "bf16" or request.query.shape[2] < PRECISE_ROWS:
             return self.defined(request, heads, layer)

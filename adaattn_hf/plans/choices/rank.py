@@ -77,9 +77,7 @@ class Rank(Operands):
                 )
         return None
 
-    def defined(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
-    ) -> AttentionRequest:
+    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Queries and keys in the columns that keep most of the scores.
 
         One query, or a few, is folded back to the head's width instead: the same scores without touching the cached
@@ -92,9 +90,7 @@ class Rank(Operands):
         if query.shape[2] < PRECISE_ROWS:
             fold = (query_basis @ key_basis.mT).repeat_interleave(groups, dim=0)
             return replace(request, query=query @ fold)
-        return replace(
-            request, query=query @ query_basis.repeat_interleave(groups, dim=0), key=key @ key_basis
-        )
+        return replace(request, query=query @ query_basis.repeat_interleave(groups, dim=0), key=key @ key_basis)
 
     def left(self, layer: LayerTensors) -> LayerTensors:
         """Mean keys are of the unprojected ones."""

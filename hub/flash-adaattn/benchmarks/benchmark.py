@@ -41,9 +41,7 @@ class FlashAdaattn(Benchmark):
 
     def benchmark_packed(self) -> None:
         """One call for all sequences."""
-        self.out = self.kernel.flash_attn_varlen_func(
-            self.q, self.k, self.v, self.cu, self.cu, 256, 256, causal=True
-        )
+        self.out = self.kernel.flash_attn_varlen_func(self.q, self.k, self.v, self.cu, self.cu, 256, 256, causal=True)
 
     def verify_packed(self) -> Tensor:
         """Sequence by sequence."""

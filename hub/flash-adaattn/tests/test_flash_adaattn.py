@@ -25,6 +25,4 @@ def test_packed_sequences_are_attended_each_by_itself(dtype: torch.dtype, causal
     for a, b in itertools.pairwise(sums):
         alone = (t[a:b].float().transpose(0, 1)[None] for t in (q, k, v))
         right = F.scaled_dot_product_attention(*alone, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)
-        torch.testing.assert_close(
-            out[a:b].float(), right, atol=1e-5 if dtype is torch.float32 else 2e-2, rtol=0
-        )
+        torch.testing.assert_close(out[a:b].float(), right, atol=1e-5 if dtype is torch.float32 else 2e-2, rtol=0)

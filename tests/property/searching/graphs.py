@@ -125,12 +125,7 @@ def late_documents(case: Graphed) -> bool:
     """Whether documents come beside a mask whose chunks, in a graph, count from the row's first key already."""
     given, config = case.first.given, twin(case.first.family, "eager", case.first.dtype).config
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    return (
-        case.way in ("compiled", "inductor")
-        and chunked
-        and given.borders is not None
-        and given.mask is not None
-    )
+    return case.way in ("compiled", "inductor") and chunked and given.borders is not None and given.mask is not None
 
 
 def judge(case: Graphed) -> str:
@@ -159,9 +154,7 @@ def judge(case: Graphed) -> str:
         try:
             verdicts.add(compare(each, found[number], expected[number]))
         except AssertionError as wrong:
-            told = (
-                first.given.borders is not None
-            )  # stock attention, in graphs as well, reads across documents
+            told = first.given.borders is not None  # stock attention, in graphs as well, reads across documents
             if told or any(right(each, theirs[number], expected[number]) for theirs in stock_outputs(case)):
                 raise AssertionError(f"call {number + 1}: {wrong}") from wrong
             verdicts.add("stock differs")

@@ -32,9 +32,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "valid": Kind(0.9, 10_000, "valid calls, forward or with gradients, against double precision"),
-    "plans": Kind(
-        0.1, 10_000, "valid calls under random plans, as they are and as a traced graph holds them"
-    ),
+    "plans": Kind(0.1, 10_000, "valid calls under random plans, as they are and as a traced graph holds them"),
     "malformed": Kind(0.7, 10_000, "malformed calls of the attention function"),
     "rules": Kind(0.2, 10_000, "malformed rules of the native kernels"),
     "stored": Kind(0.1, 10_000, "malformed tokens on their way into a cache"),
@@ -46,9 +44,7 @@ KINDS = {
         "calls by every door, traced, batched, in forward mode, with keywords that mean something",
     ),
     "again": Kind(0.05, 10_000, "calls that follow one like them, with tensors of another device or kind"),
-    "changed": Kind(
-        0.01, 500, "models that change in weights, buffers, settings, dtype after a plan was made"
-    ),
+    "changed": Kind(0.01, 500, "models that change in weights, buffers, settings, dtype after a plan was made"),
     "files": Kind(
         0.02,
         1_000,

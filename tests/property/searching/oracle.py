@@ -66,9 +66,7 @@ def stock(case: Whole, implementation: str, starts: Tensor | None) -> Tensor | N
         with default_dtype(case.default):
             if starts is None:
                 return run(model, case.given)
-            return torch.cat(
-                [torch.cat([run(model, d) for d in row], 1) for row in apart(case.given, starts)]
-            )
+            return torch.cat([torch.cat([run(model, d) for d in row], 1) for row in apart(case.given, starts)])
     except Exception:  # any refusal is one
         return None
 

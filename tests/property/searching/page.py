@@ -51,8 +51,7 @@ def record(done: dict[str, Any], directory: Path) -> None:
     write_atomically(directory / "fuzz.json", json.dumps(found, indent=1) + "\n")
     lines = [
         ABOUT,
-        f"Seed {found['seed']}, {found['date']}, commit {', '.join(map(str, found['commits']))}; "
-        f"{found['machine']}.",
+        f"Seed {found['seed']}, {found['date']}, commit {', '.join(map(str, found['commits']))}; {found['machine']}.",
         "",
         f"| calls | number | {' | '.join(HEADINGS)} |",
         f"|---|---:|{'---:|' * len(HEADINGS)}",

@@ -86,9 +86,7 @@ def ways(draw: st.DrawFn) -> Way:
     elif said == "weights":
         keywords = {"output_attentions": True}
     way = draw(st.sampled_from(WAYS))
-    return Way(
-        request, draw(st.sampled_from(DOORS)), form, way, said, keywords, draw(st.sampled_from(DEFAULTS))
-    )
+    return Way(request, draw(st.sampled_from(DOORS)), form, way, said, keywords, draw(st.sampled_from(DEFAULTS)))
 
 
 def function(call: Way) -> Function:
@@ -140,9 +138,7 @@ def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
             assert dual.tangent is not None, "no tangent came out"
             found, step = [dual.primal, dual.tangent], 1e-4
             ends = [
-                reference.attention(
-                    replace(request, query=request.query.double() + sign * step * tangent)
-                ).out
+                reference.attention(replace(request, query=request.query.double() + sign * step * tangent)).out
                 for sign in (1, -1)
             ]
             truth[1] = (ends[0] - ends[1]) / (2 * step)

@@ -50,9 +50,7 @@ class Whole(Shown):
 
     def __repr__(self) -> str:
         """The call without its numbers."""
-        words = (
-            f"{self.family}, {self.implementation}, {self.given.words}, {self.dtype}, default {self.default}"
-        )
+        words = f"{self.family}, {self.implementation}, {self.given.words}, {self.dtype}, default {self.default}"
         return f"Whole({words}, prepared={self.prepared})"
 
 

@@ -110,9 +110,7 @@ def flash_attn_forward(
     if program is None:
         out = select.attend(request, backend).out
     else:
-        if structure.mask is not None or (
-            attention_mask is not None and attention_mask.dtype.is_floating_point
-        ):
+        if structure.mask is not None or (attention_mask is not None and attention_mask.dtype.is_floating_point):
             raise ValueError(
                 "attention_mask: got a mask that is not made of padding, causality and the layer's window, beside a "
                 "plan in config.adaattn, which needs to know where sequences start; install adaattn-hf and load the "

@@ -65,7 +65,5 @@ def _guesses(rows: Tensor, causal: bool, window: int | None) -> list[CallStructu
         for w in dict.fromkeys((window, None)):
             # of keys behind the last query and before every window no query tells; they count as real
             untold = (columns >= end) if w is None else (columns >= end) | (columns <= offset - w)
-            guesses.append(
-                CallStructure(batch, q_len, kv_len, True, offset, w, key_padding=seen_by_some | untold)
-            )
+            guesses.append(CallStructure(batch, q_len, kv_len, True, offset, w, key_padding=seen_by_some | untold))
     return guesses

@@ -61,24 +61,18 @@ def options(
         )
     for name, value in (refused or {}).items():
         if value is not None and value is not False:
-            raise ValueError(
-                f"{name}: got {type(value).__name__}, expected None: these kernels do not take it"
-            )
+            raise ValueError(f"{name}: got {type(value).__name__}, expected None: these kernels do not take it")
     if deterministic and query.is_cuda and query.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "deterministic: got True with gradients on a CUDA device, whose backward pass adds in any order; "
             "use torch.use_deterministic_algorithms with attn_implementation='eager'"
         )
     if s_aux is not None and learnable_sink is not None:
-        raise ValueError(
-            "learnable_sink: got it beside s_aux, which is another name for it; pass one of them"
-        )
+        raise ValueError("learnable_sink: got it beside s_aux, which is another name for it; pass one of them")
     sinks = s_aux if s_aux is not None else learnable_sink
     heads, head_dim = query.shape[-2:]
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(
-            f"s_aux: got shape {tuple(sinks.shape)}, expected one learned sink per query head ({heads},)"
-        )
+        raise ValueError(f"s_aux: got shape {tuple(sinks.shape)}, expected one learned sink per query head ({heads},)")
     causal, window = _band(causal, window_size)
     scaling = head_dim**-0.5 if softmax_scale is None else softmax_scale
     return Options(causal, window, scaling, softcap or None, sinks)

@@ -73,9 +73,7 @@ def flash_attn_with_kvcache(
     asked = options(
         q, causal, window_size, softmax_scale, softcap, s_aux, learnable_sink, refused=refused
     )  # fmt: skip
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)
-    ):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise ValueError(
             "flash_attn_with_kvcache: got tensors that need gradients; decode under torch.no_grad(), or train with "
             "flash_attn_func"
@@ -119,9 +117,7 @@ def _check(
         )
     for name, fresh, cache in (("k", k, k_cache), ("v", v, v_cache)):
         expected = (q.shape[0], *cache.shape[2:])
-        if fresh is not None and (
-            (fresh.shape[0], *fresh.shape[2:]) != expected or fresh.dtype != cache.dtype
-        ):
+        if fresh is not None and ((fresh.shape[0], *fresh.shape[2:]) != expected or fresh.dtype != cache.dtype):
             raise ValueError(
                 f"{name}: got shape {tuple(fresh.shape)} in {fresh.dtype}, expected [sequences, new, *{expected[1:]}] "
                 f"with {expected[0]} sequences in {cache.dtype}, as in the cache"
@@ -132,9 +128,7 @@ def _lengths(cache_seqlens: int | Tensor | None, sequences: int, room: int | Non
     """Tokens that the cache holds of each sequence."""
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.shape != (sequences,):
-            raise ValueError(
-                f"cache_seqlens: got shape {tuple(cache_seqlens.shape)}, expected ({sequences},)"
-            )
+            raise ValueError(f"cache_seqlens: got shape {tuple(cache_seqlens.shape)}, expected ({sequences},)")
         lengths: list[int] = cache_seqlens.tolist()
         return lengths
     if cache_seqlens is None and room is None:
@@ -146,9 +140,7 @@ def _write(cache: Tensor, fresh: Tensor, held: Sequence[int]) -> None:
     """Writes new tokens behind those that the cache holds, in place."""
     room, new = cache.shape[1], fresh.shape[1]
     if max(held, default=0) + new > room:
-        raise ValueError(
-            f"cache_seqlens: got up to {max(held)} tokens and {new} new ones in a cache of {room}"
-        )
+        raise ValueError(f"cache_seqlens: got up to {max(held)} tokens and {new} new ones in a cache of {room}")
     for row, length in enumerate(held):
         if length >= 0:
             cache[row, length : length + new] = fresh[row]

@@ -32,16 +32,10 @@ def gathered(k_pages: Tensor, v_pages: Tensor, table: Tensor, cu_k: Sequence[int
     within = torch.arange(size)
     pieces = [torch.empty(0, dtype=torch.long)]
     if table.shape[0] != len(cu_k) - 1:
-        raise ValueError(
-            f"block_table: got {table.shape[0]} rows for {len(cu_k) - 1} sequences, expected one each"
-        )
-    for sequence, (row, (start, stop)) in enumerate(
-        zip(table.tolist(), itertools.pairwise(cu_k), strict=True)
-    ):
+        raise ValueError(f"block_table: got {table.shape[0]} rows for {len(cu_k) - 1} sequences, expected one each")
+    for sequence, (row, (start, stop)) in enumerate(zip(table.tolist(), itertools.pairwise(cu_k), strict=True)):
         used = _pages_of(row, sequence, stop - start, size, pages)
-        pieces.append(
-            (torch.tensor(used, dtype=torch.long)[:, None] * size + within).flatten()[: stop - start]
-        )
+        pieces.append((torch.tensor(used, dtype=torch.long)[:, None] * size + within).flatten()[: stop - start])
     tokens = torch.cat(pieces).to(k_pages.device)
     return k_pages.flatten(0, 1)[tokens], v_pages.flatten(0, 1)[tokens]
 
@@ -59,9 +53,7 @@ def _pages_of(row: Sequence[int], sequence: int, length: int, size: int, pages: 
         )
     for page in used:
         if not 0 <= page < pages:
-            raise ValueError(
-                f"block_table: got page {page} for sequence {sequence}, expected 0 to {pages - 1}"
-            )
+            raise ValueError(f"block_table: got page {page} for sequence {sequence}, expected 0 to {pages - 1}")
     return used
 
 
@@ -109,9 +101,7 @@ def attend_pages(
     sequences, _, heads, _ = query.shape
     pages, size = k_pages.shape[:2]
     most = max(1, -(-max(lengths, default=0) // size))
-    structure = _page_runs(
-        tuple(map(tuple, table[:, :most].tolist())), tuple(lengths), size, pages, most, asked.window
-    )
+    structure = _page_runs(tuple(map(tuple, table[:, :most].tolist())), tuple(lengths), size, pages, most, asked.window)
     repeated = query.expand(sequences, most, heads, query.shape[3]).reshape(1, sequences * most, heads, -1)
     key, value = (t.reshape(1, pages * size, *t.shape[2:]).transpose(1, 2) for t in (k_pages, v_pages))
     bare = asked._replace(sink_logits=None)

@@ -50,9 +50,7 @@ def attend(
     return select.attend(request, "eager")  # of torch's own operations, which transforms see
 
 
-def _attend_plainly(
-    structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, scaling: float
-) -> Tensor:
+def _attend_plainly(structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """The same without extras, by the launch of its kind."""
     launch = None
     if not torch.compiler.is_compiling():
