@@ -163,7 +163,7 @@ docs-check: $(READY) ## run the code of the README, of every page and of the not
 	$(PYTEST) tests/docs
 
 explorer: $(READY) ## calibrate the packaged model and draw its budget explorer
-	rm -rf build/explorer && $(BIN)/adaattn calibrate --out build/explorer --threads 1 --quiet
+	rm -rf build/explorer && $(BIN)/adaattn calibrate --output-dir build/explorer --threads 1 --quiet
 	$(BIN)/adaattn plan explore build/explorer --html docs/assets/explorer.html
 
 # DATA and HELD_OUT are texts: those of docs/results/budget.md were moby_dick.txt and wiki.valid.raw, and sotu_1790_2021.txt.
@@ -172,7 +172,7 @@ explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the price
 	$(BIN)/python -c "import json; print(json.dumps(json.load(open('docs/results/budget.json'))['prices']))" > build/prices.json
 	$(BIN)/adaattn calibrate $(MODEL) $(if $(GGUF),--gguf-file $(GGUF)) $(addprefix --data ,$(DATA)) --verify-data $(HELD_OUT) \
 	  --prices build/prices.json --lengths 4k --budget 0.1% --dtype float32 --sequences 2 --labels 1 --joint 2 --held-out 8 \
-	  --most-held-out 16 --tries 2 --bolder 0 --threads 1 --device cpu --out build/explorer-smollm2
+	  --most-held-out 16 --tries 2 --bolder 0 --threads 1 --device cpu --output-dir build/explorer-smollm2
 	$(BIN)/adaattn plan explore build/explorer-smollm2 --name SmolLM2-135M --html docs/assets/explorer_smollm2.html
 
 headline: $(READY) ## write the figures of the README, their picture and docs/figures.md anew, from docs/results

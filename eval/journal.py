@@ -123,7 +123,8 @@ class Journal:
         """Alone in the file from here on: read it, or write its first line."""
         if not _held(file.fileno()):
             raise JournalMismatch(
-                f"output: {self.path} is being written by another process; wait for it, or pass another --output"
+                f"output_dir: {self.path} is being written by another process; wait for it, or pass another "
+                "--output-dir"
             )
         if not self.path.stat().st_size:
             file.write(_line(self._heading))
@@ -131,8 +132,8 @@ class Journal:
             return
         if not resume:
             raise JournalMismatch(
-                f"output: {self.path} is already there; pass --resume to go on with it, --overwrite to "
-                "begin again, or another --output"
+                f"output_dir: {self.path} is already there; pass --resume to go on with it, --overwrite to "
+                "begin again, or another --output-dir"
             )
         self._read()
 
@@ -155,13 +156,13 @@ class Journal:
                     raise self._corrupt(number)
                 self.records[batch] = record
         if good == 0:
-            raise JournalMismatch(f"output: {self.path} is no journal of this program; pass another --output")
+            raise JournalMismatch(f"output_dir: {self.path} is no journal of this program; pass another --output-dir")
         os.truncate(self.path, good)  # a torn last line is measured again
 
     def _corrupt(self, number: int) -> JournalMismatch:
         return JournalMismatch(
-            f"output: line {number + 1} of {self.path} was not written by this program; delete it and all lines behind "
-            "to keep the batches before, or pass --overwrite to begin again"
+            f"output_dir: line {number + 1} of {self.path} was not written by this program; delete it and all lines "
+            "behind to keep the batches before, or pass --overwrite to begin again"
         )
 
     def _compare(self, heading: Mapping[str, Any]) -> None:
@@ -172,8 +173,8 @@ class Journal:
         if differing:
             shown = "; ".join(f"{key}: there {theirs.get(key)!r}, now {ours.get(key)!r}" for key in differing[:4])
             raise JournalMismatch(
-                f"output: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with "
-                "this one's; pass another --output, or --overwrite to begin again"
+                f"output_dir: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with "
+                "this one's; pass another --output-dir, or --overwrite to begin again"
             )
 
     def append(self, batch: int, record: BatchRecord) -> None:

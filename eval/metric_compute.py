@@ -28,7 +28,7 @@ def compute(
     tokenizer: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Perplexity of texts under `impl` beside `against`.
+    """Perplexity of texts under `attn_implementation` beside `baseline`.
 
     Args:
         predictions: texts; each is a document.
@@ -36,7 +36,7 @@ def compute(
         dtype: of the weights.
         device: where they run.
         tokenizer: where it is not the model's own.
-        **settings: fields of `Settings` (impl, against, context, stride, batch_size, windows, …).
+        **settings: fields of `Settings` (attn_implementation, baseline, context, stride, batch_size, windows, …).
 
     Returns:
         See the metric's own description.

@@ -131,8 +131,8 @@ def measure(
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
     batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    reference = "stock" if settings.against_plan is None else "reference"
-    roles: tuple[tuple[str, str], ...] = ((reference, settings.against), ("tested", settings.impl))
+    reference = "stock" if settings.baseline_plan is None else "reference"
+    roles: tuple[tuple[str, str], ...] = ((reference, settings.baseline), ("tested", settings.attn_implementation))
     roles += (("anchor", settings.anchor),) if settings.anchor else ()
     models = arms(checkpoint, settings.implementations, settings.plans)
     plans = tuple(_plan_entry(m, path) for m, path in zip(models, settings.plans, strict=True))

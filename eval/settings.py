@@ -12,6 +12,8 @@ from adaattn_hf.errors import UsageError, unknown
 
 RECIPES = ("rolling", "strided")
 PADDINGS = ("none", "right", "left")
+DTYPE = {"choices": ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")}
+"""Of options that name a dtype: the words that `patches.checkpoint.resolve_dtype` knows."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,12 @@ class Settings:
     """Settings of one evaluation.
 
     Attributes:
-        impl: Attention implementation under test.
-        against: Stock implementation that it replaces. Default: sdpa, with --against-plan that of --impl.
-        plan: File or directory of the plan that --impl runs; none: without the plan that MODEL carries.
-        against_plan: Compare with this plan (or none: with exact attention of ours), paired.
-        cache: Read windows in pieces over a cache, as decoding does, that stores model (numbers), or `FORMATS`; the
-            others read over Transformers' own.
+        attn_implementation: Attention implementation under test.
+        baseline: Stock implementation that it replaces. Default: sdpa; with --baseline-plan the one under test.
+        plan: File or directory of the plan that is run; none: without the plan that MODEL carries.
+        baseline_plan: Compare with this plan (or none: with exact attention of ours), paired.
+        cache: Read windows in pieces over a cache, as decoding does, that stores the model's numbers or codes; the
+            other arms read over Transformers' own.
         cache_piece: Tokens of such a piece.
         streaming: Heads with a window in the plan keep it alone in that cache.
         anchor: Second stock implementation (eager, say): its distance is the resolution of the dtype.
@@ -42,19 +44,21 @@ class Settings:
         add_bos: Whether the tokenizer adds its special tokens. Default: its own setting.
     """
 
-    impl: str = "adaattn"
-    against: str = ""
+    attn_implementation: str = "adaattn"
+    baseline: str = ""
     plan: str | None = None
-    against_plan: str | None = None
-    cache: str | None = field(default=None, metadata={"names": ("attention/stored.py", "FORMATS")})
+    baseline_plan: str | None = None
+    cache: str | None = field(
+        default=None, metadata={"choices": ("model",), "names": ("attention/stored.py", "FORMATS")}
+    )
     cache_piece: int = 64
     streaming: bool = False
     anchor: str | None = None
-    windows: str = "rolling"
+    windows: str = field(default="rolling", metadata={"choices": RECIPES})
     context: int | None = None
     stride: int | None = None
     batch_size: int = 1
-    padding: str = "none"
+    padding: str = field(default="none", metadata={"choices": PADDINGS})
     limit_docs: int | None = None
     limit_tokens: int | None = None
     mask_fraction: float = 1.0
@@ -65,8 +69,8 @@ class Settings:
     def __post_init__(self) -> None:
         from adaattn_hf.attention.stored import FORMATS  # brings torch, which help does not wait for
 
-        if not self.against:
-            object.__setattr__(self, "against", "sdpa" if self.against_plan is None else self.impl)
+        if not self.baseline:
+            object.__setattr__(self, "baseline", "sdpa" if self.baseline_plan is None else self.attn_implementation)
         if self.windows not in RECIPES:
             raise UsageError(unknown("windows", self.windows, RECIPES))
         if self.padding not in PADDINGS:
@@ -85,7 +89,7 @@ class Settings:
             raise UsageError(f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none")
         if self.streaming and self.cache is None:
             raise UsageError("streaming: got no cache, expected --cache model, int8 or k8v4 beside it")
-        for name, implementation in (("plan", self.impl), ("against_plan", self.against)):
+        for name, implementation in (("plan", self.attn_implementation), ("baseline_plan", self.baseline)):
             if getattr(self, name) is not None and not implementation.startswith("adaattn"):
                 raise UsageError(
                     f"{name}: got {getattr(self, name)!r} for {implementation!r}, which knows no plans, expected an "
@@ -95,7 +99,7 @@ class Settings:
     @property
     def implementations(self) -> tuple[str, ...]:
         """The arms, stock first."""
-        return (self.against, self.impl, *((self.anchor,) if self.anchor else ()))
+        return (self.baseline, self.attn_implementation, *((self.anchor,) if self.anchor else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """All settings, for the record."""
@@ -111,7 +115,7 @@ class Settings:
     @property
     def plans(self) -> tuple[str | None, ...]:
         """The plan that each arm is given; the anchor, a stock implementation, has none."""
-        return (self.against_plan, self.plan, *((None,) if self.anchor else ()))
+        return (self.baseline_plan, self.plan, *((None,) if self.anchor else ()))
 
 
 @dataclass(frozen=True)
@@ -138,16 +142,16 @@ class Loading(Source):
     """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments.
 
     Attributes:
-        dtype: float32, bfloat16, float16 or auto (the checkpoint's). Default: float32.
+        dtype: Of the weights; auto: the checkpoint's. Default: float32.
         device: cpu, cuda, cuda:1. Default: cuda where there is one.
         tokenizer: Tokenizer, where it is not the model's own.
-        objective: auto, causal or masked.
+        objective: How the model is read; auto: as its configuration says.
     """
 
-    dtype: str | None = None
+    dtype: str | None = field(default=None, metadata=DTYPE)
     device: str | None = None
     tokenizer: str | None = None
-    objective: str = "auto"
+    objective: str = field(default="auto", metadata={"choices": ("auto", "causal", "masked")})
 
     def keywords(self) -> dict[str, Any]:
         """The arguments; weights are float32 where no dtype is named."""
@@ -188,13 +192,13 @@ class Output:
     """Where journals and reports go, and what happens to those that are there.
 
     Attributes:
-        output: Directory for journals and reports. Default: a new one under results/eval.
-        resume: Go on with the interrupted run in --output.
-        overwrite: Begin again where --output has a run.
+        output_dir: Directory for journals and reports. Default: a new one under results/eval.
+        resume: Go on with the interrupted run in --output-dir.
+        overwrite: Begin again where --output-dir has a run.
         quiet: No progress bar and no table.
     """
 
-    output: Path | None = None
+    output_dir: Path | None = None
     resume: bool = False
     overwrite: bool = False
     quiet: bool = False
@@ -202,11 +206,11 @@ class Output:
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:
             raise UsageError("resume: got both --resume and --overwrite, expected one of them")
-        if self.resume and self.output is None:
-            raise UsageError("resume: got no --output, expected the directory of the interrupted run")
+        if self.resume and self.output_dir is None:
+            raise UsageError("resume: got no --output-dir, expected the directory of the interrupted run")
 
     @cached_property
     def directory(self) -> Path:
         """A directory per corpus is made in it."""
         new = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-        return self.output or Path("results") / "eval" / new
+        return self.output_dir or Path("results") / "eval" / new

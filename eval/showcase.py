@@ -34,7 +34,7 @@ BATCH_SIZE = 4
 
 def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits: Limits) -> dict[str, Any]:
     """Options that only make sense with a model of the user's own, by name, and what was given."""
-    own = {"plan": settings.plan, "against_plan": settings.against_plan}
+    own = {"plan": settings.plan, "baseline_plan": settings.baseline_plan}
     for group in (text, loading, limits):
         own |= {one.name: getattr(group, one.name) for one in fields(group)}
         own |= {one.name: None for one in fields(group) if own[one.name] == one.default}

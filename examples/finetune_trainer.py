@@ -1,6 +1,6 @@
 """Fine-tune with Trainer: one string in `from_pretrained`, the rest as always.
 
-    python examples/finetune_trainer.py [MODEL] [--steps 20] [--context 256] [--output finetuned]
+    python examples/finetune_trainer.py [MODEL] [--steps 20] [--context 256] [--output-dir finetuned]
 
 Without MODEL the tiny LLaMA-class model of the package learns its own calibration pages, offline, on any device. The
 checkpoint that comes out is a stock one: it loads with every attention implementation.
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--pages", type=int, default=4, help="held-out pages to evaluate on")
-    parser.add_argument("--output", default="finetuned")
+    parser.add_argument("--output-dir", default="finetuned")
     arguments = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -40,7 +40,7 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=arguments.output,
+            output_dir=arguments.output_dir,
             max_steps=arguments.steps,
             per_device_train_batch_size=4,
             per_device_eval_batch_size=4,
@@ -58,7 +58,7 @@ def main() -> None:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
-    trainer.save_model(arguments.output)
+    trainer.save_model(arguments.output_dir)
     print(f"held-out loss: {before:.4f} before, {after:.4f} after {arguments.steps} steps")
 
 

@@ -30,7 +30,7 @@ def main() -> None:
         corpus = corpora.wikitext_corpus(heldout_pages(), "held-out pages of the package")
     else:
         corpus = corpora.load(arguments.text)
-    settings = Settings(impl="adaattn", against="sdpa", limit_tokens=arguments.tokens)
+    settings = Settings(attn_implementation="adaattn", baseline="sdpa", limit_tokens=arguments.tokens)
     with tempfile.TemporaryDirectory() as directory:
         report = runner.evaluate(load(arguments.model), corpus, settings, output=Path(directory))
 

@@ -1,8 +1,8 @@
 """What caches under memory plans hold and lose: `python -m studies.cache_plans docs/results NAME=DIRECTORY …`.
 
-A directory is what `adaattn calibrate MODEL --optimize memory --out DIRECTORY` wrote. The page sets the bytes per token
-of the cache that was proved beside those of Transformers' DynamicCache in 16 bits, and says what the proof over the
-codes found; heads, proofs and settings are kept beside it.
+A directory is what `adaattn calibrate MODEL --optimize memory --output-dir DIRECTORY` wrote. The page sets the bytes
+per token of the cache that was proved beside those of Transformers' DynamicCache in 16 bits, and says what the proof
+over the codes found; heads, proofs and settings are kept beside it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Benefit:
 
     def sentence(self) -> str:
         """Returns the speed-up in words."""
-        slower = "; slower: leave the plan out here, or measure with the batch that is served (--batch)"
+        slower = "; slower: leave the plan out here, or measure with the batch that is served (--batch-size)"
         several = f"{self.batch} times " * (self.batch > 1)
         return (
             f"whole forward pass of {several}{self.length} tokens: {self.ratio:.2f} times as fast as exact "

@@ -92,7 +92,9 @@ def calibrate(
             timed = whole_forward(inputs, by_layer, settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
         except torch.OutOfMemoryError:  # the plan is proved, and stays
-            say(f"whole passes of {settings.batch} sequences have no room to be timed; a smaller --batch would fit")
+            say(
+                f"whole passes of {settings.batch} sequences have no room to be timed; a smaller --batch-size would fit"
+            )
     return result
 
 

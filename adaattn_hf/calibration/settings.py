@@ -108,7 +108,7 @@ class CalibrationSettings:
         alpha: Significance level of the tests of all plans together.
         minutes: Begin no further plan when so many minutes are over.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
-        optimize: time; or memory: the smallest cache inside the budget, windows alone.
+        optimize: memory: the smallest cache inside the budget, windows alone.
         kv_bytes: Bytes of the cache at the longest length, as a share of the model's (0.4x).
     """
 
@@ -133,12 +133,12 @@ class CalibrationSettings:
     )
     windows: tuple[int, ...] = field(default_factory=_windows, metadata=NO_OPTION)
     decode_tokens: int = 64
-    batch: int = 1
+    batch: int = field(default=1, metadata={"option": "--batch-size"})
     captured: bool = False
     alpha: float = field(default=0.05, metadata=NO_OPTION)
     minutes: float | None = None
     rounds: int = field(default=4, metadata=NO_OPTION)
-    optimize: str = "time"
+    optimize: str = field(default="time", metadata={"choices": OPTIMIZED})
     kv_bytes: float | None = field(default=None, metadata={"read": share})
 
     def __post_init__(self) -> None:

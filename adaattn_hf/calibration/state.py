@@ -74,7 +74,7 @@ class CalibrationState:
             ) from error
         raise ValueError(
             f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
-            "another --out"
+            "another --output-dir"
         )
 
     @staticmethod
@@ -93,5 +93,5 @@ def refuse_interrupted(directory: Path) -> None:
     if path.is_file():
         raise ValueError(
             f"out: {path} is an interrupted calibration; pass --resume to go on with it, delete it to begin anew, or "
-            "give another --out"
+            "give another --output-dir"
         )

@@ -24,9 +24,9 @@ class Bench:
         rounds: Samples per implementation and cell.
         threads: Threads of torch; 0 leaves them as they are.
         device: cpu, cuda, cuda:1.
-        implementations: Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math). By default all
+        baseline: Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math). By default all
             stock ones of the grid.
-        ours: Our name: adaattn, adaattn_sdpa, say.
+        attn_implementation: Our name: adaattn, adaattn_sdpa, say.
         output: JSON to write, a `.md` beside it; cells that it holds stay where this machine and these versions
             measured them.
         overwrite: Begin again where others measured the cells of --output.
@@ -41,8 +41,8 @@ class Bench:
     rounds: int = field(default=7, metadata={"least": 1})
     threads: int = field(default=0, metadata={"least": 0})
     device: str = "cpu"
-    implementations: str = ""
-    ours: str = "adaattn"
+    baseline: str = ""
+    attn_implementation: str = "adaattn"
     output: Path | None = None
     overwrite: bool = False
     table: Path | None = None
@@ -53,8 +53,8 @@ class Bench:
 
     @property
     def named(self) -> list[str]:
-        """Names of `implementations`."""
-        return [name for name in self.implementations.split(",") if name]
+        """Names of `baseline`."""
+        return [name for name in self.baseline.split(",") if name]
 
     def page(self, output: Path) -> Path:
         """Where the Markdown of a JSON file goes.
@@ -101,7 +101,7 @@ def bench(*, asked: Bench, as_json: AsJson = False) -> None:
         where = resolve_device(asked.device)
         data = read_grid(asked.grid, where.type)
         cells = choose_cells(data, asked.only)
-        check_names([asked.ours, *asked.named])
+        check_names([asked.attn_implementation, *asked.named])
         if output is not None:
             writable(output.parent, "output")
             writable(asked.page(output).parent, "table")

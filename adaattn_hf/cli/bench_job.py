@@ -84,7 +84,7 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
     report: dict[str, Any] = {
         "provenance": provenance(where),
         "rounds": asked.rounds,
-        "ours": asked.ours,
+        "ours": asked.attn_implementation,
         "absent": absent,
         "slower": data.slower,
         "cells": [],
@@ -93,10 +93,10 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
     earlier = _earlier(output, report, asked.overwrite)
     failed = []
     for cell in cells:
-        found = run_cell(cell, [asked.ours, *present], data, where, asked)
+        found = run_cell(cell, [asked.attn_implementation, *present], data, where, asked)
         if asked.gate and _below(found):
             # a neighbour on the machine may have disturbed it; a real loss shows twice
-            found = run_cell(cell, [asked.ours, *present], data, where, replace(asked, profile=None))
+            found = run_cell(cell, [asked.attn_implementation, *present], data, where, replace(asked, profile=None))
         if _below(found):
             failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
         found["commit"] = report["provenance"]["commit"]
@@ -166,7 +166,9 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
             result = work()
         except _REFUSALS as unable:
             if isinstance(unable, BackendRefusal) and name == names[0]:
-                raise UsageError(f"ours: got {name!r}, expected what serves {cell.title}: {unable}") from unable
+                raise UsageError(
+                    f"attn_implementation: got {name!r}, expected what serves {cell.title}: {unable}"
+                ) from unable
             if name == names[0]:
                 raise
             refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__

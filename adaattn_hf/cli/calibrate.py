@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from adaattn_hf.eval.progress import beating, tell
-from adaattn_hf.eval.settings import Source
+from adaattn_hf.eval.settings import DTYPE, Source
 
 from ..calibration.settings import CalibrationSettings, Masking
 from ..errors import ModelUnavailable
@@ -31,12 +31,12 @@ class Asked(Source):
             Default, for the packaged model: the packaged pages.
         budget: Rise of the perplexity (0.1%) or nats/token (1e-3). Default: the preset's, or 0.1%; 1% for the packaged
             model.
-        preset: A preset whose budget is taken: balanced, fast, long_context.
+        preset: A preset whose budget is taken.
         verify_data: Held-out text of other sources, each of them proved. Default: other parts of --data.
         lengths: Length bins in tokens, rising (4096 or 4k); longer sequences are exact. Default: 4096, or what the
             model and the text can fill.
         prices: Prices measured before: the plan is then the same byte for byte.
-        dtype: float32, bfloat16, float16 or auto (the checkpoint's).
+        dtype: Of the weights; auto: the checkpoint's.
         device: cpu, cuda, cuda:1. Default: cuda where there is one.
         resume: Go on with the interrupted run in the plan's directory.
         verbose: Print nats, levels and versions, too.
@@ -45,11 +45,11 @@ class Asked(Source):
 
     data: tuple[Path, ...] = ()
     budget: str | None = None
-    preset: str | None = None
+    preset: str | None = field(default=None, metadata={"choices": ("balanced", "fast", "long_context")})
     verify_data: tuple[Path, ...] = ()
     lengths: tuple[int, ...] = field(default=(), metadata={"read": tokens})
     prices: Path | None = None
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata=DTYPE)
     device: str | None = None
     resume: bool = False
     verbose: bool = False
@@ -102,7 +102,7 @@ def calibrate(
         resolve_device(asked.device)
         job = job_of(model, asked, settings, target)
         refuse_repeats(job.data, job.verify_data)
-        writable(target, "out")
+        writable(target, "output_dir")
         if not asked.resume:
             refuse_interrupted(target)
         team, rank = join()

@@ -221,13 +221,13 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
     fits = {
         "": "another --dtype (bfloat16 takes half of float32)",
         "risk": f"{shorter} or fewer rows (--rows {max(job.settings.rows // 2, 1)})",
-        "prices": f"a smaller batch (--batch {batch // 2})" if batch > 1 else shorter,
+        "prices": f"a smaller batch (--batch-size {batch // 2})" if batch > 1 else shorter,
         "joint": f"{shorter} or fewer sequences at once (--joint {max(job.settings.joint - 1, 1)})",
     }.get(stage, shorter)
     file = job.target / FILE
     kept = (
-        f"the risks that are measured are kept in {file}: the same command with --resume goes on, with another --batch "
-        "or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
+        f"the risks that are measured are kept in {file}: the same command with --resume goes on, with another "
+        "--batch-size or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
         if file.is_file()
         else "nothing was finished before it"
     )

@@ -56,7 +56,7 @@ def evaluate(
             default=directory,
             stays="finished batches are kept, and --resume goes on with them",
             kept=lambda: (
-                f"finished work is kept in {directory}; the same command with --resume --output {directory} goes on"
+                f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
             ),
         ),
         tables_aside(as_json),
@@ -88,8 +88,8 @@ def _run(
         return _out_of_memory(settings, output, said)
 
     resolve_device(loading.device)
-    if output.output is not None or model is None:
-        writable(output.directory, "output")
+    if output.output_dir is not None or model is None:
+        writable(output.directory, "output_dir")
     if model is None:
         team.join()
         runs = showcase.runs(text, settings, loading, limits)
@@ -151,7 +151,7 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
     if crew.size > 1 and loading.device in (None, "cuda") and torch.cuda.is_available():
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
-    writable(output.directory, "output")  # of a default place last: it is made here
+    writable(output.directory, "output_dir")  # of a default place last: it is made here
     checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
@@ -163,6 +163,6 @@ def _out_of_memory(settings: Settings, output: Output, said: str) -> str:
     fits.append("shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}")
     return (
         f"memory: none is left ({said}), expected room for the weights and a batch; what would fit: {', '.join(fits)}, "
-        "or another --dtype or --device; finished batches are kept: with the same settings --resume --output "
-        f"{output.directory} goes on with them, other settings need another --output"
+        "or another --dtype or --device; finished batches are kept: with the same settings --resume --output-dir "
+        f"{output.directory} goes on with them, other settings need another --output-dir"
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from adaattn_hf.eval.settings import Source
+from adaattn_hf.eval.settings import DTYPE, Source
 
 from ..errors import ModelUnavailable, UsageError, unknown
 from .fields import with_options
@@ -23,18 +23,18 @@ class Explained(Source):
     """What is explained: which calls, and where.
 
     Attributes:
-        impl: Attention implementation.
-        dtype: Explain for float32, bfloat16, float16 or auto (the config's).
+        attn_implementation: Attention implementation.
+        dtype: Explain for this dtype; auto: the config's.
         device: Explain for cpu or cuda, which need not be here. Default: cuda where there is one.
-        cache: Explain for a cache that stores model (numbers), or `FORMATS`.
+        cache: Explain for a cache that stores the model's numbers, or codes.
         streaming: Count the bytes of a cache whose heads keep the plan's windows alone.
         plan: File or directory of a plan. Default: the one that MODEL carries.
     """
 
-    impl: str = "adaattn"
-    dtype: str = "auto"
+    attn_implementation: str = "adaattn"
+    dtype: str = field(default="auto", metadata=DTYPE)
     device: str | None = None
-    cache: str = field(default="model", metadata={"names": ("attention/stored.py", "FORMATS")})
+    cache: str = field(default="model", metadata={"choices": ("model",), "names": ("attention/stored.py", "FORMATS")})
     streaming: bool = False
     plan: str | None = None
 
@@ -87,7 +87,6 @@ def _explanation(model: str, asked: Explained) -> Explanation:
     )  # fmt: skip
 
     import adaattn_hf
-    from adaattn_hf.patches.cache.caches import CACHES
     from adaattn_hf.patches.checkpoint import (
         is_masked,
         known_implementations,
@@ -99,10 +98,8 @@ def _explanation(model: str, asked: Explained) -> Explanation:
 
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in known_implementations() if name.startswith("adaattn")]
-    if asked.impl not in ours:
-        raise UsageError(unknown("impl", asked.impl, ours))
-    if asked.cache not in CACHES:
-        raise UsageError(unknown("cache", asked.cache, CACHES))
+    if asked.attn_implementation not in ours:
+        raise UsageError(unknown("attn_implementation", asked.attn_implementation, ours))
     where, wanted = resolve_device(asked.device, here=False), resolve_dtype(asked.dtype)
     try:
         given = None if asked.plan is None else Plan.from_pretrained(asked.plan)
@@ -117,12 +114,12 @@ def _explanation(model: str, asked: Explained) -> Explanation:
         if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
             auto = AutoModel
         with torch.device("meta"):
-            ghost = auto.from_config(config, attn_implementation=asked.impl)
+            ghost = auto.from_config(config, attn_implementation=asked.attn_implementation)
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
         return adaattn_hf.explain(
             ghost, device=where.type, dtype=kind, cache=asked.cache, streaming=asked.streaming, plan=given
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(
-            f"model: cannot explain {model!r} with {asked.impl!r}: {why_not(model, error)}"
+            f"model: cannot explain {model!r} with {asked.attn_implementation!r}: {why_not(model, error)}"
         ) from error

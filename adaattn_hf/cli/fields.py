@@ -15,8 +15,9 @@
 
 typer sees `--quiet` with that help in the place of `shown`, and the function is given a `Shown`. A field of a tuple is
 an option that may be given several times. What a type does not say, the metadata of a field may: `option`, its name,
-or None where it is no option; `least`, the least number; `read`, which makes a value of text and the option's name; and
-`names`, the files and the variable in them whose names help shows in the variable's place.
+or None where it is no option; `least`, the least number; `read`, which makes a value of text and the option's name;
+`choices`, the words that are allowed, which the shell completes; and `names`, the files and the variable in them whose
+names help shows in the variable's place, and which are allowed, too, where there are `choices`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -83,6 +85,8 @@ def _made(group: type[Any], values: dict[str, Any]) -> Any:
             value = read(value, _name(field).strip("-").replace("-", "_"))
         elif get_origin(types[field.name]) is tuple:
             value = tuple(value)
+        elif isinstance(value, Enum):
+            value = value.value
         given[field.name] = value
     return group(**given)
 
@@ -95,11 +99,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
     """The fields of a dataclass as parameters that typer reads."""
     types, helps, found = get_type_hints(group), described(group), []
     for field in _options(group):
-        kind, default, says = (
-            types[field.name],
-            field.default,
-            helps.get(field.name, ""),
-        )  # -OO has no docstrings
+        kind, default, says = types[field.name], field.default, helps.get(field.name, "")  # -OO has no docstrings
         known = field.metadata
         # a flag is not said in two ways: what is off by default is turned on
         names = [_name(field)] if "option" in known or (kind is bool and default is False) else []
@@ -107,9 +107,16 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
             kind, default = str | None, None
         elif get_origin(kind) is tuple:
             kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
-        if "names" in known:
-            says = says.replace(f"`{known['names'][1]}`", ", ".join(declared(*known["names"])))
-        option = typer.Option(*names, help=says, min=known.get("least"))
+        words = declared(*known["names"]) if "names" in known else ()
+        short = "<int>" if "least" in known else None  # the table of help has no room for bounds, nor for all choices
+        if "choices" in known:
+            every = (*known["choices"], *words)
+            chosen: Any = Enum(field.name, [(word, word) for word in every])
+            says, short = f"{says} One of {', '.join(every)}.", "<word>"
+            kind, default = (chosen | None, None) if default is None else (chosen, chosen(default))
+        elif words:
+            says = says.replace(f"`{known['names'][1]}`", ", ".join(words))
+        option = typer.Option(*names, help=says, min=known.get("least"), metavar=short)
         found.append(
             inspect.Parameter(
                 field.name,

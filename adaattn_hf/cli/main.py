@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 COMMANDS: dict[str, str] = {
     "eval": "adaattn_hf.cli.eval:evaluate",
@@ -38,6 +38,17 @@ COMMANDS: dict[str, str] = {
 }
 """Subcommand to the function that it calls."""
 PACKAGE = "adaattn_hf"
+RENAMED = {
+    "--out": "--output-dir",
+    "--output": "--output-dir",
+    "--impl": "--attn-implementation",
+    "--ours": "--attn-implementation",
+    "--against": "--baseline",
+    "--implementations": "--baseline",
+    "--against-plan": "--baseline-plan",
+    "--batch": "--batch-size",
+}
+"""Options of the last version to those of this one: taken with a warning, and gone in the next."""
 
 
 def load_command(name: str) -> Any:
@@ -52,7 +63,7 @@ def load_command(name: str) -> Any:
     if group is None:
         group = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        group.command(name, context_settings=settings)(getattr(module, function))
+        group.command(name, cls=Command, context_settings=settings)(getattr(module, function))
     command = typer.main.get_command(group)
     command.name = name
     narrow = shutil.get_terminal_size().columns < 80
@@ -126,6 +137,21 @@ def no_foreign_bars() -> None:
     from tqdm.std import tqdm
 
     tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
+
+
+class Command(TyperCommand):
+    """A subcommand that takes old names of its options, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Like typer's; an option that was renamed is said by its name of today, with a warning."""
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for place, word in enumerate(args):
+            old, equals, value = word.partition("=")
+            new = RENAMED.get(old)
+            if old not in known and new in known:
+                typer.echo(f"warning: {old} is called {new} now; the next version knows {new} alone", err=True)
+                args[place] = f"{new}{equals}{value}"
+        return super().parse_args(ctx, args)
 
 
 class LazyCommands(TyperGroup):

@@ -20,11 +20,11 @@ class Place:
     """Where the plan goes.
 
     Attributes:
-        out: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
+        output_dir: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
         in_place: Write the plan into MODEL, a directory: its config.json carries it then, and whoever loads it runs it.
     """
 
-    out: Path | None = None
+    output_dir: Path | None = None
     in_place: bool = False
 
     def directory(self, model: str | None) -> Path:
@@ -38,15 +38,15 @@ class Place:
         """
         own = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
-            target = self.out or Path(PLAN_DIRECTORY)
+            target = self.output_dir or Path(PLAN_DIRECTORY)
             if own is not None and target.resolve() == own.resolve():
                 raise UsageError(
-                    f"out: {target} is the model's own directory, expected one for the plan alone; give --in-place to "
-                    "write into the model"
+                    f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
+                    "--in-place to write into the model"
                 )
             _refuse_checkpoint(target)
-        elif self.out is not None:
-            raise UsageError(f"in_place: got --out {self.out}, too, expected one of them; leave one out")
+        elif self.output_dir is not None:
+            raise UsageError(f"in_place: got --output-dir {self.output_dir}, too, expected one of them; leave one out")
         elif own is None:
             raise UsageError(
                 f"in_place: got {model or 'the packaged model'}, expected the directory of a model that is yours: what "
@@ -55,7 +55,7 @@ class Place:
             )
         else:
             target = own
-        _refuse_kept(target, "in_place" if self.in_place else "out")
+        _refuse_kept(target, "in_place" if self.in_place else "output_dir")
         return target
 
     def sentence(self, target: Path, model: str | None) -> str:
@@ -73,7 +73,7 @@ def _refuse_kept(target: Path, argument: str) -> None:
     """
     whole = target.resolve()
     remedy = "copy the model to a directory of your own, or leave --in-place out"
-    if argument == "out":
+    if argument == "output_dir":
         remedy = "give another directory"
     if whole.parent.name == "snapshots" and (whole.parents[1] / "blobs").is_dir():
         raise UsageError(
@@ -101,8 +101,8 @@ def _refuse_checkpoint(target: Path) -> None:
     ours = (target / "adaattn_plan.json").is_file()
     if weights or ((target / "config.json").is_file() and not ours):
         raise UsageError(
-            f"out: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json would be "
-            f"overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
+            f"output_dir: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json "
+            f"would be overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
         )
 
 
@@ -121,17 +121,19 @@ def refuse_other_plan(target: Path, model: Any) -> None:
     file = target / "adaattn_plan.json"
     if not file.is_file():
         return
-    remedy = f"give another directory (--out), or delete {target}"
+    remedy = f"give another directory (--output-dir), or delete {target}"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         known, held = found["weight_hash"], str(found["dtype"])
         protocol = found.get("protocol")
         name = protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"out: {file} is no plan that can be read ({type(error).__name__}); {remedy}") from error
+        raise UsageError(
+            f"output_dir: {file} is no plan that can be read ({type(error).__name__}); {remedy}"
+        ) from error
     if known != model_hash(model):
         other = "other weights" if str(model.dtype) == f"torch.{held}" else f"in {held}"
         raise UsageError(
-            f"out: {target} holds a plan of {name} ({other}), expected none, or one of the model that is calibrated; "
-            f"{remedy}"
+            f"output_dir: {target} holds a plan of {name} ({other}), expected none, or one of the model that is "
+            f"calibrated; {remedy}"
         )

@@ -39,7 +39,7 @@ class Profile:
         maps: layer.head whose attention map is drawn. Several times.
         plan: File or directory of a plan to run; none: without one.
         against: Plan whose errors are drawn beside each --map: exact weights minus its own.
-        out: Directory for profile.json and atlas.html. Default: only the table.
+        output_dir: Directory for profile.json and atlas.html. Default: only the table.
         figure: Picture to draw (.png, .svg, .pdf); needs matplotlib.
     """
 
@@ -53,7 +53,7 @@ class Profile:
     maps: tuple[str, ...] = field(default=(), metadata={"option": "--map"})
     plan: str | None = None
     against: str | None = None
-    out: Path | None = None
+    output_dir: Path | None = None
     figure: Path | None = None
 
     def __post_init__(self) -> None:
@@ -90,15 +90,15 @@ def profile(
 ) -> None:
     """Measure entropy, attention sinks, distances, block density, score ranks and rounding per layer and head.
 
-    Rows are sampled and no attention matrix is made, so that 8k tokens and more fit. The page of --out needs
+    Rows are sampled and no attention matrix is made, so that 8k tokens and more fit. The page of --output-dir needs
     no network.
 
     Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
     """
-    with ending(default=asked.out, wrong=(ValueError,)):
+    with ending(default=asked.output_dir, wrong=(ValueError,)):
         use_threads(threads)
-        if asked.out is not None:
-            writable(asked.out, "out")
+        if asked.output_dir is not None:
+            writable(asked.output_dir, "output_dir")
         if asked.figure is not None:
             writable(asked.figure.parent, "figure")
             _refuse_unwritable(asked.figure)
@@ -160,12 +160,12 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
     }
     for image in recorded["maps"]:
         image["labels"] = _labels(checkpoint.tokenizer, ids[0].tolist(), len(image["weights"]))
-    if asked.out is not None:
-        runner.write_json(asked.out / "profile.json", recorded)
+    if asked.output_dir is not None:
+        runner.write_json(asked.output_dir / "profile.json", recorded)
         about = f"{len(ids)} x {ids.shape[1]} tokens of {name}, {asked.rows} rows sampled per call, {checkpoint.dtype}"
         page = pages.atlas(recorded, f"Attention of {checkpoint.name}", about)
-        write_atomically(asked.out / "atlas.html", page)
-        tell(console, f"profile: {asked.out / 'profile.json'}, {asked.out / 'atlas.html'}")
+        write_atomically(asked.output_dir / "atlas.html", page)
+        tell(console, f"profile: {asked.output_dir / 'profile.json'}, {asked.output_dir / 'atlas.html'}")
     if asked.figure is not None:
         seen.figure().savefig(asked.figure)
         tell(console, f"figure: {asked.figure}")

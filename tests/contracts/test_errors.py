@@ -573,9 +573,9 @@ CASES = (
     ),
     Case(
         "gives a plan and a model one directory without saying so",
-        lambda: Place(out=Path()).directory(str(Path())),
+        lambda: Place(output_dir=Path()).directory(str(Path())),
         UsageError,
-        ("out", ". is the model's own directory", "expected one for the plan alone", "--in-place"),
+        ("output_dir", ". is the model's own directory", "expected one for the plan alone", "--in-place"),
     ),
 )
 

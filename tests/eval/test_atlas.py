@@ -34,7 +34,7 @@ def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="adaattn")
     plan = plan_for(model, make_choice("window", 4))
     (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-    words = ("--data", texts / "plain.txt", "--out", out, "--map", "1.3", "--padded", "--figure", figure)
+    words = ("--data", texts / "plain.txt", "--output-dir", out, "--map", "1.3", "--padded", "--figure", figure)
     result = profile(llama, *words, "--against", out / "plan.json", "--json")
     assert result.exit_code == 0, result.output
     assert "decode" in result.stderr
@@ -121,7 +121,7 @@ def test_the_packages_text_is_for_the_packages_model_alone(
         (("--length", "65"), 2, "at most the 64"),
         (("--plan", "nowhere"), 4, "does not exist"),
         (("--threads", "0"), 2, "threads"),
-        (("--out", f"{__file__}/out"), 2, "cannot be made"),
+        (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
     ],
 )
 def test_wrong_words_are_refused(llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str) -> None:

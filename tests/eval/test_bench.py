@@ -239,7 +239,7 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
     cells = [{"name": "causal", "q_len": 20}, {"name": "pass", "model": "llama", "q_len": 12}]
     grid, output = write_grid(tmp_path / "grid.yaml", *cells), tmp_path / "out.json"
     names = "sdpa,sdpa:flash,sdpa:math,sdpa:efficient,sdpa:cudnn"
-    result = bench("--grid", grid, "--rounds", 1, "--implementations", names, "--output", output)
+    result = bench("--grid", grid, "--rounds", 1, "--baseline", names, "--output", output)
     assert result.exit_code == 0, result.output
     report = json.loads(output.read_text(encoding="utf-8"))
     assert_fits(report)
@@ -361,8 +361,8 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     assert bench("--grid", grid, "--only", "(").exit_code == UsageError.exit_code
     for wrong, words in (
         (("--grid", tmp_path / "none.yaml"), "none.yaml is no file"),
-        (("--ours", "adatn"), "Did you mean 'adaattn'?"),
-        (("--implementations", "eager,sdpaa"), "Did you mean 'sdpa'?"),
+        (("--attn-implementation", "adatn"), "Did you mean 'adaattn'?"),
+        (("--baseline", "eager,sdpaa"), "Did you mean 'sdpa'?"),
         (("--output", f"{__file__}/bench.json"), "cannot be made"),
     ):
         refused = bench("--grid", grid, *wrong)
@@ -392,9 +392,12 @@ def test_a_stock_implementation_that_refuses_is_reported(tmp_path: Path, monkeyp
 
 def test_our_backend_that_cannot_serve_a_cell_is_a_sentence(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
-    result = bench("--grid", grid, "--ours", "adaattn_triton")
+    result = bench("--grid", grid, "--attn-implementation", "adaattn_triton")
     assert result.exit_code == 2, result.output
-    assert "ours: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'" in result.stderr
+    assert (
+        "attn_implementation: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'"
+        in result.stderr
+    )
 
 
 def test_the_grid_of_the_package_covers_what_it_promises() -> None:

@@ -38,7 +38,7 @@ def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(llama: Path) -> 
         ({"cache": "int4"}, "cache: got 'int4'"),
         ({"cache": "int8", "padding": "left"}, "expected --padding none"),
         ({"cache": "int8", "cache_piece": 0}, "cache_piece: got 0"),
-        ({"cache": "int8", "impl": "eager"}, "cannot read codes"),
+        ({"cache": "int8", "attn_implementation": "eager"}, "cannot read codes"),
     ],
 )
 def test_what_cannot_be_measured_over_a_cache_is_said(llama: Path, given: dict[str, Any], words: str) -> None:

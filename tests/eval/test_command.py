@@ -16,8 +16,10 @@ import transformers as tf
 from typer.testing import CliRunner, Result
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.errors import EXIT_CODES, unknown
+from adaattn_hf.errors import EXIT_CODES, UsageError, unknown
 from adaattn_hf.eval import journal, runner, scoring
+from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches.checkpoint import resolve_dtype
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -27,7 +29,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def evaluate(*arguments: object) -> Result:
-    return invoke("eval", *arguments, "--impl", "eager")
+    return invoke("eval", *arguments, "--attn-implementation", "eager")
 
 
 def report_of(directory: Path, name: str) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def report_of(directory: Path, name: str) -> dict[str, Any]:
 
 def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--data", f"lambada:{texts / 'passages.jsonl'}")
-    result = invoke("eval", llama, *data, "--batch-size", 2, "--output", tmp_path, "--anchor", "eager")
+    result = invoke("eval", llama, *data, "--batch-size", 2, "--output-dir", tmp_path, "--anchor", "eager")
     assert result.exit_code == 0, result.output
     pages, lastword = report_of(tmp_path, "wikitext"), report_of(tmp_path, "lambada")
     assert [a["implementation"] for a in pages["quality"]["arms"]] == ["sdpa", "adaattn", "eager"]
@@ -54,7 +56,7 @@ def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp
 def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Path, tmp_path: Path) -> None:
     directory = request.getfixturevalue(kind)
     data = ("--data", texts / "plain.txt", "--limit-tokens", 60, "--mask-fraction", 0.5)
-    result = invoke("eval", directory, *data, "--output", tmp_path, "--quiet")
+    result = invoke("eval", directory, *data, "--output-dir", tmp_path, "--quiet")
     assert result.exit_code == 0, result.output
     report = report_of(tmp_path, "plain")
     assert report["model"]["objective"] == ("masked" if kind == "bert" else "causal")
@@ -65,12 +67,12 @@ def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Pa
 def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", 2)
     kept = evaluate(
-        llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output", tmp_path / "a", "--json"
+        llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output-dir", tmp_path / "a", "--json"
     )
     assert kept.exit_code == 0, kept.output
     assert json.loads(kept.stdout) == report_of(tmp_path / "a", "wikitext")
     assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
-    broken = evaluate(llama, *data, "--max-delta-nll", -1.0, "--output", tmp_path / "b")
+    broken = evaluate(llama, *data, "--max-delta-nll", -1.0, "--output-dir", tmp_path / "b")
     assert broken.exit_code == 1
     assert "max_delta_nll -1" in broken.output
     assert "above it" in (tmp_path / "b" / "report.md").read_text(encoding="utf-8")
@@ -78,7 +80,7 @@ def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -
 
 def test_json_holds_the_reports_of_this_run_alone(llama: Path, texts: Path, tmp_path: Path) -> None:
     """And not those that lie in the directory since earlier."""
-    output = ("--limit-tokens", 40, "--output", tmp_path, "--json")
+    output = ("--limit-tokens", 40, "--output-dir", tmp_path, "--json")
     assert evaluate(llama, "--data", texts / "plain.txt", *output).exit_code == 0
     other = evaluate(llama, "--data", f"wikitext:{texts / 'pages.txt'}", *output)
     assert other.exit_code == 0, other.output
@@ -94,14 +96,14 @@ def test_a_default_place_that_cannot_be_written_is_told_before_weights_are_read(
     for words in ((llama, "--data", texts / "plain.txt"), ()):
         refused = evaluate(*words)
         assert refused.exit_code == 2, refused.output
-        assert "output: results/eval/" in refused.stderr
+        assert "output_dir: results/eval/" in refused.stderr
         assert "give a directory that can be written" in refused.stderr
 
 
 def test_one_window_proves_no_bound(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("the lamp", encoding="utf-8")
-    result = evaluate(llama, "--data", path, "--max-delta-nll", 1.0, "--output", tmp_path / "out")
+    result = evaluate(llama, "--data", path, "--max-delta-nll", 1.0, "--output-dir", tmp_path / "out")
     assert result.exit_code == 1
     assert "no interval" in result.output
 
@@ -109,7 +111,7 @@ def test_one_window_proves_no_bound(llama: Path, tmp_path: Path) -> None:
 def test_an_interrupted_command_says_how_to_go_on_and_does(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output", tmp_path)
+    arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output-dir", tmp_path)
     forward, calls = scoring.forward, []
 
     def interrupted(*given: Any, **options: Any) -> Any:
@@ -122,7 +124,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
         patch.setattr(scoring, "forward", interrupted)
         first = evaluate(*arguments)
     assert first.exit_code == 130
-    assert f"--resume --output {tmp_path}" in first.output
+    assert f"--resume --output-dir {tmp_path}" in first.output
     assert evaluate(*arguments).exit_code == 5
     assert evaluate(*arguments, "--resume").exit_code == 0
     assert report_of(tmp_path, "wikitext")["quality"]["arms"][0]["tokens"] > 100
@@ -131,10 +133,10 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--data", "{pages}", "--impl", "adaatn"), 4, "Did you mean 'adaattn'"),
-        (("--data", "{pages}", "--dtype", "fp8"), 2, "dtype: got 'fp8'"),
-        (("--data", "{pages}", "--windows", "stridden"), 2, "Did you mean 'strided'"),
-        (("--data", "{pages}", "--padding", "top"), 2, "padding: got 'top'"),
+        (("--data", "{pages}", "--attn-implementation", "adaatn"), 4, "Did you mean 'adaattn'"),
+        (("--data", "{pages}", "--dtype", "fp8"), 2, "Invalid value for '--dtype'"),
+        (("--data", "{pages}", "--windows", "stridden"), 2, "Invalid value for '--windows'"),
+        (("--data", "{pages}", "--padding", "top"), 2, "Invalid value for '--padding'"),
         (("--data", "{pages}", "--context", "900"), 2, "at most the 64 tokens"),
         (("--data", "{pages}", "--context", "16", "--stride", "17"), 2, "leave tokens out"),
         (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
@@ -142,11 +144,11 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
         (("--data", "{pages}", "--prefix-token", "99999"), 2, "gives the token 99999"),
         (("--data", "{pages}", "--seed", "-1"), 2, "seed: got -1"),
         (("--data", "{pages}", "--threads", "0"), 2, "threads is 0, expected at least 1"),
-        (("--data", "{pages}", "--output", f"{__file__}/out"), 2, "cannot be made"),
-        (("--data", "{pages}", "--resume"), 2, "no --output"),
+        (("--data", "{pages}", "--output-dir", f"{__file__}/out"), 2, "cannot be made"),
+        (("--data", "{pages}", "--resume"), 2, "no --output-dir"),
         (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
         (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
-        (("--data", "{pages}", "--objective", "seq2seq"), 2, "objective: got 'seq2seq'"),
+        (("--data", "{pages}", "--objective", "seq2seq"), 2, "Invalid value for '--objective'"),
         (("--data", "{passages}", "--limit-tokens", "9"), 2, "--limit-docs"),
         (("--data", "{passages}", "--limit-tokens", "9", "--tokenizer", "/nowhere"), 2, "--limit-docs"),
         (("--data", "nowhere.txt"), 3, "no file or directory here"),
@@ -178,14 +180,14 @@ def test_reports_stay_in_the_output_directory(
     shutil.copytree(texts, tmp_path / "texts")
     (tmp_path / "texts" / "below").mkdir()
     monkeypatch.chdir(tmp_path / "texts" / "below")
-    done = evaluate(llama, "--data", "..", "--limit-tokens", 40, "--output", tmp_path / "out", "--quiet")
+    done = evaluate(llama, "--data", "..", "--limit-tokens", 40, "--output-dir", tmp_path / "out", "--quiet")
     assert done.exit_code == 0, done.output
     assert report_of(tmp_path / "out", "texts")["data"]["origin"] == "texts"
     assert not (tmp_path / "report.json").exists()
 
 
 def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
-    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path / "out")
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path / "out")
     absent = evaluate(tmp_path / "nothing", *data)
     assert (absent.exit_code, "cannot load" in absent.output) == (4, True)
     both = evaluate(tmp_path / "nothing", "--data", "nowhere.txt")
@@ -203,8 +205,8 @@ def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> 
 
 
 def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
-    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path)
-    result = invoke("eval", llama, *data, "--impl", "adaattn_fa2", "--device", "cpu")
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path)
+    result = invoke("eval", llama, *data, "--attn-implementation", "adaattn_fa2", "--device", "cpu")
     assert result.exit_code == 4
     assert "flash-attn" in result.output
 
@@ -221,7 +223,7 @@ def test_rolling_windows_need_a_prefix_token(
         texts / "plain.txt",
         "--tokenizer",
         tmp_path / "tokenizer",
-        "--output",
+        "--output-dir",
         tmp_path / "out",
     )
     with monkeypatch.context() as without:
@@ -259,16 +261,26 @@ def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("{llama}", "--impl", "sdpa"), 2, "impl: got 'sdpa'"),
-        (("{llama}", "--impl", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
+        (("{llama}", "--attn-implementation", "sdpa"), 2, "attn_implementation: got 'sdpa'"),
+        (("{llama}", "--attn-implementation", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
         (("/nowhere",), 4, "cannot explain"),
-        (("{llama}", "--dtype", "int4"), 2, "dtype: got 'int4'"),
+        (("{llama}", "--dtype", "int4"), 2, "Invalid value for '--dtype'"),
     ],
 )
 def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
     result = invoke("explain", *(a.format(llama=llama) for a in arguments))
     assert result.exit_code == code, result.output
     assert says in result.output
+
+
+def test_programs_hear_of_unknown_words_as_well() -> None:
+    """The command line completes and checks them before."""
+    with pytest.raises(UsageError, match=r"windows: got 'stridden'.*Did you mean 'strided'"):
+        Settings(windows="stridden")
+    with pytest.raises(UsageError, match="padding: got 'top'"):
+        Settings(padding="top")
+    with pytest.raises(UsageError, match="dtype: got 'fp8'"):
+        resolve_dtype("fp8")
 
 
 def test_an_unknown_name_without_a_near_one_lists_all() -> None:
@@ -279,7 +291,7 @@ def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, 
     script = checkout / "eval" / "perplexity.py"
     if not script.exists():
         pytest.skip("runs from a checkout alone")
-    data = ["--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", "1", "--output", str(tmp_path)]
+    data = ["--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", "1", "--output-dir", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(script), str(llama), *data, "--quiet"],
         capture_output=True,
@@ -306,7 +318,7 @@ def test_a_polite_kill_ends_like_an_interruption(
     monkeypatch.setattr(scoring, "forward", killed)
     before = signal.getsignal(signal.SIGTERM)
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16)
-    result = evaluate(llama, *data, "--output", tmp_path)
+    result = evaluate(llama, *data, "--output-dir", tmp_path)
     assert result.exit_code == 130
     assert signal.getsignal(signal.SIGTERM) is before
     assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1
@@ -314,13 +326,13 @@ def test_a_polite_kill_ends_like_an_interruption(
 
 def test_a_masked_model_says_last_words(bert: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"lambada:{texts / 'passages.jsonl'}", "--context", 12)
-    assert evaluate(bert, *data, "--output", tmp_path).exit_code == 0
+    assert evaluate(bert, *data, "--output-dir", tmp_path).exit_code == 0
     report = report_of(tmp_path, "lambada")
     assert report["quality"]["arms"][0]["items"] == 6
     assert "masked at once" in report["protocol"]
-    short = evaluate(bert, *data[:-1], 2, "--output", tmp_path / "short")
+    short = evaluate(bert, *data[:-1], 2, "--output-dir", tmp_path / "short")
     assert (short.exit_code, "more than the" in short.output) == (2, True)
-    strided = evaluate(bert, "--data", texts / "plain.txt", "--stride", 4, "--output", tmp_path / "strided")
+    strided = evaluate(bert, "--data", texts / "plain.txt", "--stride", 4, "--output-dir", tmp_path / "strided")
     assert (strided.exit_code, "disjoint" in strided.output) == (2, True)
 
 
@@ -332,9 +344,9 @@ def test_a_full_disk_is_a_sentence_and_keeps_finished_batches(
 
     with monkeypatch.context() as patch:
         patch.setattr(journal.Journal, "append", full)
-        done = evaluate(llama, "--data", texts, "--output", tmp_path / "out", "--context", 16)
+        done = evaluate(llama, "--data", texts, "--output-dir", tmp_path / "out", "--context", 16)
     assert done.exit_code == 3, done.output
     assert "No space left on device; finished batches are kept, and --resume goes on" in done.output
     assert "Traceback" not in done.output
-    again = evaluate(llama, "--data", texts, "--output", tmp_path / "out", "--context", 16, "--resume")
+    again = evaluate(llama, "--data", texts, "--output-dir", tmp_path / "out", "--context", 16, "--resume")
     assert again.exit_code == 0, again.output

@@ -55,7 +55,7 @@ def theirs(model: Any, name: str, manager: TaskManager, **keywords: Any) -> dict
 
 def ours(directory: Path, corpus: corpora.Corpus, **settings: Any) -> dict[str, Any]:
     loaded = checkpoint.load(directory, device="cpu")
-    settings = {"impl": "sdpa", **settings}
+    settings = {"attn_implementation": "sdpa", **settings}
     return runner.evaluate(loaded, corpus, Settings(**settings))["quality"]["arms"][1]  # type: ignore[no-any-return]
 
 

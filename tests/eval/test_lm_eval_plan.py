@@ -28,5 +28,7 @@ def test_a_plan_is_handed_over_by_model_args(llama: Path, tmp_path: Path) -> Non
 
     exact, planned = perplexity("none"), perplexity(plan)
     assert exact == pytest.approx(ours(llama, corpus)["word_perplexity"], rel=1e-6)
-    assert planned == pytest.approx(ours(llama, corpus, impl="adaattn", plan=plan)["word_perplexity"], rel=1e-5)
+    assert planned == pytest.approx(
+        ours(llama, corpus, attn_implementation="adaattn", plan=plan)["word_perplexity"], rel=1e-5
+    )
     assert abs(planned / exact - 1) > 1e-4

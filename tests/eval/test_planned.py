@@ -52,7 +52,7 @@ def planned(llama: Path) -> checkpoint.Checkpoint:
 
 
 def kept(loaded: checkpoint.Checkpoint, directory: Path, window: int) -> str:
-    """A plan beside no weights, as `adaattn calibrate --out` leaves it."""
+    """A plan beside no weights, as `adaattn calibrate --output-dir` leaves it."""
     directory.mkdir()
     plan = plan_of(loaded, window)
     (directory / "adaattn_plan.json").write_text(json.dumps(plan.to_dict()), encoding="utf-8")
@@ -65,16 +65,16 @@ def test_two_plans_are_compared_with_each_other(llama: Path, tmp_path: Path) -> 
     narrow, wide = kept(loaded, tmp_path / "narrow", 4), kept(loaded, tmp_path / "wide", 24)
 
     def divergence(**plans: str) -> dict[str, Any]:
-        against = "adaattn" if "against_plan" in plans else "sdpa"
-        return runner.evaluate(loaded, corpus, Settings(against=against, **plans))
+        against = "adaattn" if "baseline_plan" in plans else "sdpa"
+        return runner.evaluate(loaded, corpus, Settings(baseline=against, **plans))
 
-    paired = divergence(plan=narrow, against_plan=wide)
+    paired = divergence(plan=narrow, baseline_plan=wide)
     assert paired["quality"]["comparisons"][0]["kl_mean"] > 1e-6
     assert [entry["path"] for entry in paired["plans"]] == [wide, narrow]
     assert paired["quality"]["arms"][0]["role"] == "reference"
-    same = divergence(plan=wide, against_plan=wide)
+    same = divergence(plan=wide, baseline_plan=wide)
     assert same["quality"]["comparisons"][0]["kl_mean"] == 0.0
-    exact = divergence(plan="none", against_plan="none")
+    exact = divergence(plan="none", baseline_plan="none")
     assert exact["quality"]["comparisons"][0]["delta_nll"]["mean"] == 0.0
     stock = divergence(plan=narrow)
     assert stock["activation"][1]["rate"] > 0.1
@@ -92,9 +92,9 @@ def test_streaming_heads_are_measured_over_their_cache(llama: Path, tmp_path: Pa
             loaded,
             corpus,
             Settings(
-                against="adaattn",
+                baseline="adaattn",
                 plan=plan,
-                against_plan=against,
+                baseline_plan=against,
                 cache=cache,
                 cache_piece=5,
                 streaming=streaming,
@@ -124,8 +124,8 @@ def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path)
     ("arguments", "says"),
     [
         (("--plan", "nowhere"), "does not exist"),
-        (("--plan", "none", "--impl", "eager"), "knows no plans"),
-        (("--against-plan", "none", "--against", "sdpa"), "knows no plans"),
+        (("--plan", "none", "--attn-implementation", "eager"), "knows no plans"),
+        (("--baseline-plan", "none", "--baseline", "sdpa"), "knows no plans"),
     ],
 )
 def test_wrong_plans_are_refused(
@@ -136,7 +136,7 @@ def test_wrong_plans_are_refused(
         str(llama),
         "--data",
         str(texts / "plain.txt"),
-        "--output",
+        "--output-dir",
         str(tmp_path / "out"),
         *arguments,
     ]
@@ -234,7 +234,7 @@ def test_no_room_for_a_batch_is_a_sentence(llama: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(runner, "evaluate", full)
     text = tmp_path / "text.txt"
     text.write_text(PAGES[0])
-    words = ["--context", "64", "--batch-size", "4", "--output", str(tmp_path / "out"), "--device", "cpu"]
+    words = ["--context", "64", "--batch-size", "4", "--output-dir", str(tmp_path / "out"), "--device", "cpu"]
     done = CliRunner().invoke(app, ["eval", str(llama), "--data", str(text), *words])
     assert done.exit_code == 6, done.output
     for said in ("Tried to allocate 2.00 GiB", "--batch-size 2", "--context 32", "--resume"):

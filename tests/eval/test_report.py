@@ -40,7 +40,7 @@ def reports(llama: Path) -> dict[str, dict[str, Any]]:
         "lastword": corpora.lastword_corpus(PASSAGES, "own passages"),
     }
     made = {
-        kind: runner.evaluate(loaded, c, Settings(impl="adaattn", anchor="eager", batch_size=2))
+        kind: runner.evaluate(loaded, c, Settings(attn_implementation="adaattn", anchor="eager", batch_size=2))
         for kind, c in corpus.items()
     }
     return {kind: json.loads(json.dumps(r, allow_nan=False)) for kind, r in made.items()}
@@ -174,7 +174,8 @@ def test_peak_bytes_follow_the_batch(llama: Path) -> None:
     loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.wikitext_corpus(PAGES, "own pages")
     peaks = [
-        runner.measure(loaded, corpus, Settings(impl="eager", context=n)).memory[0]["peak_bytes"] for n in (16, 64)
+        runner.measure(loaded, corpus, Settings(attn_implementation="eager", context=n)).memory[0]["peak_bytes"]
+        for n in (16, 64)
     ]
     assert peaks[1] > 3 * peaks[0]
 
@@ -224,7 +225,7 @@ def test_watched_batches_are_few_and_spread(batches: int) -> None:
 def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: Path) -> None:
     metric = evaluate.load(metric_path(), cache_dir=str(tmp_path))
     texts = list(PASSAGES[:3])
-    found = metric.compute(predictions=texts, model_id=str(llama), impl="adaattn", device="cpu")
+    found = metric.compute(predictions=texts, model_id=str(llama), attn_implementation="adaattn", device="cpu")
     loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.text_corpus(texts, "texts", "texts")
     expected = runner.evaluate(loaded, corpus, Settings())["quality"]["arms"][1]
@@ -236,7 +237,7 @@ def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: P
 
 
 def test_the_metric_against_itself_is_nothing(llama: Path) -> None:
-    found = compute(PASSAGES[:2], str(llama), impl="eager", against="eager", device="cpu")
+    found = compute(PASSAGES[:2], str(llama), attn_implementation="eager", baseline="eager", device="cpu")
     assert (found["delta_nll"], found["upper"], found["kl_mean"]) == (0.0, 0.0, 0.0)
 
 

@@ -17,7 +17,7 @@ from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES, PASSAGES
 
-SETTINGS = Settings(impl="eager", batch_size=2, context=16)
+SETTINGS = Settings(attn_implementation="eager", batch_size=2, context=16)
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +122,11 @@ def test_a_journal_is_not_overwritten_unasked(loaded: checkpoint.Checkpoint, tmp
     ("change", "names"),
     [
         (
-            {"settings": Settings(impl="adaattn", batch_size=2, context=16)},
-            "settings.impl: there 'eager', now 'adaattn'",
+            {"settings": Settings(attn_implementation="adaattn", batch_size=2, context=16)},
+            "settings.attn_implementation: there 'eager', now 'adaattn'",
         ),
         (
-            {"settings": Settings(impl="eager", batch_size=3, context=16)},
+            {"settings": Settings(attn_implementation="eager", batch_size=3, context=16)},
             "settings.batch_size: there 2, now 3",
         ),
         ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"),

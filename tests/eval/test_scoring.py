@@ -71,7 +71,7 @@ def test_every_window_is_in_one_batch(lengths: list[int], batch_size: int, paddi
 
 def measured(directory: Path, corpus: corpora.Corpus, **settings: object) -> runner.Measured:
     loaded = checkpoint.load(directory, dtype="float32", device="cpu")
-    return runner.measure(loaded, corpus, Settings(**{"impl": "eager", **settings}))
+    return runner.measure(loaded, corpus, Settings(**{"attn_implementation": "eager", **settings}))
 
 
 def pages() -> corpora.Corpus:
@@ -101,8 +101,8 @@ def test_perplexity_does_not_depend_on_the_batch_size(
 @pytest.mark.parametrize("impl", ["eager", "adaattn"])
 def test_padding_changes_no_number(request: pytest.FixtureRequest, kind: str, padding: str, impl: str) -> None:
     directory = request.getfixturevalue(kind)
-    alone = measured(directory, passages(), impl=impl).tokens.scores
-    padded = measured(directory, passages(), impl=impl, batch_size=4, padding=padding).tokens.scores
+    alone = measured(directory, passages(), attn_implementation=impl).tokens.scores
+    padded = measured(directory, passages(), attn_implementation=impl, batch_size=4, padding=padding).tokens.scores
     np.testing.assert_allclose(padded.nll, alone.nll, rtol=0, atol=5e-5)
 
 
@@ -111,7 +111,12 @@ def test_padding_changes_no_number(request: pytest.FixtureRequest, kind: str, pa
 def test_an_arm_against_itself_differs_by_exactly_nothing(
     request: pytest.FixtureRequest, kind: str, implementation: str
 ) -> None:
-    settings = {"impl": implementation, "against": implementation, "batch_size": 3, "mask_fraction": 0.1}
+    settings = {
+        "attn_implementation": implementation,
+        "baseline": implementation,
+        "batch_size": 3,
+        "mask_fraction": 0.1,
+    }
     result = measured(request.getfixturevalue(kind), pages(), **settings)
     compared = result.quality["comparisons"][0]
     assert compared["delta_nll"]["mean"] == 0.0

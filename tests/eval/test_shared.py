@@ -28,7 +28,7 @@ def test_two_processes_measure_what_one_does(llama: Path, texts: Path, tmp_path:
             "--data",
             f"wikitext:{texts / 'pages.txt'}",
         ]
-        words += ["--context", "16", "--device", "cpu", "--threads", "1", "--output", str(tmp_path / name)]
+        words += ["--context", "16", "--device", "cpu", "--threads", "1", "--output-dir", str(tmp_path / name)]
         done = subprocess.run(
             words,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

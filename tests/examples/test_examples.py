@@ -49,7 +49,7 @@ def test_trainer_lowers_the_loss_and_writes_a_stock_checkpoint(
 ) -> None:
     run(
         monkeypatch, "finetune_trainer.py", "--steps", "4", "--context", "64", "--pages", "1",
-        "--output", str(tmp_path),
+        "--output-dir", str(tmp_path),
     )  # fmt: skip
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss")]
     before, after = float(line.split()[2]), float(line.split()[4])

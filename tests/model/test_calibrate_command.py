@@ -65,9 +65,9 @@ def arguments(model: Path, material: tuple[str, str]) -> list[str]:
 
 
 def run(model: Path, material: tuple[str, str], *more: str) -> Result:
-    """The command, with the plan in the model unless `--out` is among the words."""
+    """The command, with the plan in the model unless `--output-dir` is among the words."""
     words = arguments(model, material)
-    if "--out" in more:
+    if "--output-dir" in more:
         words.remove("--in-place")
     return CliRunner().invoke(app, [*words, *more])
 
@@ -154,10 +154,10 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(model: Path,
 def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_printed(
     model: Path, material: tuple[str, str], tmp_path: Path
 ) -> None:
-    done = run(model, material, "--budget", "1%", "--out", str(tmp_path / "plan"))
+    done = run(model, material, "--budget", "1%", "--output-dir", str(tmp_path / "plan"))
     (line,) = (one for one in done.output.splitlines() if one.startswith("compare with stock attention: "))
     words = shlex.split(line.partition(": adaattn ")[2])
-    compared = CliRunner().invoke(app, [*words, "--limit-tokens", "256", "--output", str(tmp_path / "eval")])
+    compared = CliRunner().invoke(app, [*words, "--limit-tokens", "256", "--output-dir", str(tmp_path / "eval")])
     assert compared.exit_code == 0, compared.output
 
 
@@ -264,16 +264,16 @@ def test_the_directory_of_another_model_is_refused_before_any_work(
 ) -> None:
     other = Path(shutil.copytree(demo_model_path("gpt2"), tmp_path / "other"))
     before = files(other)
-    done = run(model, material, "--budget", "1%", "--out", str(other))
+    done = run(model, material, "--budget", "1%", "--output-dir", str(other))
     assert (done.exit_code, "of a model, whose config.json" in done.stderr) == (2, True), done.output
     for path in other.glob("*.safetensors"):
         path.unlink()
-    done = run(model, material, "--budget", "1%", "--out", str(other))
+    done = run(model, material, "--budget", "1%", "--output-dir", str(other))
     assert (done.exit_code, "holds config.json of a model" in done.stderr) == (2, True), done.output
     assert files(other) == {name: data for name, data in before.items() if not name.endswith(".safetensors")}
     alone = tmp_path / "plan"
     for _ in range(2):  # into a new directory, and into one that a calibration wrote
-        assert run(model, material, "--budget", "1%", "--out", str(alone)).exit_code == 0
+        assert run(model, material, "--budget", "1%", "--output-dir", str(alone)).exit_code == 0
 
 
 def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
@@ -309,7 +309,7 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
         rest = [word for word in arguments(where, material) if word != "--in-place"]
         refused = CliRunner().invoke(app, [*rest, "--budget", "1%", *dtype])
         assert (refused.exit_code, says in refused.stderr) == (2, True), refused.output
-        assert "give another directory (--out), or delete adaattn-plan" in refused.stderr
+        assert "give another directory (--output-dir), or delete adaattn-plan" in refused.stderr
         assert "moments" not in refused.output
         assert files(tmp_path / "adaattn-plan") == plan
 
@@ -318,10 +318,10 @@ def test_a_model_is_written_to_only_where_that_was_said(model: Path, material: t
     before = files(model)
     for words, says in (
         (
-            ["--out", str(model)],
+            ["--output-dir", str(model)],
             "is the model's own directory, expected one for the plan alone; give --in-place",
         ),
-        (["--in-place", "--out", "x"], "got --out x, too, expected one of them"),
+        (["--in-place", "--output-dir", "x"], "got --output-dir x, too, expected one of them"),
     ):
         rest = [word for word in arguments(model, material) if word != "--in-place"]
         done = CliRunner().invoke(app, [*rest, *words])
@@ -362,7 +362,7 @@ def test_what_others_share_is_never_touched(model: Path, material: tuple[str, st
     assert files(target) == before
     assert not any(blobs.glob("*plan*"))
     if way in ("linked", "copied"):
-        beside = run(target, material, "--budget", "1%", "--out", str(tmp_path / "plan"))
+        beside = run(target, material, "--budget", "1%", "--output-dir", str(tmp_path / "plan"))
         assert beside.exit_code == 0, beside.output
         assert "owner/name: layers by key/value heads" in beside.output
         assert files(target) == before
@@ -384,7 +384,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(fisher, "measure", full)
-    done = run(model, material, "--budget", "1%", "--out", target)
+    done = run(model, material, "--budget", "1%", "--output-dir", target)
     assert done.exit_code == 6, done.output
     assert "Traceback" not in done.output
     for words in (
@@ -396,7 +396,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         f"are kept in {target}/{FILE}: the same command with --resume goes on",
     ):
         assert words in done.stderr, done.stderr
-    resumed = run(model, material, "--budget", "1%", "--out", target, "--resume")
+    resumed = run(model, material, "--budget", "1%", "--output-dir", target, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert len(calls) == 3
 
@@ -411,8 +411,8 @@ def test_no_room_for_prices_or_weights_names_what_would_help(
     words = [w for w in words if w not in ("--prices", material[1], "--in-place")]
     with monkeypatch.context() as planted:
         planted.setattr(pricing, "measure_prices", full)
-        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "a"), "--batch", "8"])
-    assert (done.exit_code, "a smaller batch (--batch 4)" in done.stderr) == (6, True), done.output
+        done = CliRunner().invoke(app, [*words, "--output-dir", str(tmp_path / "a"), "--batch-size", "8"])
+    assert (done.exit_code, "a smaller batch (--batch-size 4)" in done.stderr) == (6, True), done.output
     with monkeypatch.context() as planted:
         planted.setattr(calibration, "whole_forward", Mock(side_effect=torch.OutOfMemoryError))
         done = run(model, material, "--budget", "1%")
@@ -420,7 +420,7 @@ def test_no_room_for_prices_or_weights_names_what_would_help(
     assert (model / "adaattn_plan.json").is_file()
     with monkeypatch.context() as planted:
         planted.setattr(AutoModelForCausalLM, "from_pretrained", full)
-        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "b")])
+        done = CliRunner().invoke(app, [*words, "--output-dir", str(tmp_path / "b")])
     assert (done.exit_code, "loading the weights of" in done.stderr) == (6, True), done.output
     assert "nothing was finished before it" in done.stderr
 
@@ -510,7 +510,7 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--threads", "0"), "threads is 0, expected at least 1"),
         (("--decode-tokens", "-1"), "decode_tokens is -1, expected at least 0"),
         (("--prices", "nowhere.json"), "nowhere.json is no file"),
-        (("--out", __file__), "cannot be made"),
+        (("--output-dir", __file__), "cannot be made"),
         (("--budget", "lots"), "budget is 'lots'"),
         (("--budget", ""), "budget is '', expected a rise of the perplexity"),
         (("--budget", " "), "expected a rise of the perplexity"),
@@ -568,7 +568,7 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, material: tuple
     done = run(tmp_path, material)
     assert done.exit_code == 2
     assert "error: model:" in done.stderr
-    absent = run(tmp_path / "none", material, "--out", str(tmp_path))
+    absent = run(tmp_path / "none", material, "--output-dir", str(tmp_path))
     assert absent.exit_code == 2
     assert f"cannot load {str(tmp_path / 'none')!r}: there is no such directory" in absent.stderr
 

@@ -34,7 +34,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rest = f"{size} --bolder 0 --families bf16 --tries 1 --budget 1% --quiet".split()
     for plan, held in (("plan", ["--verify-data", directory / "news.txt"]), ("split", [])):
         words = ["--data", directory / "own.txt", *held, "--prices", directory / "prices.json"]
-        done = command("calibrate", MODEL, *words, "--out", directory / plan, *rest)
+        done = command("calibrate", MODEL, *words, "--output-dir", directory / plan, *rest)
         assert done.exit_code == 0, done.output
     return directory
 

@@ -120,7 +120,10 @@ def test_summaries_are_sentences() -> None:
         assert first in shown, name
 
 
-@pytest.mark.parametrize(("words", "offered"), [("adaattn pl", "plan"), ("adaattn explain --js", "--json")])
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [("adaattn pl", "plan"), ("adaattn explain --js", "--json"), ("adaattn eval --padding r", "right")],
+)
 def test_the_shell_completes(words: str, offered: str) -> None:
     done = python(
         QUICK.format(words=[]),
@@ -129,6 +132,39 @@ def test_the_shell_completes(words: str, offered: str) -> None:
         COMP_CWORD=str(words.count(" ")),
     )
     assert offered in done.stdout.split()
+
+
+def options_of(words: list[str]) -> set[str]:
+    command = main.load_command(words[0])
+    for word in words[1:]:
+        command = command.commands[word]
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_an_old_name_of_an_option_is_taken_with_a_warning() -> None:
+    done = CliRunner().invoke(main.app, ["explain", "no-such-model", "--impl", "adaattn", "--json"])
+    assert done.stdout == ""
+    warning, refusal = done.stderr.splitlines()[:2]
+    assert warning == (
+        "warning: --impl is called --attn-implementation now; the next version knows --attn-implementation alone"
+    )
+    assert refusal.startswith("error: model: cannot explain 'no-such-model'")
+    done = CliRunner().invoke(main.app, ["explain", "no-such-model", "--impl=adaatn"])
+    assert (done.exit_code, "attn_implementation: got 'adaatn'" in done.stderr) == (2, True), done.stderr
+    assert "No such option" in CliRunner().invoke(main.app, ["explain", "x", "--out", "y"]).stderr, "it never had one"
+
+
+def test_no_option_has_an_old_name_and_each_old_name_has_an_option() -> None:
+    """A file is no directory: `bench --output` names one; `profile --against` a plan."""
+    every = {" ".join(words): options_of(words) for words in every_command()}
+    assert set(main.RENAMED.values()) <= set().union(*every.values())
+    left = {(name, old) for name, options in every.items() for old in options & set(main.RENAMED)}
+    assert left == {("bench", "--output"), ("profile", "--against")}
+
+
+def test_what_takes_a_model_takes_its_revision_and_code() -> None:
+    for name in ("eval", "profile", "explain", "calibrate", "verify"):
+        assert {"--revision", "--trust-remote-code", "--gguf-file"} <= options_of([name]), name
 
 
 def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,13 +347,9 @@ def test_help_names_no_type_of_what_takes_no_value(words: list[str]) -> None:
 def test_help_cuts_no_name_off(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in half a window; `run` writes an ellipsis of its own."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    command = main.load_command(words[0])
-    for word in words[1:]:
-        command = command.commands[word]
     page = CliRunner().invoke(main.app, [*words, "--help"]).output
     assert "…" not in page.replace("…`", "")
-    named = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert {option for option in named if option.startswith("--") and option not in page} == set()
+    assert {option for option in options_of(words) if option.startswith("--") and option not in page} == set()
 
 
 def test_a_group_completes_under_the_name_of_the_program_alone() -> None:

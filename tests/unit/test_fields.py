@@ -51,6 +51,7 @@ class Wanted(Base):
         how_many: How many.
         loud: Loudly.
         times: How often: a number.
+        kind: What kind.
         named: Names, some of `families`.
         inner: Of programs alone.
 
@@ -60,6 +61,7 @@ class Wanted(Base):
     how_many: int = field(default=3, metadata={"least": 1})
     loud: bool = False
     times: float = field(default=2.0, metadata={"option": "--how-often", "read": _doubled})
+    kind: str | None = field(default=None, metadata={"choices": ("a",), "names": ("attention/stored.py", "FORMATS")})
     named: tuple[str, ...] = field(
         default_factory=lambda: ("all",), metadata={"names": ("plans/choices/*.py", "families")}
     )
@@ -90,13 +92,15 @@ def test_fields_are_options_with_their_defaults() -> None:
         "--loud",
         "--how-often",
         "4",
+        "--kind",
+        "k8v4",
         "--named",
         "x",
         "--named",
         "y",
     ]
     done = CliRunner().invoke(app, ["a", *words])
-    assert done.output == f"a {Wanted(Path('here'), 5, True, 8.0, ('x', 'y'))}\n"
+    assert done.output == f"a {Wanted(Path('here'), 5, True, 8.0, 'k8v4', ('x', 'y'))}\n"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,7 @@ def test_fields_are_options_with_their_defaults() -> None:
         (["--how-many", "0"], "Invalid value"),
         (["--no-loud"], "No such option"),
         (["--inner", "1"], "No such option"),
+        (["--kind", "b"], "Invalid value"),
         (["--how-often", "x"], "error: how_often is 'x', expected a number"),
         (["--how-many", "13"], "error: how_many: got 13, expected another number"),
     ],
@@ -122,6 +127,7 @@ def test_their_help_is_that_of_the_docstring() -> None:
         "How many.",
         "Loudly.",
         "How often: a number.",
+        "What kind. One of a, int8, k8v4.",
         "[default: 3]",
     )
     assert all(words in shown for words in helps)
@@ -155,7 +161,7 @@ def test_names_in_a_help_are_those_that_the_code_knows() -> None:
         ("calibrate", "preset", [one for one in preset_names() if load_preset(one).budget]),
         ("eval", "cache", ["model", *FORMATS]),
         ("explain", "cache", ["model", *FORMATS]),
-        *((one, "dtype", [n for n in DTYPES if "float" in n]) for one in ("eval", "profile", "calibrate", "explain")),
+        *((one, "dtype", [*DTYPES, "auto"]) for one in ("eval", "profile", "calibrate", "explain")),
     ):
         assert [name for name in names if name not in helps[command, option]] == [], (command, option)
 

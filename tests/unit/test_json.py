@@ -17,15 +17,15 @@ MODEL, TEXT = str(demo_model_path("llama")), str(pages_path("calibration"))
 FEW = "--sequences 2 --held-out 4 --families window,bf16 --device cpu"
 CALIBRATED = f"{FEW} --lengths 128 --rows 32 --labels 1 --joint 2 --most-held-out 4 --tries 1 --bolder 0"
 RUNS = {
-    "eval": f"{MODEL} --data {TEXT} --limit-tokens 128 --context 64 --device cpu --output out",
+    "eval": f"{MODEL} --data {TEXT} --limit-tokens 128 --context 64 --device cpu --output-dir out",
     "profile": f"{MODEL} --data {TEXT} --length 64 --sequences 1 --device cpu",
     "explain": f"{MODEL} --device cpu",
-    "calibrate": f"{MODEL} --data {TEXT} --budget 5% --out plan {CALIBRATED} --decode-tokens 2",
+    "calibrate": f"{MODEL} --data {TEXT} --budget 5% --output-dir plan {CALIBRATED} --decode-tokens 2",
     "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu",
     "plan show": "plan",
     "plan diff": "plan plan",
     "plan explore": "plan --html page.html",
-    "bench": "--only ^tiny.causal --rounds 1 --no-memory --implementations sdpa",
+    "bench": "--only ^tiny.causal --rounds 1 --no-memory --baseline sdpa",
     "doctor": "",
 }
 """Words behind each command, those of `plan` and `verify` after the calibration that makes one."""

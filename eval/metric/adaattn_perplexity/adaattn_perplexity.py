@@ -13,21 +13,21 @@ import evaluate
 import adaattn_hf.eval.metric_compute
 
 _DESCRIPTION = """Perplexity per token of texts under a causal or masked language model whose attention runs
-on `impl`, and the same under `against`: the paired difference in nats per token says what the replacement
-costs."""
+on `attn_implementation`, and the same under `baseline`: the paired difference in nats per token says what the
+replacement costs."""
 
 _INPUTS = """
 Args:
     predictions: texts, each a document of its own.
     model_id: hub id or directory of the model.
-    impl: attention implementation under test (default "adaattn").
-    against: stock implementation (default "sdpa").
+    attn_implementation: attention implementation under test (default "adaattn").
+    baseline: stock implementation (default "sdpa").
     dtype, device, context, stride, batch_size, windows, tokenizer: as for `adaattn eval`.
 Returns:
-    perplexities: of each text under `impl`; mean_perplexity: their mean; perplexity: of all tokens together;
-    nll: nats per token; delta_nll: nats per token more than under `against`, with upper, its one-sided 95 %
-    bound over texts (None for one text); kl_mean: mean KL(against || impl) in nats; tokens: how many were
-    scored.
+    perplexities: of each text under `attn_implementation`; mean_perplexity: their mean; perplexity: of all tokens
+    together; nll: nats per token; delta_nll: nats per token more than under `baseline`, with upper, its one-sided 95 %
+    bound over texts (None for one text); kl_mean: mean KL(baseline || attn_implementation) in nats; tokens: how
+    many were scored.
 """
 
 _CITATION = ""
