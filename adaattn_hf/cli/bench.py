@@ -14,6 +14,10 @@ from .interrupt import ending
 from .json_output import AsJson, print_reports, tables_aside
 from .options import writable
 
+PANELS = {
+    "Basic": ("only", "attn_implementation", "baseline", "device", "threads", "rounds", "output"),
+}
+
 
 @dataclass(frozen=True)
 class Bench:

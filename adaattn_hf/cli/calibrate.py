@@ -21,6 +21,15 @@ from .json_output import AsJson, print_json
 from .options import Threads, tokens, use_threads, writable
 from .place import Place, refuse_other_plan
 
+PANELS = {
+    "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
+    "Proof": ("held_out", "most_held_out", "tries", "bolder", "top1", "kl_p999", "needles_lost"),
+    "Search": (
+        "optimize", "kv_bytes", "families", "preset", "minutes", "sequences", "rows", "labels", "joint", "prices",
+        "decode_tokens", "batch", "captured",
+    ),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Asked(Source):
@@ -74,9 +83,10 @@ def calibrate(
 
     Without MODEL a small LLaMA and the pages that come with the package are used, offline and in about a minute.
 
+    Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
+
     Exit codes: 0 a plan passed; 2 wrong arguments; 3 a file cannot be read or written; 4 the budget cannot be met and
     the plan is exact; 6 memory does not suffice; 130 interrupted.
-    Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.patches.checkpoint import resolve_device

@@ -24,6 +24,10 @@ from .options import Threads, use_threads, writable
 if TYPE_CHECKING:  # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.eval.runner import Run
 
+PANELS = {
+    "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
+    "Proof": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
+}
 HELP = f"""
 Measure an attention implementation against stock attention on real text.
 

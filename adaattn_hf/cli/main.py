@@ -1,8 +1,8 @@
 """The command `adaattn`: a table of subcommands, each imported when it is called.
 
 A new command is a line in `COMMANDS`: its name, and `adaattn_hf.cli.MODULE:function` of a function that typer can read
-(typed parameters, `typer.Option`, a docstring whose first line is the summary). A module with an `app` of its own is a
-group.
+(typed parameters, `typer.Option`, a docstring whose first line is the summary and whose last paragraph has the exit
+codes). A module with an `app` of its own is a group; one with `PANELS`, title to names, has its options in panels.
 
 Nothing of the package is imported here, so that version and completion do not wait for torch. Help of a subcommand and
 mistakes in its options do not either: a command's module imports what loads torch when its function is called.
@@ -18,7 +18,7 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,8 @@ COMMANDS: dict[str, str] = {
 }
 """Subcommand to the function that it calls."""
 PACKAGE = "adaattn_hf"
+REST = "Advanced"
+"""The panel of options that no other names."""
 RENAMED = {
     "--out": "--output-dir",
     "--output": "--output-dir",
@@ -66,15 +68,29 @@ def load_command(name: str) -> Any:
         group.command(name, cls=Command, context_settings=settings)(getattr(module, function))
     command = typer.main.get_command(group)
     command.name = name
+    panels = getattr(module, "PANELS", {})
     narrow = shutil.get_terminal_size().columns < 80
     for one in (command, *getattr(command, "commands", {}).values()):
         if narrow and not hasattr(one, "commands"):  # a table would cut off the names of options
             one.rich_markup_mode = None
         one.context_settings.setdefault("help_option_names", ["--help", "-h"])
-        without_types(one.get_params(typer.Context(one, **one.context_settings)))
+        parameters = without_types(one.get_params(typer.Context(one, **one.context_settings)))
+        if panels:
+            into_panels(parameters, panels)
+            order = [name for names in panels.values() for name in names]
+            one.params.sort(key=lambda known: order.index(known.name) if known.name in order else len(order))
         # a paragraph is one line: it is the terminal that knows where it breaks
-        one.help = re.sub(r"(?<=\S)\n(?=\S)", " ", one.help or "")
+        text, codes, ends = re.sub(r"(?<=\S)\n(?=\S)", " ", one.help or "").partition("Exit codes:")
+        one.help, one.epilog = text.rstrip(), codes + ends
     return command
+
+
+def into_panels(parameters: Iterable[Any], panels: Mapping[str, Sequence[str]]) -> None:
+    """Says of each option in which panel of the help it stands; those that no panel names stand in the last one."""
+    known = {name: panel for panel, names in panels.items() for name in names}
+    for parameter in parameters:
+        if parameter.param_type_name == "option":
+            parameter.rich_help_panel = known.get(parameter.name, REST)
 
 
 @contextlib.contextmanager

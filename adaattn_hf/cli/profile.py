@@ -23,6 +23,10 @@ from .options import Threads, use_threads, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
+PANELS = {
+    "Basic": ("data", "length", "plan", "maps", "output_dir", "figure", "dtype", "device"),
+}
+
 
 @dataclass(frozen=True)
 class Profile:

@@ -17,6 +17,8 @@ from .interrupt import ending
 from .json_output import AsJson, print_json
 from .options import Threads, use_threads
 
+PANELS = {"Basic": ("data", "plan", "device")}
+
 
 @dataclass(frozen=True)
 class Proved(Source):

@@ -352,6 +352,34 @@ def test_help_cuts_no_name_off(words: list[str], columns: int, monkeypatch: pyte
     assert {option for option in options_of(words) if option.startswith("--") and option not in page} == set()
 
 
+def test_help_begins_with_what_most_people_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In panels, each of whose names is an option; the exit codes come last."""
+    for name in ("calibrate", "eval", "bench", "profile", "verify"):
+        panels: dict[str, list[str]] = {}
+        for parameter in main.load_command(name).params:
+            if parameter.param_type_name == "option":
+                panels.setdefault(parameter.rich_help_panel, []).append(parameter.name)
+        asked = importlib.import_module(f"adaattn_hf.cli.{name}").PANELS
+        assert [*panels] == [*asked, main.REST], name
+        assert {panel: tuple(panels[panel]) for panel in asked} == asked
+        assert len(panels["Basic"]) <= 8
+    monkeypatch.setenv("COLUMNS", "80")
+    page = CliRunner().invoke(main.app, ["calibrate", "--help"]).output
+    places = [
+        page.index(words) for words in ("─ Basic ─", "─ Proof ─", "─ Search ─", "─ Advanced ─", "--help", "Exit codes:")
+    ]
+    assert places == sorted(places)
+
+
+def test_exit_codes_are_said_below_the_options_of_every_command() -> None:
+    for words in every_command():
+        command = main.load_command(words[0])
+        for word in words[1:]:
+            command = command.commands[word]
+        assert command.epilog.startswith("Exit codes: ") != hasattr(command, "commands"), words
+        assert "Exit codes" not in command.help
+
+
 def test_a_group_completes_under_the_name_of_the_program_alone() -> None:
     assert "--install-completion" not in CliRunner().invoke(main.app, ["plan", "--help"]).output
     assert "--install-completion" in CliRunner().invoke(main.app, ["--help"]).output
