@@ -26,7 +26,6 @@ from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_
 from ..policy.table import SolverTable
 from .measure import Measurement
 from .settings import Calibration
-from .state import CalibrationState
 from .subject import Subject
 
 
@@ -187,7 +186,7 @@ def _with_dtype(config: bytes, before: bytes) -> bytes:
 def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
     """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file.
 
-    Every file is the old one or the new one, whatever happens. The state of the calibration is removed last.
+    Every file is the old one or the new one, whatever happens.
     """
     subject.give(result.plan)
     data = result.plan.tensor_bytes()
@@ -202,4 +201,3 @@ def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
                 data = _with_dtype(data, (directory / file.name).read_bytes())
             write_atomically(directory / file.name, data)
     write_atomically(directory / store.PLAN_FILE, result.plan.to_json())
-    CalibrationState.forget(directory)

@@ -38,6 +38,8 @@ __all__ = [
     "CalibrationSettings",
     "calibrate",
     "choose_and_verify",
+    "decided",
+    "measured",
     "save_plan",
 ]
 
@@ -66,7 +68,7 @@ def calibrate(
         verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
         scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
         prices: Prices measured before; measured now if absent.
-        directory: Where the state is saved after every sequence; `save_plan` removes it when the plan lies there.
+        directory: Where the state is saved after every sequence, until `CalibrationState.forget`.
         resume: Continue from the state saved there.
         progress: Callback for a progress display.
         say: Callback for messages to the user.
@@ -74,6 +76,29 @@ def calibrate(
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.
     """
+    return decided(
+        measured(
+            subject, encode, data, settings, verify_data=verify_data, scoring=scoring, prices=prices,
+            directory=directory, resume=resume, progress=progress, say=say,
+        )
+    )  # fmt: skip
+
+
+def measured(
+    subject: Subject,
+    encode: Callable[[str], Sequence[int]],
+    data: Sequence[str | Path],
+    settings: CalibrationSettings,
+    *,
+    verify_data: Sequence[str | Path] | None = None,
+    scoring: Scoring = NEXT_TOKEN,
+    prices: PriceTable | None = None,
+    directory: Path | None = None,
+    resume: bool = False,
+    progress: Progress = silent,
+    say: Callable[[str], None] = silent,
+) -> Measurement:
+    """Returns risks and prices, which serve any number of budgets; arguments and errors as for `calibrate`."""
     # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
     if settings.with_cache and not scoring.generates:
@@ -84,16 +109,26 @@ def calibrate(
     inputs = open_inputs(
         subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
     )
-    measurement = measure(inputs, prices=prices, directory=directory, resume=resume)
-    result = choose_and_verify(measurement)
-    if result.met and settings.rounds and inputs.team.leads:
+    return measure(inputs, prices=prices, directory=directory, resume=resume)
+
+
+def decided(measurement: Measurement, budget: float | None = None) -> Calibration:
+    """Returns the plan of a budget in nats/token, that of the settings if absent, and times whole passes of it.
+
+    Budgets are searched and proved one by one, and nothing that one learns from held-out text aims another: each has
+    the error rate of its settings, and k of them are all kept with at least 1 - k alpha.
+    """
+    inputs = measurement.inputs
+    result = choose_and_verify(measurement, replace(inputs.settings, budget=budget or inputs.settings.budget))
+    if result.met and inputs.settings.rounds and inputs.team.leads:
         by_layer = programs(measurement, picks_of(measurement, result.plan))
         try:
-            timed = whole_forward(inputs, by_layer, settings.rounds)
+            timed = whole_forward(inputs, by_layer, inputs.settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
         except torch.OutOfMemoryError:  # the plan is proved, and stays
-            say(
-                f"whole passes of {settings.batch} sequences have no room to be timed; a smaller --batch-size would fit"
+            inputs.say(
+                f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller --batch-size would "
+                "fit"
             )
     return result
 

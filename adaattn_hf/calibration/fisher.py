@@ -38,21 +38,18 @@ class Moments:
         grams: By layer index.
         windows: By layer index: the model's own window, `None` without one.
         causal: Whether attention is causal, of any layer.
-        devices: By layer index.
     """
 
     grams: dict[int, Gram] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     causal: set[bool] = field(default_factory=set)
-    devices: dict[int, torch.device] = field(default_factory=dict)
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Adds the moments of one call, and computes exact attention."""
+        """Adds the moments of one call, on its device, and computes exact attention."""
         index = layer_of(module, request)
         new = gram(request.query.detach(), request.key.detach())
-        new = Gram(new.query.cpu(), new.key.cpu(), new.key_sum.cpu(), new.count)
         self.grams[index] = self.grams[index] + new if index in self.grams else new
-        self.windows[index], self.devices[index] = request.structure.window, request.query.device
+        self.windows[index] = request.structure.window
         self.causal.add(request.structure.causal)
         return exact_tap(module, request)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from . import corpus, team, texts
 from .arms import ModelArms, Progress, silent
 from .corpus import TokenSequence
@@ -57,6 +59,8 @@ class Inputs:
         other_source: Whether the held-out text comes from another source.
         team: The processes that share the work.
         opened: When the model was opened, by `time.monotonic`.
+        states: By length and place, what exact attention makes of the readings of a sequence that plans are compared
+            on, in the host's memory: the searches for several budgets share it.
     """
 
     subject: Subject
@@ -69,6 +73,7 @@ class Inputs:
     other_source: bool = False
     team: team.Team = field(default_factory=team.present)
     opened: float = field(default_factory=time.monotonic)
+    states: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -20,7 +20,7 @@ from ..attention.request import AttentionRequest
 from ..attention.tap import tapping
 from ..plans.binding import Binding
 from ..plans.tensors import LayerTensors
-from ..policy.candidates import FAMILIES, Candidates, candidates
+from ..policy.candidates import FAMILIES, Candidates, candidates, offered
 from ..stats.spectrum import Gram, score_factors
 from . import fisher
 from .inputs import Inputs
@@ -104,7 +104,7 @@ def observe_layers(inputs: Inputs) -> Layers:
         settings.lengths[-1],
         min(head_dims),
         bound.dtype,
-        settings.families,
+        offered(settings.families, inputs.arms.device.type == "cuda"),
         settings.windows,
         inputs.scoring.causal,
         settings.with_cache,
@@ -116,7 +116,7 @@ def observe_layers(inputs: Inputs) -> Layers:
         kv_heads=kv_heads.pop(),
         windows=dict(moments.windows),
         candidates=found,
-        tensors={index: _layer_tensors(moments.grams[index], found, moments.devices[index]) for index in indices},
+        tensors={index: _layer_tensors(moments.grams[index], found) for index in indices},
         calls=calls,
         seconds=seconds,
     )
@@ -170,16 +170,12 @@ def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
     )
 
 
-def _layer_tensors(gram: Gram, found: Candidates, device: torch.device) -> LayerTensors:
+def _layer_tensors(gram: Gram, found: Candidates) -> LayerTensors:
     """Returns the mean keys of a layer, and its bases if some choice has a rank."""
     columns = max(choice.columns for choice in found.choices)
-    key_mean = gram.key_mean.float().to(device)
     if not columns:
-        return LayerTensors(key_mean)
-    query_basis, key_basis = score_factors(gram.centred(), columns)
-    heads = range(key_mean.shape[0])
+        return LayerTensors(gram.key_mean.float())
+    bases = score_factors(gram.centred(), columns)
     return LayerTensors(
-        key_mean,
-        {head: query_basis[head].float().to(device) for head in heads},
-        {head: key_basis[head].float().to(device) for head in heads},
+        gram.key_mean.float(), *({head: one.float() for head, one in enumerate(basis)} for basis in bases)
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..plans.plan import Plan
 from ..plans.program import Program
@@ -100,9 +99,9 @@ class Joint:
         return max(self.added, VISIBLE * self.rounding)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class JointPasses:
-    """Measures whole plans on calibration text, keeping the hidden states of exact attention in the host's memory.
+    """Measures whole plans on calibration text.
 
     Attributes:
         measurement: Risks and prices of a model.
@@ -111,7 +110,6 @@ class JointPasses:
 
     measurement: Measurement
     rounding: float = 0.0
-    _exact: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
         """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
@@ -122,9 +120,9 @@ class JointPasses:
         mine: list[TokenScores] = []
         for number in inputs.team.mine(len(sequences)):
             readings, place = inputs.readings(sequences[number]), (length, number)
-            if place not in self._exact:
-                self._exact[place] = [inputs.arms.exact(one).cpu() for one in readings]
-            mine.append(compare_all(inputs.arms, readings, tap, self._exact[place]))
+            if place not in inputs.states:
+                inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
+            mine.append(compare_all(inputs.arms, readings, tap, inputs.states[place]))
         scores = inputs.team.gather(mine, len(sequences))
         by_sequence = np.array([one.kl.mean() for one in scores])
         sources = tuple(sequence.source for sequence in sequences)

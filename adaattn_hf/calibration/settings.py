@@ -99,7 +99,8 @@ class CalibrationSettings:
         top1: Least agreement on the likeliest token (99%). Default: as the budget.
         kl_p999: Largest 99.9th percentile of the KL of a token, nats. Default: no such gate.
         needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
-        families: Kinds of choices by commas, some of `families`. Default: all that need not be named.
+        families: Kinds of choices by commas, some of `families`. Default: all that need not be named, on a GPU without
+            ranks.
         windows: Windows to consider.
         decode_tokens: Decode steps per prefill, for the prices.
         batch: Sequences at once, for the prices and for whole passes.

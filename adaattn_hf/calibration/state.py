@@ -30,6 +30,7 @@ class CalibrationState:
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
         done: By length, sequences finished.
+        finished: Budgets whose plans are stored, by the names of their directories, with their exit codes.
     """
 
     def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
@@ -37,10 +38,11 @@ class CalibrationState:
         self.risks = {length: RiskTable(units, choices) for length in lengths}
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
         self.done = dict.fromkeys(lengths, 0)
+        self.finished: dict[str, int] = {}
 
     def save(self, directory: Path) -> None:
         """Writes the state to a directory."""
-        arrays: dict[str, Any] = {"key": np.array(self.key)}
+        arrays: dict[str, Any] = {"key": np.array(self.key), "finished": np.array(json.dumps(self.finished))}
         for length, table in self.risks.items():
             arrays[f"total.{length}"] = table.total
             arrays[f"dropped.{length}"] = self.dropped[length]
@@ -67,6 +69,7 @@ class CalibrationState:
                     table.total = arrays[f"total.{length}"]
                     self.dropped[length] = arrays[f"dropped.{length}"]
                     table.rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+                self.finished = json.loads(str(arrays["finished"]))
                 return True
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS) as error:
             raise ValueError(

@@ -18,7 +18,7 @@ from ..errors import ModelUnavailable
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json
-from .options import Threads, tokens, use_threads, writable
+from .options import Threads, folders, tokens, use_threads, writable
 from .place import Place, refuse_other_plan
 
 PANELS = {
@@ -38,8 +38,8 @@ class Asked(Source):
     Attributes:
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; several sources count alike.
             Default, for the packaged model: the packaged pages.
-        budget: Rise of the perplexity (0.1%) or nats/token (1e-3). Default: the preset's, or 0.1%; 1% for the packaged
-            model.
+        budget: Rise of the perplexity (0.1%) or nats/token (1e-3). Several are measured once, and each proved by
+            itself. Default: the preset's, or 0.1%; 1% for the packaged model.
         preset: A preset whose budget is taken.
         verify_data: Held-out text of other sources, each of them proved. Default: other parts of --data.
         lengths: Length bins in tokens, rising (4096 or 4k); longer sequences are exact. Default: 4096, or what the
@@ -53,7 +53,7 @@ class Asked(Source):
     """
 
     data: tuple[Path, ...] = ()
-    budget: str | None = None
+    budget: tuple[str, ...] = ()
     preset: str | None = field(default=None, metadata={"choices": ("balanced", "fast", "long_context")})
     verify_data: tuple[Path, ...] = ()
     lengths: tuple[int, ...] = field(default=(), metadata={"read": tokens})
@@ -85,8 +85,8 @@ def calibrate(
 
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
 
-    Exit codes: 0 a plan passed; 2 wrong arguments; 3 a file cannot be read or written; 4 the budget cannot be met and
-    the plan is exact; 6 memory does not suffice; 130 interrupted.
+    Exit codes: 0 a plan passed, of several budgets one each; 2 wrong arguments; 3 a file cannot be read or written; 4 a
+    budget cannot be met and its plan is exact; 6 memory does not suffice; 130 interrupted.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.patches.checkpoint import resolve_device
@@ -102,6 +102,7 @@ def calibrate(
     console = Console(stderr=as_json)
     with ending(wrong=(ValueError,)):
         target = place.directory(model)
+        places = place.each(model, folders(asked.budget))
     with ending(
         default=target,
         stays="what is finished is kept, --resume goes on",
@@ -110,7 +111,7 @@ def calibrate(
     ):
         use_threads(threads)
         resolve_device(asked.device)
-        job = job_of(model, asked, settings, target)
+        job = job_of(model, asked, settings, target, places)
         refuse_repeats(job.data, job.verify_data)
         writable(target, "output_dir")
         if not asked.resume:
@@ -128,8 +129,8 @@ def calibrate(
         full = partial(out_of_memory, job, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):
             loaded = load(job.model, dtype=asked.dtype, masking=masking, **asked.source())
-        if not place.in_place:
-            refuse_other_plan(target, loaded.model)
+        for directory in () if place.in_place else places:
+            refuse_other_plan(directory, loaded.model)
         code, found = run(job, loaded, console, team, rank)
         if as_json and team.leads:
             print_json(found)

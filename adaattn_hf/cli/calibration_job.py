@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,10 +22,11 @@ from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
-from ..calibration.settings import CalibrationSettings
+from ..calibration.settings import Calibration, CalibrationSettings
 from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
 from ..plans.plan import Plan, PlanError
+from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
 from .loading import Encode, Loaded
@@ -37,6 +39,9 @@ from .pictures.page import plan_page
 if TYPE_CHECKING:  # the command imports this module
     from .calibrate import Asked
 
+Show = Callable[[], None]
+"""Shows the plan of a budget."""
+FAILED_FILE = "adaattn_failed.json"
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
 
@@ -49,10 +54,11 @@ class Job:
         model: Hub id or directory.
         data: Calibration text.
         verify_data: Held-out text of another source.
-        target: Directory of the plan.
-        settings: How the plan is made.
+        target: Directory of the plan, or of the directories of several, where measured risks are kept meanwhile.
+        settings: How the plan is made; the budget is that of the first.
         prices: Prices measured before.
         asked: What was asked for.
+        budgets: Losses in nats/token, by the directories of their plans.
     """
 
     model: str
@@ -62,24 +68,29 @@ class Job:
     settings: CalibrationSettings
     prices: PriceTable | None
     asked: Asked
+    budgets: Mapping[Path, float] = field(default_factory=dict)
 
 
-def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, target: Path) -> Job:
+def job_of(
+    model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path] = ()
+) -> Job:
     """Returns what was asked for; without a model the packaged one, and its pages where no text was named.
+
+    `places` are the directories of the plans, by default the target.
 
     Raises:
         ValueError: If text or prices are missing, a preset has no budget, or both a preset and a budget are given.
     """
-    preset, budget = asked.preset, asked.budget
-    if preset is not None and budget is not None:
-        raise ValueError(f"preset is {preset!r} and budget {budget!r}, expected one of them")
+    preset, budgets = asked.preset, asked.budget
+    if preset is not None and budgets:
+        raise ValueError(f"preset is {preset!r} and budget {', '.join(budgets)}, expected one of them")
     if preset is not None:
         relative = load_preset(preset).budget
         if not relative:
             raise ValueError(f"preset {preset!r} has no budget: it is exact as it is, and needs no plan")
-        allowed = math.log1p(relative)
+        allowed = [math.log1p(relative)]
     else:
-        allowed = nats(("1%" if model is None else "0.1%") if budget is None else budget)
+        allowed = [nats(one) for one in budgets or ("1%" if model is None else "0.1%",)]
     if model is not None and not asked.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     packaged = not asked.data
@@ -88,9 +99,10 @@ def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, targe
         asked.data or (pages_path("calibration"),),
         asked.verify_data or ((pages_path("heldout"),) if packaged else None),
         target,
-        replace(settings, budget=allowed, lengths=asked.lengths or settings.lengths),
+        replace(settings, budget=allowed[0], lengths=asked.lengths or settings.lengths),
         known_prices(asked.prices),
         asked,
+        dict(zip(places or [target], allowed, strict=True)),
     )
 
 
@@ -102,27 +114,36 @@ def fitted(job: Job, encode: Encode, positions: int | None, console: Console | N
     return replace(job, settings=settings)
 
 
-def work_of(settings: CalibrationSettings) -> dict[str, float]:
-    """The work of each stage in tokens through the model, a backward pass as two; a plan that fails makes it longer."""
+def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> dict[str, float]:
+    """The work of each stage in tokens through the model, a backward pass as two; a plan that fails makes it longer.
+
+    Stages behind the prices are those of each budget, and end in its words.
+    """
     s, tokens = settings, float(sum(settings.lengths))
+    each = {
+        "joint": 4 * tokens * s.joint,
+        **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
+    }
     return {
         "moments": tokens,
         "risk": tokens * s.sequences * (4 + 2 * s.labels),
         "prices": 4 * tokens,
-        "joint": 4 * tokens * s.joint,
-        **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
+        **{f"{stage}{words}": work for words in budgets for stage, work in each.items()},
     }
 
 
 class Outcome(NamedTuple):
-    """What a calibration came to: an exit code, and plan and report as JSON, empty but where a process leads a team."""
+    """What a calibration came to: an exit code, and plan and report as JSON, empty but where a process leads a team.
+
+    Of several budgets each has them under the name of its directory.
+    """
 
     code: int
     found: dict[str, Any]
 
 
 def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Outcome:
-    """Calibrates a loaded checkpoint, stores and shows its plan.
+    """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     A plan of these weights that was proven before stays where no plan could be proven now.
 
@@ -136,59 +157,90 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     device = resolve_device(job.asked.device)
     if device.type == "cuda" and device.index is None and team.size > 1:
         device = resolve_device(f"cuda:{rank}")
-    settings = job.settings
+    several = len(job.budgets) > 1
+    words = {place: f" for {place.name}" * several for place in job.budgets}
+    about, outcomes, shown = "", {}, []
 
     def say(sentence: str) -> None:
         if team.leads and not job.asked.quiet:
             tell(console, sentence)
 
     quiet = job.asked.quiet or not team.leads
-    with shown_progress(work_of(settings), console, quiet=quiet) as progress:
+    try:
+        with shown_progress(work_of(job.settings, list(words.values())), console, quiet=quiet) as progress:
 
-        def no_room(said: str) -> str:
-            return out_of_memory(job, device, progress.stage, said)
+            def step(stage: str, done: int, total: int) -> None:
+                progress(f"{stage}{about}", done, total)
 
-        with room_or_sentence(no_room):
-            subject = Subject(loaded.model.to(device))
-            result = calibration.calibrate(
-                subject,
-                loaded.encode,
-                job.data,
-                settings,
-                verify_data=job.verify_data,
-                scoring=loaded.scoring,
-                prices=job.prices,
-                directory=job.target,
-                resume=job.asked.resume,
-                progress=progress,
-                say=say,
-            )
-    code = 0 if result.met else BUDGET_NOT_MET
-    if not team.leads:
-        return Outcome(code, {})
+            def no_room(said: str) -> str:
+                return out_of_memory(job, device, progress.stage.partition(" for ")[0], said)
+
+            with room_or_sentence(no_room):
+                subject = Subject(loaded.model.to(device))
+                measurement = calibration.measured(
+                    subject,
+                    loaded.encode,
+                    job.data,
+                    job.settings,
+                    verify_data=job.verify_data,
+                    scoring=loaded.scoring,
+                    prices=job.prices,
+                    directory=job.target,
+                    resume=job.asked.resume,
+                    progress=step,
+                    say=say,
+                )
+                state = measurement.state
+                for place, budget in job.budgets.items():
+                    if place.name in state.finished:
+                        say(f"kept: {place}, which the interrupted run finished")
+                        outcomes[place.name] = Outcome(state.finished[place.name], _stored(place) if team.leads else {})
+                        continue
+                    about = words[place]
+                    result = calibration.decided(measurement, budget)
+                    one = replace(job, target=place)
+                    code = 0 if result.met else BUDGET_NOT_MET
+                    outcomes[place.name] = Outcome(code, {})
+                    if team.leads:
+                        found, show = store(one, subject, result, console)
+                        outcomes[place.name] = Outcome(code, found)
+                        shown.append(show)
+                        if several:
+                            state.finished[place.name] = code
+                            state.save(job.target)
+    finally:
+        for show in shown:
+            show()
+    if team.leads:
+        CalibrationState.forget(job.target)
+    every = {name: one.found for name, one in outcomes.items()}
+    code = max(one.code for one in outcomes.values())
+    return Outcome(code, every if several else next(iter(every.values())))
+
+
+def store(job: Job, subject: Subject, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
+    """Writes the plan of one budget with all that lies beside it; returns it as JSON, and what shows it to the user."""
     plan = result.plan.to_json()
     prices = result.report.pop("prices")
     report = json_text({**result.report, PLAN_HASH: digest(plan.encode())}, indent=1, sort_keys=True)
     found = {"plan": json.loads(plan), "report": json.loads(report)}
     if not result.met and _proven(job.target, result.plan.weight_hash):
-        failed = job.target / "adaattn_failed.json"
+        failed = job.target / FAILED_FILE
         write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
-        CalibrationState.forget(job.target)
-        for line in (
-            result.sentence,
-            f"kept: the plan in {job.target}, which was proven before",
-            f"report: {failed}",
-        ):
-            tell(console, line)
-        return Outcome(code, found)
+        return found, partial(
+            _tell_all,
+            console,
+            [result.sentence, f"kept: the plan in {job.target}, which was proven before", f"report: {failed}"],
+        )
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
     buys = Bought.of(json.loads(report))
     picture = job.target / "adaattn_plan.html"
     write_atomically(picture, plan_page(result.plan, buys))
-    calibration.save_plan(subject, result, job.target)  # last: it ends what --resume goes on with
-    print_plan(console, result.plan, buys, job.asked.verbose, None if result.met else result.sentence)
-    for line in [
+    calibration.save_plan(subject, result, job.target)
+    (job.target / FAILED_FILE).unlink(missing_ok=True)
+    subject.remove_plan()  # what follows is measured beside exact attention
+    lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
         *_of_passes(result.report.get("whole_forward", []), job.asked.verbose),
         f"plan: {job.target}",
@@ -196,9 +248,27 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
         f"picture: {picture}",
         f"other budgets: adaattn plan explore {shlex.quote(str(job.target))} --html FILE",
-    ]:
+    ]
+
+    def show() -> None:
+        print_plan(console, result.plan, buys, job.asked.verbose, None if result.met else result.sentence)
+        _tell_all(console, lines)
+
+    return found, show
+
+
+def _stored(place: Path) -> dict[str, Any]:
+    """Plan and report of a budget that was finished before, as JSON."""
+    failed = place / FAILED_FILE
+    if failed.is_file():
+        return dict(json.loads(failed.read_bytes()))
+    files = {"plan": PLAN_FILE, "report": REPORT_FILE}
+    return {name: json.loads((place / file).read_bytes()) for name, file in files.items()}
+
+
+def _tell_all(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
         tell(console, line)
-    return Outcome(code, found)
 
 
 def _of_passes(measured: Sequence[Mapping[str, Any]], verbose: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,22 @@ def nats(budget: str) -> float:
     if not 0.0 < value < 1.0:
         raise ValueError(f"budget is {budget!r}, expected more than 0 and less than 1 nat/token")
     return value
+
+
+def folders(budgets: Sequence[str]) -> list[str]:
+    """Returns what the directories of budgets are called, in any shell and system: `0.1pct`, `0.001nats`.
+
+    Raises:
+        ValueError: If one is no budget, or is named twice.
+    """
+    names = []
+    for text in budgets:
+        nats(text)  # refuses what is none
+        number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+        names.append(f"{float(number):g}{'pct' if percent else 'nats'}")
+        if names[-1] in names[:-1]:
+            raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")
+    return names
 
 
 def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:

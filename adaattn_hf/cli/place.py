@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,22 @@ class Place:
             target = own
         _refuse_kept(target, "in_place" if self.in_place else "output_dir")
         return target
+
+    def each(self, model: str | None, names: Sequence[str]) -> list[Path]:
+        """Returns the directory of each of several plans, one of its name in that of `directory`; that itself for one.
+
+        Raises:
+            UsageError: As of `directory`; or several would be written into a model.
+        """
+        target = self.directory(model)
+        if len(names) < 2:
+            return [target]
+        if self.in_place:
+            raise UsageError(
+                f"in_place: got {len(names)} budgets, expected one, since a model carries one plan; leave --in-place "
+                "out, and each plan gets a directory of its own"
+            )
+        return [replace(self, out=target / name).directory(model) for name in names]
 
     def sentence(self, target: Path, model: str | None) -> str:
         """Returns where the plan will go, said before any work."""

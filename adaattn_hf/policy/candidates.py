@@ -23,6 +23,7 @@ __all__ = [
     "Candidates",
     "candidates",
     "known_families",
+    "offered",
     "refuse_unknown",
 ]
 
@@ -48,6 +49,15 @@ class Candidates:
 def known_families() -> tuple[str, ...]:
     """Returns the families of all kinds of parts."""
     return tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families)
+
+
+def offered(families: Sequence[str], on_cuda: bool) -> tuple[str, ...]:
+    """Returns the families to consider on a device: those that are named, or the default ones that pay there."""
+    if not on_cuda or tuple(families) != FAMILIES:
+        return tuple(families)
+    return tuple(
+        name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default and kind.on_cuda
+    )
 
 
 def refuse_unknown(families: Sequence[str]) -> None:

@@ -69,18 +69,18 @@ def gram(query: Tensor, key: Tensor) -> Gram:
     return Gram(rows.mT @ rows, keys.mT @ keys, keys.sum(1), keys.shape[1])
 
 
-def _root(matrix: Tensor, inverse: bool = False) -> Tensor:
+def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The square root of a Gram matrix and its pseudo-inverse."""
     values, vectors = torch.linalg.eigh(matrix)
-    floor = values.amax(-1, keepdim=True) * torch.finfo(matrix.dtype).eps * matrix.shape[-1]
-    kept = values > floor
-    powers = torch.where(kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), 0.0)
-    root: Tensor = (vectors * powers[..., None, :]) @ vectors.mT
-    return root
+    kept = values > values.amax(-1, keepdim=True) * torch.finfo(matrix.dtype).eps * matrix.shape[-1]
+    roots = [torch.where(kept, values.clamp(min=1e-300).pow(power), 0.0) for power in (0.5, -0.5)]
+    root, inverse = ((vectors * one[..., None, :]) @ vectors.mT for one in roots)
+    return root, inverse
 
 
 def score_spectrum(moments: Gram) -> Tensor:
     """Returns the singular values of Q K^T, `[…, head_dim]` descending, exact up to rounding."""
-    values: Tensor = torch.linalg.svdvals(_root(moments.query) @ _root(moments.key))
+    values: Tensor = torch.linalg.svdvals(_roots(moments.query)[0] @ _roots(moments.key)[0])
     return values
 
 
@@ -96,10 +96,10 @@ def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:
     width = moments.query.shape[-1]
     if not 1 <= rank <= width:
         raise ValueError(f"rank is {rank}, expected 1 … head_dim = {width}")
-    root = _root(moments.query)
-    left, _, _ = torch.linalg.svd(root @ _root(moments.key))
-    basis = left[..., :rank]
-    return _root(moments.query, inverse=True) @ basis, root @ basis
+    root, inverse = _roots(moments.query)
+    # left singular vectors of A^(1/2) B^(1/2), the largest last
+    basis = torch.linalg.eigh(root @ moments.key @ root).eigenvectors[..., -rank:].flip(-1)
+    return inverse @ basis, root @ basis
 
 
 def effective_rank(spectrum: Tensor) -> Tensor:

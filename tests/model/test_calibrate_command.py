@@ -219,6 +219,52 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
+def test_budgets_of_one_run_are_measured_once_and_make_the_plans_that_each_makes_alone(
+    made: Path, model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = fisher.measure, []
+    monkeypatch.setattr(fisher, "measure", lambda *words, **more: (calls.append(words), real(*words, **more))[1])
+    out = tmp_path / "plans"
+    both = ("--budget", "1e-9", "--budget", "1%", "--out", str(out))
+    done = run(model, material, *both, "--json")
+    assert done.exit_code == BUDGET_NOT_MET, done.output
+    assert len(calls) == 2, "one pass for each sequence"
+    told = json.loads(done.stdout)
+    assert list(told) == ["1e-09nats", "1pct"]
+    assert told["1e-09nats"]["plan"]["layers"] == []
+    plan = (out / "1pct" / "adaattn_plan.json").read_bytes()
+    assert plan == (made / "adaattn_plan.json").read_bytes()
+    assert json.loads(plan) == told["1pct"]["plan"]
+    assert all(words in done.stderr for words in ("the plan is exact", ", allowed +1 % (95 %", f"plan: {out}/1pct"))
+    assert sorted(one.name for one in out.iterdir()) == ["1e-09nats", "1pct"], "nothing is left to resume"
+
+
+def test_budgets_that_are_finished_stay_where_another_is_interrupted(
+    model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, asked = tmp_path / "plans", calibration.decided, []
+
+    def stops(measurement: Any, budget: float) -> Any:
+        asked.append(budget)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(measurement, budget)
+
+    monkeypatch.setattr(calibration, "decided", stops)
+    both = ("--budget", "1%", "--budget", "1e-9", "--out", str(out))
+    stopped = run(model, material, *both)
+    assert (stopped.exit_code, "with --resume" in stopped.stderr) == (130, True), stopped.output
+    assert f"plan: {out}/1pct" in stopped.stdout
+    first = files(out / "1pct")
+    resumed = run(model, material, *both, "--resume", "--json")
+    assert resumed.exit_code == BUDGET_NOT_MET, resumed.output
+    assert f"kept: {out}/1pct" in resumed.stderr
+    assert json.loads(resumed.stdout)["1pct"]["plan"] == json.loads(first["adaattn_plan.json"])
+    assert asked == [math.log1p(0.01), 1e-9, 1e-9]
+    assert files(out / "1pct") == first
+    assert not (out / FILE).exists()
+
+
 def test_a_proven_plan_stays_where_none_can_be_proven(planned: Path, material: tuple[str, str]) -> None:
     before = files(planned)
     done = run(planned, material, "--budget", "1e-9", "--json")
@@ -457,14 +503,14 @@ def test_a_report_is_json_where_a_number_is_not_finite(
     model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss that does not grow with the KL affords any KL, and a single cluster has no bound."""
-    made = calibration.calibrate
+    made = calibration.decided
 
     def calibrated(*arguments: Any, **options: Any) -> Any:
         result = made(*arguments, **options)
         result.report["history"].append({"afforded": [math.inf], "verified": {"upper": math.nan, "tries": 1}})
         return result
 
-    monkeypatch.setattr(calibration, "calibrate", calibrated)
+    monkeypatch.setattr(calibration, "decided", calibrated)
     run(model, material, "--budget", "1e-9")
     text = (model / "adaattn_report.json").read_text()
     report = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -514,10 +560,12 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--budget", "lots"), "budget is 'lots'"),
         (("--budget", ""), "budget is '', expected a rise of the perplexity"),
         (("--budget", " "), "expected a rise of the perplexity"),
+        (("--budget", "1%", "--budget", "0.1%"), "in_place: got 2 budgets, expected one"),
+        (("--budget", "1%", "--budget", "1.0%"), "expected each once; leave the second 1.0% out"),
     ],
 )
 def test_wrong_arguments_end_with_code_2(
-    model: Path, material: tuple[str, str], more: tuple[str, str], words: str
+    model: Path, material: tuple[str, str], more: tuple[str, ...], words: str
 ) -> None:
     done = run(model, material, *more)
     assert done.exit_code == 2

@@ -111,11 +111,11 @@ def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> No
     named = job("m", data=(tmp_path,), lengths=(64, 128))
     assert (named.model, named.data, named.verify_data) == ("m", (tmp_path,), None)
     assert named.settings == replace(SETTINGS, budget=math.log1p(0.001), lengths=(64, 128))
-    own = job(data=(tmp_path,), verify_data=(tmp_path,), budget="2e-3")
+    own = job(data=(tmp_path,), verify_data=(tmp_path,), budget=("2e-3",))
     assert (own.data, own.verify_data, own.settings.budget) == ((tmp_path,), (tmp_path,), 2e-3)
     for model, asked, words in (
         ("m", {}, "data is absent"),
-        (None, {"budget": "1%", "preset": "fast"}, "expected one of them"),
+        (None, {"budget": ("1%",), "preset": "fast"}, "expected one of them"),
         (None, {"preset": "exact"}, "has no budget"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -23,7 +23,7 @@ from adaattn_hf.policy import knapsack
 from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
 from adaattn_hf.policy.aim import CAUTION, LossLaw, Observation
 from adaattn_hf.policy.backoff import Caution
-from adaattn_hf.policy.candidates import candidates
+from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, rescale
@@ -164,6 +164,12 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     )
     with pytest.raises(ValueError, match="Did you mean 'window'"):
         candidates(4096, 64, "float32", ("windows",))
+
+
+def test_ranks_are_considered_on_a_gpu_where_they_are_named() -> None:
+    assert offered(FAMILIES, on_cuda=False) == FAMILIES
+    assert set(FAMILIES) - set(offered(FAMILIES, on_cuda=True)) == {"rank"}
+    assert offered(("window", "rank"), on_cuda=True) == ("window", "rank")
 
 
 def test_a_failure_makes_the_next_plan_smaller() -> None:

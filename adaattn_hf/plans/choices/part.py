@@ -57,6 +57,7 @@ class Part(ABC):
         aspect: What it saves: `sparsity`, `rank` or `precision`; a choice has at most one part of an aspect.
         families: Names by which users ask for its candidates.
         by_default: Whether its families are considered when none are named.
+        on_cuda: Whether they are so on a GPU, too.
         over_stored: What happens to it over a quantised cache: `kept`, `dropped` (operands are rounded already), or
             `refused` if it needs unquantised keys.
     """
@@ -65,6 +66,7 @@ class Part(ABC):
     aspect: ClassVar[str]
     families: ClassVar[tuple[str, ...]]
     by_default: ClassVar[bool] = False
+    on_cuda: ClassVar[bool] = True
     over_stored: ClassVar[str] = "refused"
 
     @property

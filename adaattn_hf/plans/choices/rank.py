@@ -29,6 +29,7 @@ class Rank(Operands):
     aspect = "rank"
     families = ("rank",)
     by_default = True
+    on_cuda = False  # no figure shows that they pay there
     blank = 0
     crosses = False
 
