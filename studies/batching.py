@@ -1,17 +1,20 @@
-"""Continuous batching: tokens a second of `generate_batch`, `python -m studies.batching [--prompts 2048,8192]`.
+"""Continuous batching: seconds until prompts are read, then tokens a second, `python -m studies.batching --write DIR`.
 
-A model shaped like LLaMA-8B with random weights, eight requests at once, of as many tokens each. Stock attention runs
-as the engine runs it by default, with CUDA graphs under flash-attn. Prints JSON lines: the arm, tokens of a prompt, new
-tokens a second of the whole call.
+A model shaped like LLaMA-8B with random weights; as many requests of one length at once as have 64k tokens, at most 8.
+Stock attention runs as the engine runs it by default, with CUDA graphs under flash-attn; `eager` is left out, whose
+scores of such steps fill a device. An engine answers twice: a call that warms, and the one that counts, whose tokens
+carry the time at which they came. So neither the making of the engine's cache nor the collection of garbage behind it
+is in a figure: `generate_batch` does both in every call.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +23,124 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 import adaattn_hf
-from adaattn_hf.eval.provenance import provenance
+from adaattn_hf._files import write_atomically
 from adaattn_hf.patches.registry import engine_name
 
 from .cache_arms import shaped
-from .cuda.measure import DEVICE, ON_CUDA, length
+from .cuda.measure import DEVICE, ON_CUDA, Cell, Section, length, setting
 from .cuda.model import by, mapped, records
+from .pages import table
 
-REQUESTS, NEW = 8, 128 if ON_CUDA else 4
+PROMPTS = "2048,8192,32768"
+NEW, PAGE = (33, 256) if ON_CUDA else (4, 32)
 SDPA = "paged|sdpa" if engine_name("sdpa").startswith("paged") else "sdpa"
 KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
-ENGINE: dict[str, Any] = {"allow_block_sharing": False, "auto_switch_to_flash": False}
-ENGINE |= {} if ON_CUDA else {"num_blocks": 64, "max_batch_tokens": 64}
 
 
-def seconds(model: Any, prompts: list[list[int]], engine: dict[str, Any]) -> float:
-    """Of one call; the engine is made anew for each, as users have it."""
-    engine = {key: value for key, value in {**ENGINE, **engine}.items() if key in KNOWN}
-    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    started = time.perf_counter()
-    found = model.generate_batch(
-        prompts,
-        generation_config=settings,
-        continuous_batching_config=ContinuousBatchingConfig(**engine),
-        progress_bar=False,
+def requests_of(n: int) -> int:
+    """How many requests of `n` tokens are served at once."""
+    return max(1, min(8, length(1 << 16) // n))
+
+
+@contextlib.contextmanager
+def serving(model: Any, n: int, engine: dict[str, Any]) -> Iterator[Any]:
+    """The engine of a model at work, with room for the requests of a length."""
+    blocks = -(-(n + NEW) // PAGE) + 1
+    asked = {
+        "num_blocks": requests_of(n) * blocks, "page_size": PAGE, "block_size": PAGE, "max_batch_tokens": length(8192),
+        "max_requests_per_batch": 8, "max_blocks_per_request": blocks if ON_CUDA else None,
+        "allow_block_sharing": False, "auto_switch_to_flash": False, **engine,
+    }  # fmt: skip
+    asked.pop("block_size" if "page_size" in KNOWN else "page_size")
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in asked.items() if k in KNOWN}),
     )
-    errors = [one.error for one in found.values() if one.error]
-    if errors or sum(len(one.generated_tokens) for one in found.values()) != NEW * len(prompts):
-        raise RuntimeError(f"generate_batch: {errors[:1] or 'fewer tokens than asked for'}")
-    return time.perf_counter() - started
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=True)
 
 
-def main(lengths: list[int]) -> None:
-    """Every arm at every length: one call that warms, and the better of two."""
+def answered(manager: Any, prompts: list[list[int]], new: int) -> tuple[float, list[list[float]]]:
+    """When requests were handed over, and the times at which each one's tokens came.
+
+    Raises:
+        RuntimeError: The engine stopped, or answered with an error.
+    """
+    started, found = time.perf_counter(), []
+    manager.add_requests(prompts, max_new_tokens=new, record_timestamps=True)
+    while len(found) < len(prompts):
+        one = manager.get_result(timeout=1)
+        if one is None and not manager.is_running():
+            raise RuntimeError("the engine stopped")
+        if one is not None and one.is_finished():
+            found.append(one)
+    errors = [one.error for one in found if one.error]
+    if errors or any(len(one.timestamps) != new for one in found):
+        raise RuntimeError(f"the engine: {errors[:1] or 'fewer tokens than asked for'}")
+    return started, [one.timestamps for one in found]
+
+
+def measured(row: Cell, model: Any, n: int, engine: dict[str, Any]) -> None:
+    """Seconds until every request has its first token, then tokens a second of all, and milliseconds of a step."""
+    prompts = torch.randint(0, 64, (requests_of(n), n), generator=torch.Generator().manual_seed(n)).tolist()
+    with serving(model, n, engine) as manager:
+        answered(manager, prompts, 2)
+        started, times = answered(manager, prompts, NEW)
+    read, end = max(one[0] for one in times), max(one[-1] for one in times)
+    later = [at for one in times for at in one if at > read]
+    row |= {"prompt": n, "requests": len(prompts), "s": read - started, "tokens/s": len(later) / (end - read)}
+    row["ms a step"] = (end - read) * 1e3 / (NEW - 1)
+
+
+def page(section: Section) -> str:
+    """The page of what was measured."""
+    made = section.setting
+    head = ("arm", "tokens of a prompt", "requests", "prompts read, s", "then tokens/s", "ms a step")
+    rows = [
+        (arm, f"{cell['prompt']:,}", str(cell["requests"]), *(f"{cell[k]:.3g}" for k in ("s", "tokens/s", "ms a step")))
+        if "failed" not in cell
+        else (arm, cell["cell"].partition(", ")[2], "", cell["failed"], "", "")
+        for cell in section.cells
+        for arm in [cell["cell"].partition(", ")[0]]
+    ]
+    where = f"{made['device']}, torch {made['torch']}, Transformers {made['transformers']}, commit {made['commit']}."
+    said = " ".join((__doc__ or "").partition("\n\n")[2].split())
+    made_by = "Made by `python -m studies.batching`; the figures lie in `batching.json`."
+    return "\n".join(["# Continuous batching", "", made_by, said, "", where, "", *table(head, rows)])
+
+
+def main(lengths: list[int], write: Path) -> None:
+    """Every arm at every length, each kept as it is found; then the page."""
+    write.mkdir(parents=True, exist_ok=True)
+    section = Section(write / "batching.json", setting(), {})
     model = shaped("8b" if ON_CUDA else "tiny", DEVICE)
+    model = model if ON_CUDA else model.float()
     results = Path(__file__).parents[1] / "docs" / "results" / "budget.json"
-    plans = {name: mapped(record, model)[0] for name, record in records(results).items()}
-    ours = {"use_cuda_graph": False}
-    arms: dict[str, tuple[str, Any, dict[str, Any]]] = {"adaattn": ("adaattn", None, ours)}
-    arms |= {f"adaattn, plan {name}": ("adaattn", plan, ours) for name, plan in plans.items()}
-    arms["sdpa"] = (SDPA, None, {})
+    plan = mapped(records(results)["1 %"], model)[0]
+    arms: dict[str, tuple[str, Any]] = {
+        "adaattn": ("adaattn", None),
+        "adaattn under the plan of 1 %": ("adaattn", plan),
+    }
+    arms["sdpa"] = (SDPA, None)
     for version, there in ((2, is_flash_attn_2_available()), (3, is_flash_attn_3_available())):
-        name = f"flash_attention_{version}"
         if ON_CUDA and there:
-            arms |= {name: (name, None, {}), f"{name}, no graphs": (name, None, ours)}
-    print(json.dumps(provenance(DEVICE)))
-    for n in lengths:
-        prompts = torch.randint(0, 64, (REQUESTS, n), generator=torch.Generator().manual_seed(n)).tolist()
-        for name, (implementation, plan, engine) in arms.items():
-            block = adaattn_hf.continuous_batching if plan or name == "adaattn" else contextlib.nullcontext
-            with by(model, implementation, plan), block(model):
-                took = min([seconds(model, prompts, engine) for _ in range(3)][1:])
-            print(json.dumps({"arm": name, "prompt": n, "tokens/s": REQUESTS * NEW / took}), flush=True)
+            arms[f"flash_attention_{version}"] = (f"flash_attention_{version}", None)
+    for name, (implementation, its) in arms.items():
+        ours = implementation == "adaattn"
+        block = adaattn_hf.continuous_batching if ours else contextlib.nullcontext
+        with by(model, implementation, its), block(model):
+            for n in lengths:
+                engine = {"use_cuda_graph": False} if ours else {}
+                section.add(f"{name}, {n}", partial(measured, model=model, n=n, engine=engine))
+    write_atomically(write / "batching.md", page(section))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", default="2048,8192", help="tokens of each prompt, comma-separated")
-    main([length(int(n)) for n in parser.parse_args().prompts.split(",")])
+    parser.add_argument("--prompts", default=PROMPTS, help="tokens of each prompt, comma-separated")
+    parser.add_argument("--write", type=Path, default=Path("build"), help="directory of batching.json and batching.md")
+    given = parser.parse_args()
+    main([length(int(n)) for n in given.prompts.split(",")], given.write)

@@ -23,7 +23,7 @@ from .interface import attention_function
 from .keywords import HARMLESS
 from .refusals import check_untransformed, refuse_unknown
 
-_KNOWN = "_adaattn_parts"
+_KNOWN = "_adaattn_sums"
 
 
 def attend_requests(
@@ -72,16 +72,21 @@ def attend_requests(
     if isinstance(borders, dict):
         borders = borders["full_attention" if window is None else "sliding_attention"]
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
-    out = query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
-    for rows, structure in _parts(kwargs["cu_seq_lens_q"], borders, q_len, kv_len, window, _limit(module)):
+    parts = _parts(kwargs["cu_seq_lens_q"], borders, q_len, kv_len, window, _limit(module))
+    alone = len(parts) == 1 and parts[0].structure.batch * parts[0].structure.q_len == q_len
+    out = query if alone else query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
+    for rows, structure in parts:
         batch, steps = structure.batch, structure.q_len == 1
-        asked = query[:, :, rows]
+        asked = query if alone else query[:, :, rows]
         answer, _ = attend(
             module, asked.transpose(0, 2) if steps else asked, key.expand(batch, -1, -1, -1),
             value.expand(batch, -1, -1, -1), StructuredMask(structure, query.device), 0.0, scaling,
             softcap=softcap, s_aux=s_aux,
         )  # fmt: skip
-        out[:, rows] = answer.transpose(0, 1) if steps else answer
+        answer = answer.transpose(0, 1) if steps else answer
+        if alone:
+            return answer, None
+        out[:, rows] = answer
     return out, None
 
 
@@ -173,20 +178,28 @@ def _parts(
         window: Of the layer.
         limit: Requests within the lengths of a plan, and those beyond, are computed apart.
     """
-    # tensors made in inference mode do not count writes: these are taken to be made anew for every step
-    versions = tuple(0 if t.is_inference() else t._version for t in (cu_q, cu_k))
-    known = cu_q.__dict__.setdefault(_KNOWN, {})
-    asked = id(cu_k), versions, kv_len, window, limit
+    (queries, known), (keys, _) = _read(cu_q), _read(cu_k)
+    asked = id(keys), kv_len, window, limit
     if asked not in known:
         alike: dict[tuple[bool, bool, bool], list[Segment]] = {}
-        for run in aligned_runs(cu_q.tolist(), cu_k.tolist(), q_len, kv_len, True):
+        for run in aligned_runs(queries, keys, q_len, kv_len, True):
             within = limit is None or run.offset + run.q_len <= limit
             beyond = limit is not None and run.offset >= limit
             alike.setdefault((run.q_len == 1, within, beyond), []).append(run)
         parts = tuple(_part(group, kv_len, window, cu_q.device) for group in alike.values())
-        known[asked] = cu_k, parts  # the lengths are kept so that their identity stays theirs
+        known[asked] = keys, parts  # the lengths are kept so that their identity stays theirs
     found: tuple[Part, ...] = known[asked][1]
     return found
+
+
+def _read(sums: Tensor) -> tuple[list[int], dict[Any, Any]]:
+    """Running sums of a step, for which the host waits once, and what was made of them for all layers."""
+    # tensors made in inference mode do not count writes: these are taken to be made anew for every step
+    version = 0 if sums.is_inference() else sums._version
+    held = sums.__dict__.get(_KNOWN)
+    if held is None or held[0] != version:
+        held = sums.__dict__[_KNOWN] = version, sums.tolist(), {}
+    return held[1], held[2]
 
 
 def _part(group: Sequence[Segment], kv_len: int, window: int | None, device: torch.device) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -260,6 +261,30 @@ def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^use_cuda_graph: .*ContinuousBatchingConfig\(use_cuda_graph=False\)"):
         attend_requests(None, torch.nn.Module(), query, query, query, **STEP)
     assert not base.capturing(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-hybrid"])
+@pytest.mark.parametrize("planned", [False, True])
+def test_lengths_are_read_once_in_a_forward_pass(name: str, planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host waits for each: once for queries, once for keys of each kind of layer, however many layers."""
+    _, ours = fresh_pair(name)
+    if planned:  # of one layer: those of the other are other parts of a step
+        attach(ours, plan_for(ours, NARROW, layers=(0,)), unverified=True)
+    reads: list[int] = []
+    passes: list[int] = []
+    read = Tensor.tolist
+
+    def counted(sums: Tensor) -> list[int]:
+        if sys._getframe(1).f_globals["__name__"] == attend_requests.__module__:
+            reads.append(len(sums))
+        return read(sums)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    ours.register_forward_pre_hook(lambda *_: passes.append(1))
+    with adaattn_hf.continuous_batching(ours):
+        together(ours, PROMPTS)
+    assert len(passes) > NEW
+    assert len(reads) == len(passes) * (2 if name == "llama" else 3)
 
 
 def test_lengths_that_are_written_again_are_read_again() -> None:
