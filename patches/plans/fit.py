@@ -23,7 +23,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from .configured import refuse_other_configuration
 from .hashes import model_hash, pretrained, weight_hash
 from .layers import holds, model_of, number_layers
-from .parts import adapted, module_dtype
+from .parts import adapted, module_dtype, own_weights_train
 from .replaced import watch
 from .running import ADAPTED, TRAINED, Allowed, Trained, say, trains
 from .weights import Weights
@@ -32,6 +32,8 @@ PROGRAM_SLOT = "_adaattn_program"
 """Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
 _CHECKED = "_adaattn_checked"
 """Attribute in which a model and its attention keep the plan that the model's weights were checked against."""
+_ADAPTING = "_adaattn_adapting"
+"""Attribute in which they keep the plan under which adapters alone are trained."""
 
 _casts = torch._C._is_any_autocast_enabled
 
@@ -115,7 +117,8 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
         slots[PROGRAM_SLOT] = known
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
-    if _casts() and known.program is not None and not (module.training or known.trained):
+    adapting = module.__dict__.get(_ADAPTING) is known.plan
+    if _casts() and known.program is not None and not (module.training or known.trained or adapting):
         _refuse_autocast(known, known.program)
     return known.program
 
@@ -152,11 +155,15 @@ def settled(module: nn.Module, slots: Mapping[str, Any], raw: Any, tensors: Tens
 
 
 def _train(module: nn.Module, known: Resolved) -> None:
-    """Notes in the settings of a model that it is trained under its plan, which then is not saved any more."""
-    if not torch.is_grad_enabled():
+    """Notes that a model is trained under its plan, which then is not saved any more; adapters alone leave it."""
+    frozen = not any(weight.requires_grad for weight in known.weights.tensors)
+    if not torch.is_grad_enabled() or (frozen and module.__dict__.get(_ADAPTING) is known.plan):
+        return
+    model = model_of(module)
+    if frozen and model is not None and not own_weights_train(model):
+        _mark(model, _ADAPTING, known.plan)
         return
     say(str(known.plan.get("weight_hash")), TRAINED)
-    model = model_of(module)
     around = [module] if model is None else [part for part in model.modules() if holds(part, module)]
     configs: dict[int, Any] = {id(part.config): part.config for part in around if hasattr(part, "config")}
     seen: list[Any] = []
@@ -296,12 +303,17 @@ def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
                 "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
                 "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
             )
-        for part in model.modules():
-            if part is model or "config" in part.__dict__:
-                part.__dict__[_CHECKED] = data
-    watch(model, weights, (PROGRAM_SLOT, _CHECKED))
+        _mark(model, _CHECKED, data)
+    watch(model, weights, (PROGRAM_SLOT, _CHECKED, _ADAPTING))
     if adapted(model):
         say(weights, ADAPTED)
+
+
+def _mark(model: nn.Module, name: str, data: Mapping[str, Any]) -> None:
+    """Keeps a plan under a name in a model and its attention."""
+    for part in model.modules():
+        if part is model or "config" in part.__dict__:
+            part.__dict__[name] = data
 
 
 def check_versions(plan: Plan) -> None:

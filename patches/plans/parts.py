@@ -57,6 +57,12 @@ def adapted(module: nn.Module) -> bool:
     return any(inner_of(wrapper, ADAPTERS) is not None for part in parts(module) for wrapper in part.wrappers)
 
 
+def own_weights_train(module: nn.Module) -> bool:
+    """Whether a module trains weights of its own, not those of adapters alone."""
+    held = (weight for part in parts(module) for weight in part.module._parameters.values())
+    return any(weight is not None and weight.requires_grad for weight in held)
+
+
 def saved_weights(module: nn.Module) -> dict[str, Any]:
     """Returns what a module saves, by names without wrappers: parameters, buffers, and states of quantised layers.
 
