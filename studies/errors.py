@@ -11,20 +11,23 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+from typing import Any
 
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.provenance import processor, provenance
 from adaattn_hf.stats.profile import decibels
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -87,8 +90,8 @@ def results(asked: AttentionRequest, stage: str, backend: str | None) -> Tensor:
 def measure(backend: str, dtype: str, stage: str) -> Error | None:
     """The errors of one cell; None where the backend does not serve it."""
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    if backend == "triton" and (stage == "backward" or (dtype == "float32" and stage != "decode")):
-        return None  # inference in half precision, and decode in fp32
+    if backend == "triton" and dtype == "float32" and stage != "decode":
+        return None  # half precision, and decode in fp32
     if backend == "triton" and device == "cpu" and dtype == "bfloat16":
         return None  # the interpreter computes with NumPy, which has no bfloat16
     asked = request(stage, DTYPES[dtype], device)
@@ -114,15 +117,18 @@ def measure(backend: str, dtype: str, stage: str) -> Error | None:
     )
 
 
-def table(errors: list[Error], origin: dict[str, object]) -> str:
+def table(errors: list[Error], origin: Mapping[str, Any]) -> str:
     """The page."""
+    gpu = f"on {origin['device']} ({origin['driver']})"
+    where = "in its interpreter" if origin["device"] == "cpu" else gpu
     lines = [
         "# Errors by dtype and stage",
         "",
         "Made by `make errors` (`studies/errors.py`); the numbers lie in `errors.json`. Against attention in double "
         "precision on the same rounded numbers: largest difference, relative difference (norms), signal to noise.",
         "",
-        f"{origin['cpu']}, torch {origin['versions']['torch']}, commit {origin['commit']}.",  # type: ignore[index]
+        f"{processor(origin)}; Triton's kernels {where}; torch {origin['versions']['torch']}, "
+        f"commit {origin['commit']}.",
         "",
         "| backend | stage | dtype | largest | relative | dB |",
         "|---|---|---|---:|---:|---:|",
@@ -141,7 +147,7 @@ def main() -> int:
     torch.set_num_threads(1)
     cells = [measure(b, d, s) for b in NAMES for s in STAGES for d in DTYPES]
     errors = [cell for cell in cells if cell is not None]
-    origin = provenance(torch.device("cpu"))
+    origin = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     text = table(errors, origin)
     print(text)
     if asked.write:

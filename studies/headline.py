@@ -27,10 +27,7 @@ RESULTS = ROOT / "docs" / "results"
 ASSETS = ROOT / "docs" / "assets"
 README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
-REPORTS = (
-    "bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans",
-    "quality/smollm2-plan-0.1-cuda-wikitext", "quality/smollm2-plan-1-cuda-wikitext",
-)  # fmt: skip
+REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans")
 
 Reports = Mapping[str, Any]
 Measured = tuple[float, str, Mapping[str, Any]]

@@ -11,11 +11,9 @@ from .pages import commit, loss, machine, percent, table
 
 def tables(reports: Mapping[str, Any]) -> dict[str, str]:
     """Every table by the name of its marks."""
-    wikitext = [report for name, report in reports.items() if name.startswith("quality/")]
     found = {
         "losses": losses([reports["budget"], reports["budget_cuda"]]),
         "times": speed([reports["budget"], reports["budget_cuda"]]),
-        "wikitext": whole_text(wikitext),
         "generation": generation(reports["gpu_plans"]),
     }
     return {name: "\n".join(lines[:-1]) for name, lines in found.items()}
@@ -88,24 +86,6 @@ def _ratios(timed: Mapping[str, Any], shape: str, budget: str) -> Iterator[str]:
             else:
                 plan = arms.get(budget) or arms[f"plan-{budget}".replace(" ", "")]
                 yield f"{arms[base]['seconds'] / plan['seconds']:.2f}"
-
-
-def whole_text(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What plans lose on a text that decided nothing, from reports of `adaattn eval`."""
-    rows = []
-    for report in reports:
-        stock, planned = (arm["perplexity"] for arm in report["quality"]["arms"])
-        (found,) = report["quality"]["comparisons"]
-        budget = next(plan["budget"] for plan in report["plans"] if plan)
-        rows.append((
-            percent(budget), f"{report['quality']['arms'][0]['tokens']:,}", f"{stock:.4f}", f"{planned:.4f}",
-            loss(found["delta_nll"]["mean"]), f"{loss(found['delta_nll']['upper'])} of {loss(budget)}",
-            f"{machine(report['provenance'])}, {commit(report['provenance'])}",
-        ))  # fmt: skip
-    head = (
-        "budget", "tokens", "stock perplexity", "with the plan", "Δnll", "at most (95 %)", "measured on, commit",
-    )  # fmt: skip
-    return table(head, rows)
 
 
 def generation(report: Mapping[str, Any]) -> list[str]:

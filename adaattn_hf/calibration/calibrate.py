@@ -127,8 +127,8 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
             result.report["whole_forward"] = [asdict(one) for one in timed]
         except torch.OutOfMemoryError:  # the plan is proved, and stays
             inputs.say(
-                f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller --batch-size would "
-                "fit"
+                f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller "
+                "--batch-size would fit"
             )
     return result
 

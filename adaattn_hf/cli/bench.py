@@ -37,8 +37,8 @@ class Bench:
         table: Where the Markdown goes instead, e.g. BENCHMARKS.md.
         gate: Exit with 1 if a cell is below its floor, twice.
         memory: Measure peak memory, too.
-        profile: Directory for a torch.profiler trace of each cell and implementation.
-        grid: Another grid than the one of the package.
+        profile: Directory for a torch.profiler trace of each cell and implementation, and a table of what took longest.
+        grid: Another grid than the one of the package for the device.
     """
 
     only: str = ""

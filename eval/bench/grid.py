@@ -1,4 +1,4 @@
-"""The grid of the benchmark: `bench.yaml` beside this file, as records."""
+"""The grids of the benchmark: `bench.yaml` beside this file, `bench_cuda.yaml` on a GPU, as records."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Grid:
 
 
 def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
-    """The grid of a file, or the one that comes with the package.
+    """The grid of a file, or the one that comes with the package for a device.
 
     Targets and floors are those of the device that the file was written for; elsewhere they mean nothing and are left
     out.
@@ -87,7 +87,8 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
         UsageError: There is no such file, it is no grid, or a cell has a key that is not known.
     """
     if path is None:
-        text = resources.files(__package__).joinpath("bench.yaml").read_text(encoding="utf-8")
+        name = "bench_cuda.yaml" if device == "cuda" else "bench.yaml"
+        text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
     elif not path.is_file():
         raise UsageError(f"grid: {path} is no file; expected YAML like eval/bench/bench.yaml")
     else:

@@ -41,8 +41,9 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     made = report["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     commits = ", ".join(sorted({(cell["commit"] or "not known")[:12] for cell in report["cells"]}))
+    device = f"{made['device']} ({made['driver']})" if made["driver"] else made["device"]
     machine = (
-        f"Machine: {processor(made)}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
+        f"Machine: {processor(made)}, {made['cores']} cores, {made['threads']} threads, device {device}. "
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
     )
     lines = [_HEAD.format(source=harmless(source), machine=machine)]

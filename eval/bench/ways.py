@@ -91,7 +91,10 @@ def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | No
 
 
 def trace(works: Mapping[str, Work], directory: Path, title: str, device: torch.device) -> None:
-    """Writes one Chrome trace per way: its work once, warm, with a span around each attention call of ours."""
+    """Writes one Chrome trace per way: its work once, warm, with a span around each attention call of ours.
+
+    Beside it goes a table of the operators, on a GPU kernels, that took most time.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -104,3 +107,6 @@ def trace(works: Mapping[str, Work], directory: Path, title: str, device: torch.
                 torch.cuda.synchronize(device)
         plain = re.sub(r"[^A-Za-z0-9]+", "-", f"{title} {name}").strip("-")
         seen.export_chrome_trace(str(directory / f"{plain}.json"))
+        clock = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+        longest = seen.key_averages().table(sort_by=clock, row_limit=20)
+        (directory / f"{plain}.txt").write_text(longest, encoding="utf-8")

@@ -116,9 +116,9 @@ def counts(line: str) -> dict[str, int]:
 
 def ready(python: str, label: str | None, arguments: list[str], record: Path) -> Outcome:
     """Returns how pytest went in an environment as it is, and keeps it under its versions and `label`."""
-    asked = "import json, platform, torch, transformers as t; v = [platform.python_version(), torch.__version__]"
+    program = "import json, platform, torch, transformers as t; v = [platform.python_version(), torch.__version__]"
     said = subprocess.run(
-        [python, "-c", f"{asked}; print(json.dumps([*v, t.__version__]))"],
+        [python, "-c", f"{program}; print(json.dumps([*v, t.__version__]))"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -135,7 +135,8 @@ def ready(python: str, label: str | None, arguments: list[str], record: Path) ->
     ran = [argument for argument in arguments if argument.startswith("tests")] or ["tests"]
     for part in [label] if label else ran:
         row.setdefault("runs", {}).pop(part, None)
-    row.setdefault("runs", {})[label or " ".join(ran)] = counts(line)
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True)
+    row.setdefault("runs", {})[label or " ".join(ran)] = {**counts(line), "commit": asked.stdout.strip()}
     temporary = record.with_suffix(".tmp")
     temporary.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(temporary, record)

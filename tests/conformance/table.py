@@ -143,8 +143,8 @@ def versions_table(record: Path) -> list[str]:
     """Returns the tests that ran under each set of versions, from what `matrix.py --record` kept."""
     kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     lines = [
-        "| Python | torch | Transformers | tests | passed | failed | skipped |",
-        "|---|---|---|---|---:|---:|---:|",
+        "| Python | torch | Transformers | tests | passed | failed | skipped | commit |",
+        "|---|---|---|---|---:|---:|---:|---|",
     ]
     for row in kept.values():
         head = f"| {row['python']} | {row['torch']} | {row['transformers']}"
@@ -153,8 +153,11 @@ def versions_table(record: Path) -> list[str]:
         paths = sorted(
             {path.removeprefix("tests/") for name in own for path in name.split() if path.startswith("tests")}
         )
+        rooms = sorted({path for path in paths if "/" not in path})
+        files = [path for path in paths if "/" in path]
+        named = ", ".join([f"`{room}`" for room in rooms] + [f"{len(files)} files of `model`"] * bool(files))
         for name, runs in [
-            (f"{', '.join(f'`{path}`' for path in paths)}", own),
+            (named, own),
             *((k, {k: v}) for k, v in other.items()),
         ]:
             if runs:
@@ -162,7 +165,8 @@ def versions_table(record: Path) -> list[str]:
                     sum(counts.get(outcome, 0) for counts in runs.values() for outcome in outcomes)
                     for outcomes in (("passed",), ("failed", "error"), ("skipped",))
                 )
-                lines.append(f"{head} | {name} | {passed} | {bad} | {skipped} |")
+                commits = ", ".join(sorted({counts.get("commit", "–")[:9] for counts in runs.values()}))
+                lines.append(f"{head} | {name} | {passed} | {bad} | {skipped} | {commits} |")
     return lines if kept else ["None yet."]
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import adaattn_hf
+
+from ..support.source_tree import ROOT
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
@@ -55,6 +60,33 @@ def describe(module: Any) -> str:
 
 def test_public_names_are_those_recorded(snapshot: Callable[[Path, str], None]) -> None:
     snapshot(SNAPSHOT, describe(adaattn_hf))
+
+
+def untold(now: Mapping[str, str], released: Mapping[str, str]) -> bool:
+    """Whether public names have changed since a release, and the changelog has not."""
+    return now["public_api.txt"] != released["public_api.txt"] and now["CHANGELOG.md"] == released["CHANGELOG.md"]
+
+
+def test_a_changed_name_is_told_in_the_changelog() -> None:
+    """Since the last tag, where there is one."""
+    files = {path.name: path for path in (SNAPSHOT, ROOT / "CHANGELOG.md")}
+
+    def git(*words: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        return None if done.returncode else done.stdout
+
+    tag = git("describe", "--tags", "--abbrev=0", "--match", "v*") if (ROOT / ".git").exists() else None
+    if tag is None:
+        pytest.skip("no release: no tag, or no history")
+    released = {name: git("show", f"{tag.strip()}:{path.relative_to(ROOT)}") or "" for name, path in files.items()}
+    assert not untold({name: path.read_text(encoding="utf-8") for name, path in files.items()}, released)
+
+
+def test_a_change_that_nobody_tells_is_found() -> None:
+    released = {"public_api.txt": "load(path)", "CHANGELOG.md": "- load"}
+    assert untold({**released, "public_api.txt": "load(file)"}, released)
+    assert not untold({"public_api.txt": "load(file)", "CHANGELOG.md": "- load(file)"}, released)
+    assert not untold({**released, "CHANGELOG.md": "- faster"}, released)
 
 
 def test_everything_public_is_documented() -> None:

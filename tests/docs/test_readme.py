@@ -1,8 +1,12 @@
-"""What the README and the other pages name is there: backends, links, files, commands."""
+"""What the README and the other pages name is there: backends, links, files, commits, commands."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,23 @@ from adaattn_hf.cli.main import COMMANDS, load_command
 from ..support.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+REPORTS = sorted((ROOT / "docs").rglob("*.json"))
+ROOMS = (
+    "adaattn_hf",
+    "patches",
+    "configs",
+    "eval",
+    "tests",
+    "docs",
+    "studies",
+    "hub",
+    "examples",
+    "notebooks",
+    "recipe",
+)
+NAMED = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`|`([\w./-]+\.(?:py|hpp|cpp|yaml))`")
+COMMIT = re.compile(r"(?<![\w./#-])((?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}|[0-9a-f]{40})(?:\+dirty)?(?![\w-])")
+"""Seven digits and letters or more, as git shortens them, or all forty."""
 
 
 def test_every_backend_is_in_the_table() -> None:
@@ -55,23 +76,89 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     assert dead_links(document) == ["b.md"]
 
 
-def dead_paths(document: Path) -> list[str]:
-    """Files and directories of the package that a document names and that do not exist."""
-    named = re.findall(
-        r"`((?:adaattn_hf|patches|configs|eval|tests|docs)/[\w./]*)`", document.read_text(encoding="utf-8")
-    )
-    return [name for name in named if not (ROOT / name).exists()]
+def dead_paths(text: str, holds: Callable[[str, str], bool]) -> list[str]:
+    """Files and directories of the checkout that a text names and that neither exist nor did at a commit beside them.
+
+    Args:
+        text: Of a document. Source files may be named by the end of their path.
+        holds: Whether a commit has a file.
+    """
+    named = [match[0] or match[1] for match in NAMED.findall(text)]
+    lost = [name for name in named if not (ROOT / name).exists() and not any(p.endswith(f"/{name}") for p in tree())]
+    return [
+        name for name in lost if not any(holds(digits, name) for digits in re.findall(r"commit (\w{7,40})\b", text))
+    ]
+
+
+@cache
+def tree() -> frozenset[str]:
+    """Files of the checkout that documents may name."""
+    return frozenset(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.*"))
+
+
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def history() -> list[str]:
+    """Every commit behind this one."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout: a source archive has no history")
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("a shallow clone has no history")
+    return git("log", "--format=%H").stdout.split()
+
+
+def held(commit: str, path: str) -> bool:
+    return git("cat-file", "-e", f"{commit}:{path}").returncode == 0
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_named_files_exist(document: Path) -> None:
-    assert dead_paths(document) == []
+def test_named_files_exist(document: Path, history: list[str]) -> None:
+    assert dead_paths(document.read_text(encoding="utf-8"), held) == []
 
 
-def test_a_dead_path_is_found(tmp_path: Path) -> None:
-    document = tmp_path / "a.md"
-    document.write_text("`adaattn_hf/attention/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n")
-    assert dead_paths(document) == ["adaattn_hf/engine_manager.py"]
+def test_a_dead_path_is_found(history: list[str]) -> None:
+    there = "`adaattn_hf/attention/structure.py`, `structure.py` and a user's `config.json`, in `patches/`\n"
+    gone = "`adaattn_hf/engine_manager.py` of `studies/budget/ablate.py`"
+    assert dead_paths(there, held) == []
+    assert dead_paths(gone, held) == ["adaattn_hf/engine_manager.py", "studies/budget/ablate.py"]
+    assert dead_paths(f"{gone}, in git at commit 0354931.", held) == ["adaattn_hf/engine_manager.py"]
+
+
+def commits_in(document: Path) -> Iterator[str]:
+    """Digits of the commits that a page or a report names."""
+    text = document.read_text(encoding="utf-8")
+    if document.suffix != ".json":
+        yield from COMMIT.findall(text)
+        return
+    rooms = [json.loads(text)]
+    while rooms:
+        room = rooms.pop()
+        if isinstance(room, dict) and isinstance(room.get("commit"), str):
+            yield room["commit"].removesuffix("+dirty")
+        rooms.extend(room.values() if isinstance(room, dict) else room if isinstance(room, list) else ())
+
+
+def lost_commits(document: Path, history: list[str]) -> set[str]:
+    """Commits that a document names and that the history does not have."""
+    return {one for one in commits_in(document) if not any(full.startswith(one) for full in history)}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *REPORTS], ids=lambda path: path.name)
+def test_named_commits_exist(document: Path, history: list[str]) -> None:
+    assert lost_commits(document, history) == set()
+
+
+def test_a_lost_commit_is_found(tmp_path: Path, history: list[str]) -> None:
+    page, report = tmp_path / "a.md", tmp_path / "a.json"
+    lost = "30d1d7b935b943487cca56cec0dcb92c3d704d5a"
+    page.write_text(
+        f"at commit {history[-1][:9]}, measured at {lost}+dirty; a key of 0123456789abcdef0 and 100000000 tokens\n"
+    )
+    report.write_text(json.dumps({"cells": [{"commit": None}, {"commit": history[0]}, {"commit": f"{lost}+dirty"}]}))
+    assert lost_commits(page, history) == lost_commits(report, history) == {lost}
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

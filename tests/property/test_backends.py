@@ -112,6 +112,23 @@ def test_gradcheck_in_double_precision(name: str, case: str, extra: str) -> None
     assert torch.autograd.gradcheck(attend, (query, key, value, *more), fast_mode=True)
 
 
+@pytest.mark.parametrize("case", ["causal", "suffix", "window", "padding", "mask"])
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_gradcheck_through_a_fixed_dropout_mask(name: str, case: str) -> None:
+    structure = CASES[case]
+    tensors = [
+        torch.randn(2, heads, length, 3, dtype=torch.float64, requires_grad=True)
+        for heads, length in ((4, structure.q_len), (2, structure.kv_len), (2, structure.kv_len))
+    ]
+
+    def attend(*tensors: torch.Tensor, seed: int = 3) -> torch.Tensor:
+        torch.manual_seed(seed)  # the same entries are dropped each time
+        return ON_CPU[name].attend(AttentionRequest(*tensors, structure, 0.6, dropout=0.4)).out
+
+    assert not torch.equal(attend(*tensors), attend(*tensors, seed=4)), "something is dropped"
+    assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
+
+
 def rows(request: AttentionRequest, index: int) -> AttentionRequest:
     """One example of a batch, alone."""
 

@@ -35,6 +35,27 @@ def test_sampled_rows_of_long_sequences_are_right(name: str, length: int, window
         torch.testing.assert_close(out[:, row].double(), reference.attention(asked).out[:, 0], atol=1e-5, rtol=0)
 
 
+def relative_error(name: str, length: int, dtype: torch.dtype) -> float:
+    """Of the last 64 rows, which see nearly all keys, against double precision on the same rounded numbers."""
+    query, key, value = (tensor.to(dtype) for tensor in drawn(length))
+    structure = CallStructure(1, length, length, causal=True)
+    with torch.no_grad():
+        out = BACKENDS[name].attend(AttentionRequest(query, key, value, structure, 0.125)).out[:, -64:].double()
+    last = CallStructure(1, 64, length, causal=True, q_offset=length - 64)
+    truth = reference.attention(AttentionRequest(query[:, :, -64:], key, value, last, 0.125)).out
+    return float((out - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["native", "sdpa"])
+def test_errors_grow_no_faster_than_the_root_of_the_length(name: str, dtype: torch.dtype) -> None:
+    """Roundings are summed that have nothing to do with one another."""
+    if BACKENDS[name].missing():
+        pytest.skip(BACKENDS[name].missing()[0])
+    short, long = (relative_error(name, length, dtype) for length in (1024, 16384))
+    assert 0 < long <= 16**0.5 * 1.1 * short
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_memory_grows_with_the_length_and_not_with_its_square(gradient: bool) -> None:
     """Bytes at the peak, the kernels' own buffers among them, from 1,024 to 8,192 tokens: exponent 1."""

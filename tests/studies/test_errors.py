@@ -51,5 +51,8 @@ def test_weights_are_right_at_scores_of_60000_in_half_precision() -> None:
 def test_the_page_has_a_line_for_every_cell() -> None:
     cell = errors.measure("eager", "float32", "decode")
     assert cell is not None
-    origin: dict[str, object] = {"cpu": "a processor", "versions": {"torch": "2"}, "commit": None}
+    origin = {"cpu": "a processor", "versions": {"torch": "2"}, "commit": None, "device": "cpu", "driver": None}
     assert "| `eager` | decode | float32 |" in errors.table([cell], origin)
+    assert "Triton's kernels in its interpreter" in errors.table([cell], origin)
+    on = {**origin, "device": "a GPU", "driver": "CUDA 13"}
+    assert "Triton's kernels on a GPU (CUDA 13)" in errors.table([cell], on)

@@ -80,14 +80,6 @@ def test_plans_whose_commit_nobody_wrote_down_are_refused(reports: Reports) -> N
         headline.kept(reports)
 
 
-def test_what_nobody_wrote_down_is_said_on_the_page(reports: Reports) -> None:
-    assert "not recorded" in headline_tables.tables(reports)["wikitext"]
-    for name in reports:
-        if name.startswith("quality/"):
-            reports[name]["provenance"]["commit"] = "0123456789abcdef"
-    assert "012345678 |" in headline_tables.tables(reports)["wikitext"]
-
-
 def another_ratio(reports: Reports) -> None:
     cells = {cell["title"]: cell for cell in reports["bench"]["cells"]}
     cells["BERT base batch 12-512, prepared (float32)"]["ratio_best"]["wall"]["median"] += 1

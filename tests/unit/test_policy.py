@@ -77,6 +77,37 @@ def test_more_budget_never_costs_more(seed: int) -> None:
     assert all(b <= a + 1e-9 for a, b in itertools.pairwise(costs))
 
 
+def _cheapest_by_length(random: np.random.Generator, rises: bool) -> list[float]:
+    """Prices of the cheapest plans inside one budget at rising lengths, by lines measured at three of them."""
+    measured, names = (512, 2048, 8192), ("exact", "window", "rounded")
+    lines = np.sort(random.uniform(0.0, 1.0, (3, len(names), 2)), axis=0)[:: 1 if rises else -1]
+    lines[:, :, 0] *= random.integers(0, 2, len(names))  # some launches have no constant
+    rows = {
+        n: {k: Price(*own) for k, own in zip(names, line, strict=True)} for n, line in zip(measured, lines, strict=True)
+    }
+    table = PriceTable("m", {}, {"prefill": rows})
+    risks = random.exponential(1e-4, (1, 4, len(names)))
+    risks[:, :, 0] = 0.0
+    found = []
+    for length in (256, 512, 700, 2048, 5000, 8192, 32768):
+        prices, launches = of_units(table, {("prefill", length): 1.0}, [names] * 4, names, [0, 0, 1, 1])
+        found.append(allocate(prices, risks, np.array([2e-4]), launches, gap=0.0).price)
+    return found
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=25)
+def test_a_longer_sequence_has_no_cheaper_plan(seed: int) -> None:
+    """Where no launch is faster on more tokens."""
+    costs = _cheapest_by_length(np.random.default_rng(seed), rises=True)
+    assert all(b >= a * (1 - 1e-6) for a, b in itertools.pairwise(costs))
+
+
+def test_prices_that_fall_with_the_length_would_show() -> None:
+    costs = _cheapest_by_length(np.random.default_rng(0), rises=False)
+    assert costs[-1] < costs[0]
+
+
 def test_risks_of_a_plan_are_those_of_its_worst_length() -> None:
     risks = np.array([[[0.0, 1.0], [0.0, 5.0]], [[0.0, 4.0], [0.0, 3.0]]])
     picks = np.array([1, 1])

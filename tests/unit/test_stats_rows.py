@@ -130,6 +130,25 @@ def test_a_pooled_map_is_the_mean_of_its_pixels() -> None:
     torch.testing.assert_close(image, by_hand, rtol=1e-5, atol=1e-7)
 
 
+def test_sampled_rows_tell_what_all_rows_do() -> None:
+    """Mean entropy of 32 rows of 1,024 over 40 seeds, strata against any rows: the truth in the middle, and nearer."""
+    query, key, _ = drawn(0, heads=1, kv_heads=1, n=1024)
+    every = torch.arange(1024)
+    visible = causal_visible(every, 1024)
+    entropy = profile.row_statistics(weights_of(query, key, 0.1, visible), visible, every)["entropy"][0].double()
+    truth, spread = float(entropy.mean()), float(entropy.std()) / math.sqrt(32)
+    seeds = [torch.Generator().manual_seed(seed) for seed in range(40)]
+    strata = torch.tensor([float(entropy[stratified_rows(1024, 32, seed)].mean()) for seed in seeds]) - truth
+    anywhere = (
+        torch.tensor([float(entropy[torch.randperm(1024, generator=seed)[:32]].mean()) for seed in seeds]) - truth
+    )
+    assert float(strata.abs().quantile(0.95)) < spread
+    assert abs(float(strata.mean())) < 2 * float(strata.std()) / math.sqrt(40)
+    assert float(strata.square().mean()) < 0.7 * float(anywhere.square().mean())
+    first = float(entropy[:64].mean()) - truth
+    assert abs(first) > 2 * spread, "the first 64 rows would not do"
+
+
 def test_rows_are_stratified_and_deterministic() -> None:
     drawn_rows = stratified_rows(1000, 10, torch.Generator().manual_seed(0))
     assert drawn_rows.tolist() == stratified_rows(1000, 10, torch.Generator().manual_seed(0)).tolist()
