@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from adaattn_hf.config import AdaAttnConfig, settings_in
+from adaattn_hf.errors import warn
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.presets import load_preset
 
@@ -61,10 +61,8 @@ def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[st
     if budget <= math.log1p(preset.budget) * (1 + 1e-6):
         return plan
     if preset.budget > 0:
-        warnings.warn(
+        warn(
             f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
-            f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away",
-            UserWarning,
-            stacklevel=3,
+            f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away"
         )
     return None

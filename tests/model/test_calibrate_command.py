@@ -504,7 +504,7 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
         (("--lengths", "9k"), "lengths is [9216], expected at most the "),
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
-        (("--dtype", "float33"), "dtype: got 'float33'"),
+        (("--dtype", "float33"), "Invalid value for '--dtype'"),
         (("--families", "windows"), "Did you mean 'window'"),
         (("--families", ","), "expected some of window,"),
         (("--threads", "0"), "threads is 0, expected at least 1"),
