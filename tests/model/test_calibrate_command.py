@@ -135,7 +135,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(model: Path,
         assert (wrong.exit_code, words in wrong.stderr) == (2, True), wrong.stderr
 
     loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
-    assert adaattn_hf.load_plan(loaded).to_json().encode() == plan
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(loaded)).to_json().encode() == plan
     inputs = torch.arange(64)[None]
     with torch.no_grad():
         planned = loaded(inputs).logits
