@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
-from .errors import unknown
+from .errors import unknown, warn
 
 CONFIG_VERSION = 1
 MISMATCHES = ("raise", "warn")
@@ -186,7 +185,7 @@ def settings_of(raw: Any) -> AdaAttnConfig:
     # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
     _parsed[id(raw)] = (raw, dict(raw), settings)
     if settings.plan is None and (settings.budget > 0 or settings.monitor):
-        warnings.warn(_without_plan(settings), UserWarning, stacklevel=2)
+        warn(_without_plan(settings))
     return settings
 
 

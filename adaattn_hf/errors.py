@@ -1,9 +1,11 @@
-"""Errors of the commands with their exit codes, and the one sentence for a name or setting that nobody knows."""
+"""Errors with their exit codes, the one sentence for a name that nobody knows, and warnings at the user's line."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import sys
+import warnings
 from collections.abc import Iterable
 
 EXIT_CODES: dict[int, str] = {
@@ -62,6 +64,20 @@ def unknown(argument: str, got: str, known: Iterable[str], remedy: str = "") -> 
     hint = f" Did you mean {near[0]!r}?" if near else ""
     tail = f" {remedy}" if remedy else ""
     return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}{tail}"
+
+
+_BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}
+"""Packages that lie between a user's line and what we warn of."""
+
+
+def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the user's that led here, through whatever libraries."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    names = frame.f_globals
+    seen = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(sentence, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), seen)
 
 
 def from_environment(variable: str, known: Iterable[str], default: str) -> str:

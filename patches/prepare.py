@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -20,14 +20,16 @@ from adaattn_hf.attention.tap import tracing
 
 from .cache.caches import GrowingCache, check_stored, convert, holds_tokens, stored_as
 from .models.cache_keyword import cache_in, cache_keyword
-from .models.support import refuse_no_model, towers_of
+from .models.support import Model, model_in, refuse_no_model, towers_of
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
 
+if TYPE_CHECKING:
+    from transformers import Pipeline
+
 _SLOT = "_adaattn_prepared"
 _ON_PADDED = ("run", "raise")
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class PrepareError(ValueError):
@@ -99,8 +101,8 @@ def prepare(
     the past instead of concatenating: plain `model.generate(...)` then does.
 
     Args:
-        model: A Transformers model loaded with `attn_implementation="adaattn"`, or a module that holds such
-            models (PEFT, sentence-transformers). Models that were prepared before are prepared anew.
+        model: A Transformers model loaded with `attn_implementation="adaattn"`, or what holds such models (a
+            pipeline, PEFT, sentence-transformers). Models that were prepared before are prepared anew.
         unpad: Take the padding out.
         growing_cache: Let caches grow in place.
         cache: What caches keep: `"model"` (numbers), or quantised, in place as well, `"int8"` or `"k8v4"`; see
@@ -117,12 +119,13 @@ def prepare(
         ValueError: Unknown `on_padded`, a `cache` that this model cannot read, or `streaming` without a plan that has
             windows.
     """
-    refuse_no_model(model)
+    held = model_in(model)
+    refuse_no_model(held)
     if on_padded not in _ON_PADDED:
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
-    towers = [tower for _, tower in towers_of(model)]
+    towers = [tower for _, tower in towers_of(held)]
     if not towers:
-        raise PrepareError(f"model: {type(model).__name__} holds no Transformers model")
+        raise PrepareError(f"model: {type(held).__name__} holds no Transformers model")
     restore(model)
     with ExitStack() as on_error:
         on_error.callback(restore, model)
@@ -138,7 +141,7 @@ def prepare(
             if unpad:
                 prepared.unpadding = _unpadded(tower, on_padded)
                 prepared.parts.append(prepared.unpadding)
-                if any(tower is module for module in called_directly(model)):
+                if any(tower is module for module in called_directly(held)):
                     prepared.parts.append(DirectForward(tower, prepared.unpadding))
         on_error.pop_all()
     return model
@@ -164,21 +167,21 @@ def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
 
 
 def restore(model: Model) -> Model:
-    """Take away what `prepare` put on a model or on a part of it; returns the model. Harmless when nothing is there."""
-    for module in model.modules():
+    """Take away what `prepare` put on a model or on a part of it. Returns the model. Harmless without."""
+    for module in model_in(model).modules():
         prepared = module.__dict__.pop(_SLOT, None)
         if prepared is not None:
             prepared.remove()
     return model
 
 
-def unpad_calls(model: nn.Module) -> dict[str, int]:
+def unpad_calls(model: nn.Module | Pipeline) -> dict[str, int]:
     """How many forward passes of a prepared model ran `"unpadded"`, and how many as they came, by the reason.
 
     Calls inside a traced graph run as they came and are not counted.
     """
     counts: dict[str, int] = {}
-    for module in model.modules():
+    for module in model_in(model).modules():
         prepared = module.__dict__.get(_SLOT)
         if prepared is not None and prepared.unpadding is not None:
             for reason, count in prepared.unpadding.calls.items():

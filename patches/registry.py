@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -15,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf.backends.select import BACKENDS, possible
 from adaattn_hf.config import use_presets
-from adaattn_hf.errors import unknown
+from adaattn_hf.errors import unknown, warn
 
 from .call.interface import AttentionFunction, attention_function
 from .mask.masks import adaattn_mask
@@ -41,11 +40,10 @@ def resolve(name: str) -> str | None:
 def _say_what_left() -> None:
     """Warns of a setting of earlier versions that would otherwise be ignored in silence."""
     if asked := os.environ.get("ADAATTN_TUNE"):
-        warnings.warn(
+        warn(
             f"ADAATTN_TUNE: got {asked!r}, expected no such variable: backends are no longer measured on each machine, "
             "and calls go by the built-in order; unset it, and delete the tables of earlier "
-            "versions (adaattn_hf/tuned-*.json in XDG_CACHE_HOME, else in ~/.cache)",
-            stacklevel=3,
+            "versions (adaattn_hf/tuned-*.json in XDG_CACHE_HOME, else in ~/.cache)"
         )
 
 

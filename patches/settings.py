@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
-from adaattn_hf.config import AdaAttnConfig, settings_in
+from adaattn_hf.config import AdaAttnConfig, ConfigError, settings_of
+from adaattn_hf.errors import warn
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.presets import load_preset
 
+from .models.support import Model, model_in, refuse_no_model
 
-def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:
+
+def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     """Set AdaAttn's settings on a model and all its towers; they are saved with it.
 
     A preset allows a loss budget, which only a plan can spend. The model's plan is kept if its own budget is within the
@@ -23,21 +25,28 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     makes one.
 
     Args:
-        model: Any Transformers model.
+        model: Any Transformers model, or what holds one (a pipeline, PEFT, sentence-transformers).
         settings: The settings, or the name of a preset.
 
     Returns:
-        The settings.
+        `model`; its `config.adaattn` holds the settings.
 
     Raises:
-        ConfigError: Unknown preset or setting.
+        ConfigError: Unknown preset or setting, or there is no Transformers model.
     """
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    configs[id(model.config)] = model.config
+    held = model_in(model)
+    refuse_no_model(held)
+    found: Any = (getattr(module, "config", None) for module in held.modules())
+    configs: dict[int, Any] = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    if not configs:
+        raise ConfigError(
+            f"model: got {type(held).__name__}, expected a Transformers model or what holds one; pass what "
+            "from_pretrained returned"
+        )
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        held = (getattr(config, "adaattn", None) for config in configs.values())
-        present = [one for one in held if isinstance(one, Mapping)]
+        raw = (getattr(config, "adaattn", None) for config in configs.values())
+        present = [one for one in raw if isinstance(one, Mapping)]
         carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
         plan = _within(carried, chosen)
         tensors = next((found for one in present if (found := one.get("tensors")) is not None), None)
@@ -45,10 +54,9 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
             chosen = replace(chosen, plan=plan, tensors=tensors)
     data = chosen.to_dict()
     for config in configs.values():
-        if hasattr(config, "to_dict"):
-            config.adaattn = data
-    settings_in(model.config)  # parsed now, so that its warnings come here
-    return chosen
+        config.adaattn = data
+    settings_of(data)  # parsed now, so that its warnings come here
+    return model
 
 
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
@@ -61,10 +69,8 @@ def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[st
     if budget <= math.log1p(preset.budget) * (1 + 1e-6):
         return plan
     if preset.budget > 0:
-        warnings.warn(
+        warn(
             f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
-            f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away",
-            UserWarning,
-            stacklevel=3,
+            f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away"
         )
     return None

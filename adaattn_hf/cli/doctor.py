@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -50,8 +50,11 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(as_json: AsJson = False) -> None:
-    """Show versions, compiler, CPU, GPU, backends and packages; what is missing, and how to get it.
+def doctor(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that was looked at, in tables.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, CPU, GPU, backends and packages in a line each; what is missing, and how to get it.
 
     Exit codes: 0 AdaAttn can run here; 1 something that it cannot do without is missing.
     """
@@ -59,8 +62,37 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        show(findings, Console())
+        (show if verbose else summarise)(findings, Console())
     raise typer.Exit(int(any(finding.about == "versions" and finding.remedy for finding in findings)))
+
+
+def summarise(findings: list[Finding], console: Console) -> None:
+    """Print a line per subject, and one for each remedy of what is no optional package."""
+    from rich.markup import escape
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for about in dict.fromkeys(finding.about for finding in findings):
+        own = [finding for finding in findings if finding.about == about]
+        here = [finding for finding in own if finding.state and not (finding.remedy or finding.state[:4] == "not ")]
+        words = {
+            "versions": [f"{finding.name} {finding.state.partition(' (')[0]}" for finding in here[:4]],
+            "cpu": [
+                f"{finding.name} {finding.state.partition(' (')[0]}"
+                for finding in here
+                if finding.name in ("system", "native kernels")
+            ],
+            "gpu": [f"{finding.name}: {finding.state}" for finding in own],
+        }.get(about, [finding.name for finding in here])
+        table.add_row(about, escape(", ".join(words)))
+        apart = [finding.name for finding in own if finding not in here]
+        if apart and about in ("backends", "packages"):
+            table.add_row("", escape(f"not here: {', '.join(apart)} (--verbose says why)"))
+    for finding in findings:
+        if finding.remedy and finding.about != "packages":
+            table.add_row("[yellow]missing[/]", escape(f"{finding.name}: {finding.remedy}"))
+    console.print(table)
 
 
 def show(findings: list[Finding], console: Console) -> None:
@@ -158,6 +190,8 @@ def devices() -> Iterator[Finding]:
 
 def backends() -> Iterator[Finding]:
     """Returns every backend, with what is missing for it here."""
+    import torch
+
     from adaattn_hf.backends.select import BACKENDS
 
     for name, backend in BACKENDS.items():
@@ -165,6 +199,8 @@ def backends() -> Iterator[Finding]:
             lacking = backend.missing()
         except UsageError as error:
             lacking = (str(error),)
+        if backend.device == "cuda" and not torch.cuda.is_available():
+            lacking = ("CUDA only, no GPU here", *lacking)
         yield Finding("backends", name, f"not here: {'; '.join(lacking)}" if lacking else "installed")
 
 

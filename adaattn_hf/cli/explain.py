@@ -29,6 +29,7 @@ class Explained(Source):
         cache: Explain for a cache that stores the model's numbers, or codes.
         streaming: Count the bytes of a cache whose heads keep the plan's windows alone.
         plan: File or directory of a plan. Default: the one that MODEL carries.
+        verbose: Print every reason of every backend, also of those for another device.
     """
 
     attn_implementation: str = "adaattn"
@@ -37,6 +38,7 @@ class Explained(Source):
     cache: str = field(default="model", metadata={"choices": ("model",), "names": ("attention/stored.py", "FORMATS")})
     streaming: bool = False
     plan: str | None = None
+    verbose: bool = False
 
 
 @with_options(asked=Explained)
@@ -46,7 +48,7 @@ def explain(
     asked: Explained,
     as_json: AsJson = False,
 ) -> None:
-    """Print, per layer, which attention backend runs and every refusal of the others.
+    """Print, per layer, which attention backend runs, and why others do not.
 
     Exit codes: 0 done; 2 usage; 4 model unavailable, or the named backend refuses it.
     """
@@ -117,7 +119,13 @@ def _explanation(model: str, asked: Explained) -> Explanation:
             ghost = auto.from_config(config, attn_implementation=asked.attn_implementation)
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
         return adaattn_hf.explain(
-            ghost, device=where.type, dtype=kind, cache=asked.cache, streaming=asked.streaming, plan=given
+            ghost,
+            device=where.type,
+            dtype=kind,
+            cache=asked.cache,
+            streaming=asked.streaming,
+            plan=given,
+            verbose=asked.verbose,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +22,8 @@ from .families import UnsupportedModel, family_of, modeling_source, unsupported
 if TYPE_CHECKING:
     from transformers import Pipeline
 
+Model = TypeVar("Model", bound="nn.Module | Pipeline")
+"""A model, or what holds models: what is given to a function that changes it, and comes back."""
 _OWN_TABLE = re.compile(r"_CLASSES\[")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 

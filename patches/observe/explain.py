@@ -66,9 +66,12 @@ class Explanation:
     """Memory of the model's key/value cache, None for a model without one."""
     legend: str = ""
     """What the labels of the plan's choices mean, empty without a plan."""
+    verbose: bool = False
+    """Whether its text names every reason of every backend; else those of another device are one line."""
 
     def __str__(self) -> str:
         """One line per group of layers with equal backend, call and plan; then the refusals not listed before."""
+        apart: dict[str, str] = {}
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         said: dict[str, tuple[str, ...]] | None = None
         before: dict[str, tuple[str, ...]] = {}
@@ -77,15 +80,24 @@ class Explanation:
             groups.setdefault((choice.phase, choice.backend, choice.spec, choice.plan), []).append(choice)
         for (phase, backend, spec, plan), layers in groups.items():
             first, last = layers[0].layer, layers[-1]
+            refused = dict(last.refused)
+            for name in () if self.verbose else last.refused:
+                if (needed := BACKENDS[name].device) not in ("", spec.device):
+                    apart[name] = needed
+                    del refused[name]
             span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
-            if said is not None and last.refused != said:
+            if said is not None and refused != said:
                 lines += _why_not(said, before)
                 before |= said
-            said = last.refused
+            said = refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if plan:
                 lines.append(f"           plan: {plan}")
         lines += _why_not(said or {}, before)
+        for needed in dict.fromkeys(apart.values()):
+            absent = ", no GPU here" if needed == "cuda" and not torch.cuda.is_available() else ""
+            names = ", ".join(name for name, its in apart.items() if its == needed)
+            lines.append(f"           {needed.upper()} only{absent}: {names}")
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
         if not self.layers:
@@ -117,6 +129,7 @@ def explain(
     cache: str = "model",
     streaming: bool = False,
     plan: Plan | str | Path | None = None,
+    verbose: bool = False,
 ) -> Explanation:
     """Reports which backend and plan each attention layer of a model uses, by running a copy on the meta device.
 
@@ -129,6 +142,7 @@ def explain(
         cache: Explain for a cache of this format; see `AdaAttnCache`.
         streaming: Count the cache's bytes with the streaming heads of the plan; see `AdaAttnCache`.
         plan: Explain with this plan (see `Plan.from_pretrained`) instead of the model's own.
+        verbose: Let the text of the explanation name every reason of every backend, also of those for another device.
 
     Raises:
         ValueError: The model runs another attention implementation, its inputs cannot be guessed, it cannot use such a
@@ -164,6 +178,7 @@ def explain(
         tuple(layers),
         memories[0] if memories else None,
         legend(shown),
+        verbose,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -19,8 +19,12 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY
 
+from ..models.support import model_in
 from ..plans.attach import plan_of, program_of
 from ..plans.layers import attention_modules
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 _SLOT = "_adaattn_monitor"
 _shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
@@ -46,22 +50,23 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
 
 
 @contextmanager
-def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
+def monitoring(model: nn.Module | Pipeline, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
     """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
 
     Args:
-        model: A model that carries a plan.
+        model: A model that carries a plan, or what holds it (a pipeline, PEFT, sentence-transformers).
         sample_rows: Compare sampled rows with exact attention and make heads exact; otherwise only count.
         factor: A unit is made exact if it loses more than this many times its 95th percentile in calibration.
 
     Raises:
         ValueError: If the model carries no plan.
     """
-    plan = plan_of(model)
+    held = model_in(model)
+    plan = plan_of(held)
     if plan is None:
         raise ValueError("the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`")
     monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
-    modules = {id(module): index for index, module in attention_modules(model, plan.model_type)}
+    modules = {id(module): index for index, module in attention_modules(held, plan.model_type)}
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
         if id(module) not in modules:
@@ -69,15 +74,15 @@ def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.
         program = monitor.watch(modules[id(module)], program_of(module), request, module.training)
         return (select.attend(request) if program is None else execute.attend(program, request)).out
 
-    model.__dict__[_SLOT] = (None, monitor)
+    held.__dict__[_SLOT] = (None, monitor)
     with tapping(tap):
         yield monitor
 
 
-def statistics(model: nn.Module) -> list[dict[str, Any]]:
+def statistics(model: nn.Module | Pipeline) -> list[dict[str, Any]]:
     """Returns the counters of each layer, activation rate included: of the last `monitoring` block, or of the
     monitor that `config.adaattn["monitor"]` asks for; empty where nothing was watched."""
-    found = (module.__dict__[_SLOT][1] for module in model.modules() if _SLOT in module.__dict__)
+    found = (module.__dict__[_SLOT][1] for module in model_in(model).modules() if _SLOT in module.__dict__)
     monitor: Monitor | None = next(found, None)
     if monitor is None:
         return []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,12 @@ from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
-from ..models.support import refuse_other_attention
+from ..models.support import model_in, refuse_other_attention
 from ..plans.attach import programs_for
 from .maps import head_map, plan_map
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is reported."""
@@ -267,7 +270,7 @@ def _rounded(values: Tensor) -> Any:
 
 @contextmanager
 def record(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     *,
     rows: int = 64,
     seed: int = 0,
@@ -281,7 +284,8 @@ def record(
     graph cannot be recorded.
 
     Args:
-        model: A model with an attention implementation of this package, with or without a plan.
+        model: A model with an attention implementation of this package, with or without a plan, or what holds it (a
+            pipeline, PEFT, sentence-transformers).
         rows: Query rows sampled per call, one from each of as many equal parts.
         seed: Seed of the sample.
         spectrum: Also measure the spectrum of the scores (one fp64 product per call and head).
@@ -298,10 +302,11 @@ def record(
     """
     if rows < 1:
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
-    refuse_other_attention(model)
+    held = model_in(model)
+    refuse_other_attention(held)
     programs = None
     if against is not None:
-        _, found = programs_for(model, Plan.from_pretrained(against), unverified=True)
+        _, found = programs_for(held, Plan.from_pretrained(against), unverified=True)
         programs = {index: program for index, (_, program) in found.items()}
-    with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
+    with recording(AttentionRecord(held, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
         yield listener  # type: ignore[misc]

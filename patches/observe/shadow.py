@@ -9,7 +9,6 @@ backend: shadowing checks kernels, not the loss of a plan, which calibration pro
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -21,6 +20,7 @@ from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
+from adaattn_hf.errors import warn
 
 ROWS = 64
 """Query rows that are compared in a call without a plan."""
@@ -83,11 +83,10 @@ def compare(
         allowed = TOLERANCE[out.dtype]
     else:
         if request.query.shape[:3].numel() * request.structure.kv_len > _MOST_WEIGHTS:
-            warnings.warn(
+            warn(
                 f"shadow: a planned call of {request.structure.q_len} queries and {request.structure.kv_len} keys was "
                 "not compared, its weights would not fit; shorter calls of this model are",
                 RuntimeWarning,
-                stacklevel=2,
             )
             return
         from adaattn_hf.plans import execute
@@ -106,4 +105,4 @@ def compare(
     )
     if action == "raise":
         raise ShadowMismatch(sentence)
-    warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+    warn(sentence, RuntimeWarning)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,11 +17,14 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY, layer_tensors
 
-from ..models.support import implementations, is_ours
+from ..models.support import Model, implementations, is_ours, model_in
 from . import fit
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
@@ -77,9 +80,9 @@ def programs_for(
     return raw, programs
 
 
-def remove_plan(model: nn.Module) -> None:
-    """Removes the plan from a model: every layer is exact again."""
-    for module in model.modules():
+def remove_plan(model: Model) -> Model:
+    """Removes the plan from a model: every layer is exact again. Returns the model."""
+    for module in model_in(model).modules():
         module.__dict__.pop(PROGRAM_SLOT, None)
         config: Any = getattr(module, "config", None)
         settings = settings_of(config)
@@ -90,11 +93,12 @@ def remove_plan(model: nn.Module) -> None:
                 config.adaattn = rest
             else:
                 del config.adaattn
+    return model
 
 
-def plan_of(model: nn.Module) -> Plan | None:
+def plan_of(model: nn.Module | Pipeline) -> Plan | None:
     """Returns the plan that a model carries, or `None`."""
-    data = _data_of(model)
+    data = _data_of(model_in(model))
     return None if data is None else Plan.from_dict(data)
 
 
@@ -109,37 +113,38 @@ def settings_of(config: Any) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
-def load_plan(model: nn.Module, plan: Plan | str | Path | None = None, *, unverified: bool = False) -> Plan:
+def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified: bool = False) -> Model:
     """Gives a model a plan, or reads the one in its configuration, and checks it against every layer at once.
 
     Without it every layer reads its part of the configuration's plan in the first forward pass; a graph needs it before
     it is traced.
 
     Args:
-        model: A model, as `from_pretrained` leaves it.
+        model: A model, as `from_pretrained` leaves it, or what holds one (a pipeline, PEFT, sentence-transformers).
         plan: A plan, the file or directory that holds it, or the id of a repository of the Hub (see
             `Plan.from_pretrained`); None for the one that the model carries.
         unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
 
     Returns:
-        The plan.
+        `model`; `plan_of(model)` is its plan.
 
     Raises:
         PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
     """
+    held = model_in(model)
     if plan is None:
-        data = _data_of(model)
+        data = _data_of(held)
         if data is None:
             raise PlanError(
-                f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
+                f"model: the configuration of this {type(held).__name__} holds no plan; make one with "
                 "`adaattn calibrate`"
             )
         found, unverified = Plan.from_dict(data), unverified or isinstance(data, Allowed)
     else:
         found = Plan.from_pretrained(plan)
-    refuse_stock_attention(model)
-    attach(model, found, unverified=unverified)
-    return found
+    refuse_stock_attention(held)
+    attach(held, found, unverified=unverified)
+    return model
 
 
 def refuse_stock_attention(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -14,9 +15,13 @@ from torch import nn
 from adaattn_hf.attention.tap import SEATED, Seat, Seated, seating
 from adaattn_hf.plans.plan import Plan
 
+from ..models.support import model_in
 from . import attach
 from .hashes import pretrained
 from .replaced import replacements
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 MOST = 8
 """Plans per model whose checks are remembered, the newest ones."""
@@ -26,7 +31,9 @@ _lock = Lock()
 
 
 @contextmanager
-def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bool = False) -> Iterator[None]:
+def use_plan(
+    model: nn.Module | Pipeline, plan: Plan | str | Path | None, *, unverified: bool = False
+) -> Iterator[None]:
     """Runs a model by another plan inside the `with` block, or exactly; its own plan stays and is back behind it.
 
     The block belongs to the thread, or the asyncio task, that opens it: two requests may run one model by two plans at
@@ -39,7 +46,8 @@ def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bo
     a block is open for their model (without `fullgraph` its attention runs outside the graphs meanwhile).
 
     Args:
-        model: A model whose attention implementation is one of ours.
+        model: A model whose attention implementation is one of ours, or what holds it (a pipeline, PEFT,
+            sentence-transformers).
         plan: A plan (see `Plan.from_pretrained`), or None for exact attention in every layer. The same object is
             checked once.
         unverified: Run the plan though held-out text has not shown it good.
@@ -47,8 +55,9 @@ def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bo
     Raises:
         PlanError: The plan does not belong to the model, or the model runs another attention.
     """
-    attach.refuse_stock_attention(model)
-    seats = _seats(model, plan, unverified)
+    held = model_in(model)
+    attach.refuse_stock_attention(held)
+    seats = _seats(held, plan, unverified)
     with _marked(seats), seating(seats):
         yield
 

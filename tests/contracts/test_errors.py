@@ -202,6 +202,12 @@ CASES = (
         ("attn_implementation", "BloomConfig", "attention interface", "attn_implementation='eager'"),
     ),
     Case(
+        "configures what holds no model",
+        lambda: adaattn_hf.configure(torch.nn.Linear(2, 2), "exact"),
+        adaattn_hf.ConfigError,
+        ("model", "got Linear", "expected a Transformers model", "from_pretrained"),
+    ),
+    Case(
         "names a preset that does not exist",
         lambda: adaattn_hf.load_preset("exakt"),
         adaattn_hf.ConfigError,

@@ -130,7 +130,7 @@ def test_import_registers_the_names_and_does_nothing_else(interpreter: WarmInter
         out = model(input_ids=torch.arange(6)[None]).logits
         assert torch.isfinite(out).all()
         assert "adaattn_hf.plans" not in sys.modules, "a call without a plan loaded what plans need"
-        missing = str(adaattn_hf.explain(model))
+        missing = str(adaattn_hf.explain(model, verbose=True))
         print(missing)
     """
     printed = run(interpreter, code, blocked=OPTIONAL)

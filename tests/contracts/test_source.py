@@ -107,11 +107,11 @@ def dead_advice(source: str) -> Iterator[str]:
 
 
 def own_suggestions(source: str) -> Iterator[str]:
-    """Nearest names looked for anywhere but in `errors.unknown`, the one sentence for a name nobody knows."""
+    """Nearest names and warnings anywhere but in `errors`, which knows one sentence and the user's line."""
     if "def unknown(" in source:
         return
     for number, line in enumerate(source.splitlines(), 1):
-        if "get_close_matches" in line:
+        if "get_close_matches" in line or "warnings.warn(" in line:
             yield f"{number}: {line.strip()}"
 
 
@@ -192,7 +192,7 @@ PLANTED = {
         '"""What this module is for."""\nclass A:\n    x = 1\n',
     ],
     "workplace": ["x = '/work/main'\n", "# see issue 5\n"],
-    "suggestions": ["near = difflib.get_close_matches(name, known)\n"],
+    "suggestions": ["near = difflib.get_close_matches(name, known)\n", "warnings.warn(words, stacklevel=2)\n"],
     "allocator": ["torch.cuda.empty_cache()\n", "torch.cuda.set_per_process_memory_fraction(0.7)\n"],
     "device": ["table = torch.tensor(rows, dtype=torch.int64)\n"],
     "dtype": [

@@ -135,7 +135,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(model: Path,
         assert (wrong.exit_code, words in wrong.stderr) == (2, True), wrong.stderr
 
     loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
-    assert adaattn_hf.load_plan(loaded).to_json().encode() == plan
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(loaded)).to_json().encode() == plan
     inputs = torch.arange(64)[None]
     with torch.no_grad():
         planned = loaded(inputs).logits
@@ -550,7 +550,7 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
         (("--lengths", "9k"), "lengths is [9216], expected at most the "),
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
-        (("--dtype", "float33"), "dtype: got 'float33'"),
+        (("--dtype", "float33"), "Invalid value for '--dtype'"),
         (("--families", "windows"), "Did you mean 'window'"),
         (("--families", ","), "expected some of window,"),
         (("--threads", "0"), "threads is 0, expected at least 1"),

@@ -518,7 +518,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     shown = CliRunner().invoke(app, ["plan", "show", str(directory), "--verbose"])
     assert "scored on tokens at masked positions" in shown.output
     assert "retrieval: does not apply" in shown.output
-    plan = adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory))
+    plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory)))
     assert plan.protocol["scoring"]["maskings"] == 3
     assert plan.protocol["scoring"]["mask_share"] == 0.2
     # without lengths: the model's positions, for which this table has no prices

@@ -33,7 +33,7 @@ def test_a_plan_in_the_configuration_is_executed_until_it_is_removed() -> None:
     ids = tokens()
     with torch.no_grad():
         exact = stock(input_ids=ids).logits
-        assert adaattn_hf.load_plan(ours) == plan
+        assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours)) == plan
         planned = ours(input_ids=ids).logits
         assert_same(exact[:, :2], planned[:, :2])  # the window sees all that there is
         assert float((exact - planned)[:, 2:].abs().max()) > 1e-2
@@ -50,13 +50,13 @@ def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> N
     ids = tokens()
     with torch.no_grad():
         narrow = ours(input_ids=ids).logits
-        assert adaattn_hf.load_plan(ours, tmp_path) == wider
+        assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours, tmp_path)) == wider
         assert float((ours(input_ids=ids).logits - narrow).abs().max()) > 1e-4
     (tmp_path / "adaattn_plan.json").unlink()
     for wrong in (tmp_path, tmp_path / "mistyped", tmp_path / "mistyped" / "adaattn_plan.json"):
         with pytest.raises(PlanError, match="does not exist; expected a plan, or a directory or"):
             adaattn_hf.load_plan(twin, wrong)
-    assert adaattn_hf.load_plan(twin) == plan  # the one that the model carries
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(twin)) == plan  # the one that the model carries
     twin.set_attn_implementation("sdpa")
     with pytest.raises(PlanError, match=r"is sdpa, which knows no plans; .*set_attn_implementation"):
         adaattn_hf.load_plan(twin)
@@ -109,8 +109,8 @@ def test_a_plan_that_was_not_proven_runs_only_where_somebody_says_so() -> None:
         ours(input_ids=tokens())
     with pytest.raises(PlanError, match="unverified=True"):
         adaattn_hf.load_plan(ours)
-    assert adaattn_hf.load_plan(ours, unverified=True) == plan
-    assert adaattn_hf.load_plan(ours) == plan  # the same one, which it allowed
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours, unverified=True)) == plan
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours)) == plan  # the same one, which it allowed
     assert torch.isfinite(ours(input_ids=tokens()).logits).all()
     failed = Verified(False, 1.0, 2.0, 0.95, 1, 9, 99, 1.0, 1.0, 0.5, None, None, 1.0, 1.0, 1.0, "failed")
     ours.config.adaattn = {"plan": replace(plan, verified=failed).to_dict()}
@@ -143,7 +143,7 @@ def test_a_plan_is_bound_to_all_weights_of_its_model(tmp_path: Path) -> None:
     _, ours, plan = planned_pair()
     bound = replace(plan, weight_hash=model_hash(ours))
     ours.config.adaattn = {"plan": bound.to_dict()}
-    assert adaattn_hf.load_plan(ours) == bound
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours)) == bound
     ours.save_pretrained(tmp_path)
     again = type(ours).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
     assert torch.equal(again(input_ids=tokens()).logits, ours(input_ids=tokens()).logits)

@@ -70,7 +70,8 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_a_plan_travels_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, plan = rounded()
-    assert adaattn_hf.load_plan(ours, plan) is plan
+    assert adaattn_hf.load_plan(ours, plan) is ours
+    assert adaattn_hf.plan_of(ours) == plan
     right = logits(ours)
     plan.save_pretrained(tmp_path / "plan")
     monkeypatch.setattr(store, "_tensors", {})  # another process

@@ -129,7 +129,7 @@ def test_settings_are_saved_and_come_back(tmp_path: Path) -> None:
 
 def test_an_explanation_says_alike_reasons_once() -> None:
     _, ours = fresh_pair("llama")
-    found = adaattn_hf.explain(ours)
+    found = adaattn_hf.explain(ours, verbose=True)
     lines = str(found).splitlines()
     first = [n for n, line in enumerate(lines) if line.lstrip().startswith(("prefill", "padded"))]
     assert first == [1, 2]  # no reasons between phases that refuse alike
@@ -139,6 +139,21 @@ def test_an_explanation_says_alike_reasons_once() -> None:
     assert sum("fa2" in line and line.endswith(": for the reasons above") for line in lines) == 1
     assert "would serve, too: " in str(found)
     assert "one query" in next(line for line in lines if line.lstrip().startswith("decode"))
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_an_explanation_is_short_of_what_needs_another_device(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten lines on a CPU: what needs a GPU is one of them."""
+    model = fresh_pair("llama").ours
+    found, of_gpu = adaattn_hf.explain(model, device="cpu"), adaattn_hf.explain(model, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    lines = str(found).splitlines()
+    assert len(lines) <= 10
+    assert [line for line in lines if "fa2" in line or "triton" in line] == [
+        f"           CUDA only{'' if here else ', no GPU here'}: fa4, fa3, fa3_fwd, fa2, triton"
+    ]
+    assert all("fa2" in choice.refused for choice in found.layers), "the reasons are there for who asks"
+    assert "           CPU only: native" in str(of_gpu).splitlines()
 
 
 def test_an_explanation_for_a_gpu_says_what_a_compiled_step_runs() -> None:

@@ -50,8 +50,9 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, backend: str) 
     spoil(monkeypatch, backend)
     with pytest.raises(shadow.ShadowMismatch, match=rf"layer 0 .* on {backend} is off by 0\.01"):
         run(shadowed())
-    with pytest.warns(RuntimeWarning, match="is off by"):
+    with pytest.warns(RuntimeWarning, match="is off by") as told:
         run(shadowed("warn"))
+    assert {one.filename for one in told} == {__file__}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import adaattn_hf
 
+from ..support.choices import make_choice
 from ..support.models import fresh_pair, padding, tokens
+from ..support.plans import plan_for
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
@@ -148,3 +150,50 @@ def test_explain_and_check_look_inside(tiny_encoder: Path) -> None:
     assert all(choice.layer in names for choice in held.layers)
     with pytest.raises(ValueError, match="its attention implementation is 'sdpa', none of AdaAttn's"):
         adaattn_hf.explain(embedder(tiny_encoder, "sdpa"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own names
+@pytest.mark.parametrize("kind", ["embedder", "reranker", "pipeline", "adapters"])
+def test_what_takes_a_model_takes_what_holds_one(tiny_encoder: Path, kind: str) -> None:
+    """And what changes a model returns what it was given."""
+    thing: Any
+    if kind == "embedder":
+        thing = embedder(tiny_encoder, "adaattn")
+    elif kind == "reranker":
+        keywords = {"attn_implementation": "adaattn", "dtype": torch.float32}
+        thing = sentence_transformers.CrossEncoder(str(tiny_encoder), num_labels=1, model_kwargs=keywords, device="cpu")
+    else:
+        thing = tf.BertForMaskedLM.from_pretrained(tiny_encoder, attn_implementation="adaattn").eval()
+        if kind == "pipeline":
+            tokenizer = tf.AutoTokenizer.from_pretrained(tiny_encoder)
+            thing = tf.pipeline("feature-extraction", model=thing, tokenizer=tokenizer, device="cpu")
+        else:
+            peft = pytest.importorskip("peft")
+            thing = peft.get_peft_model(thing, peft.LoraConfig(r=2, target_modules=["query"])).eval()
+    modules = (thing.model if kind == "pipeline" else thing).modules()
+    tower: Any = next(module for module in modules if isinstance(module, tf.PreTrainedModel))
+    adaattn_hf.check(thing)
+    assert adaattn_hf.explain(thing).layers
+    assert adaattn_hf.prepare(thing) is thing
+    assert adaattn_hf.unpad_calls(thing) == {}
+    assert "forward" in vars(tower) or tower._forward_pre_hooks
+    assert adaattn_hf.restore(thing) is thing
+    assert not tower._forward_pre_hooks
+    settings = adaattn_hf.AdaAttnConfig(backend="eager")
+    assert adaattn_hf.configure(thing, settings) is thing
+    assert {choice.backend for choice in adaattn_hf.explain(thing).layers} == {"eager"}
+    adaattn_hf.configure(thing, "exact")
+    plan = plan_for(tower, make_choice("window", 2, 1))
+    assert adaattn_hf.load_plan(thing, plan) is thing
+    assert adaattn_hf.plan_of(thing) == plan
+    assert any(choice.plan for choice in adaattn_hf.explain(thing).layers)
+    with adaattn_hf.monitoring(thing), torch.no_grad():
+        tower(input_ids=tokens() % 50)
+    assert adaattn_hf.statistics(thing)
+    assert adaattn_hf.remove_plan(thing) is thing
+    assert adaattn_hf.plan_of(thing) is None
+    with adaattn_hf.record(thing) as exact, torch.no_grad():
+        tower(input_ids=tokens() % 50)
+    with adaattn_hf.use_plan(thing, plan), adaattn_hf.record(thing) as seen, torch.no_grad():
+        tower(input_ids=tokens() % 50)
+    assert str(seen) != str(exact), "one ran by the plan"

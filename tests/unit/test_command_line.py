@@ -323,9 +323,29 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 def test_doctor_prints_the_brackets_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backends", lambda: [doctor.Finding("backends", "x", "pip install a[b]", "c[d]")])
-    result = CliRunner().invoke(main.app, ["doctor"])
-    assert "pip install a[b]" in result.output
-    assert "c[d]" in result.output
+    for words in (["doctor"], ["doctor", "--verbose"]):
+        output = CliRunner().invoke(main.app, words).output
+        assert "c[d]" in output
+    assert "pip install a[b]" in output
+
+
+def test_doctor_says_in_ten_lines_what_is_here_and_the_remedy_of_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "PACKAGES", {**doctor.PACKAGES, "absent_package": "nothing"})
+    monkeypatch.setenv("COLUMNS", "80")
+    output = CliRunner().invoke(main.app, ["doctor"]).output
+    assert len(output.splitlines()) <= 10, output
+    said = " ".join(output.split())
+    assert f"torch {torch.__version__}" in said
+    assert "not here: fa4, fa3, fa3_fwd, fa2, triton (--verbose says why)" in said
+    assert "not here: absent-package (--verbose says why)" in said
+    assert "pip install" not in said, "of what may well be absent"
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "9999")
+    assert "missing torch: pip install 'torch" in " ".join(CliRunner().invoke(main.app, ["doctor"]).output.split())
+    verbose = " ".join(CliRunner().invoke(main.app, ["doctor", "--verbose"]).output.split())
+    assert "triton not here: CUDA only, no GPU here" in verbose
 
 
 def test_doctor_says_what_a_package_is_for_before_how_to_get_it() -> None:
@@ -387,7 +407,7 @@ def test_a_group_completes_under_the_name_of_the_program_alone() -> None:
 
 def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(main.app, ["doctor"])
+    result = CliRunner().invoke(main.app, ["doctor", "--verbose"])
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= 80
     assert "backends" in result.output
@@ -457,7 +477,9 @@ def test_explain_speaks_of_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(main.app, words)
     assert result.exit_code == 0, result.output
     assert "head_dim 32, 4 query heads per key/value head, cuda]" in result.output
-    assert "native: " in result.output
+    assert "CPU only: native" in result.output
+    verbose = CliRunner().invoke(main.app, [*words, "--verbose"])
+    assert "not native: the native kernels run on CPUs" in verbose.output
 
 
 def test_the_command_says_where_the_package_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

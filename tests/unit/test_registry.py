@@ -84,5 +84,6 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
 
 def test_a_variable_of_earlier_versions_is_not_ignored_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADAATTN_TUNE", "first")
-    with pytest.warns(UserWarning, match=r"ADAATTN_TUNE: got 'first', expected no such variable.*unset it"):
+    with pytest.warns(UserWarning, match=r"ADAATTN_TUNE: got 'first', expected no such variable.*unset it") as told:
         adaattn_hf.register()
+    assert [one.filename for one in told] == [__file__]

@@ -80,9 +80,9 @@ def test_settings_with_an_effect_are_kept() -> None:
 
 
 @pytest.mark.parametrize("preset", ["balanced", "fast", "long_context"])
-def test_a_budget_without_a_plan_is_said_once(preset: str) -> None:
+def test_a_budget_without_a_plan_is_said_once_at_the_users_line(preset: str) -> None:
     model = fresh_pair("llama").ours
-    with pytest.warns(UserWarning, match=f"{preset}.*every layer is exact.*adaattn calibrate"):
+    with pytest.warns(UserWarning, match=f"{preset}.*every layer is exact.*adaattn calibrate") as asked:
         adaattn_hf.configure(model, preset)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
@@ -90,8 +90,10 @@ def test_a_budget_without_a_plan_is_said_once(preset: str) -> None:
     saved = dict(model.config.adaattn)
     other = fresh_pair("llama").ours
     other.config.adaattn = saved  # as from_pretrained leaves it
-    with pytest.warns(UserWarning, match="every layer is exact"), torch.no_grad():
+    with pytest.warns(UserWarning, match="every layer is exact") as ran, torch.no_grad():
         other(input_ids=tokens())
+    assert [one.filename for one in (*asked, *ran)] == [__file__, __file__]
+    assert asked[0].lineno < ran[0].lineno
 
 
 def test_a_preset_keeps_the_plan_that_fits_it() -> None:
@@ -112,10 +114,11 @@ def test_a_preset_takes_away_a_plan_that_spends_more() -> None:
     give(model, make_choice("window", 4))
     model.config.adaattn["plan"]["budget"] = math.log1p(0.01)
     with (
-        pytest.warns(UserWarning, match="taken away"),
+        pytest.warns(UserWarning, match="taken away") as told,
         pytest.warns(UserWarning, match="every layer is exact"),
     ):
         adaattn_hf.configure(model, "balanced")
+    assert {one.filename for one in told} == {__file__}
     assert adaattn_hf.plan_of(model) is None
 
 
