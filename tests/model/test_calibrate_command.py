@@ -26,7 +26,7 @@ import adaattn_hf
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import FILE, CalibrationState
+from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.cli.calibrate import Asked
 from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation, work_of
 from adaattn_hf.cli.main import app
@@ -237,6 +237,47 @@ def test_budgets_of_one_run_are_measured_once_and_make_the_plans_that_each_makes
     assert json.loads(plan) == told["1pct"]["plan"]
     assert all(words in done.stderr for words in ("the plan is exact", ", allowed +1 % (95 %", f"plan: {out}/1pct"))
     assert sorted(one.name for one in out.iterdir()) == ["1e-09nats", "1pct"], "nothing is left to resume"
+
+
+def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_measured(
+    made: Path, model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fisher, "measure", Mock(side_effect=AssertionError("a risk pass ran")))
+    words = [word for word in arguments(model, material) if word != "--in-place"]
+    for name in ("--sequences", "--rows", "--labels"):  # are those of that run
+        del words[words.index(name) : words.index(name) + 2]
+    out = tmp_path / "plan"
+    done = CliRunner().invoke(app, [*words, "--budget", "1%", "--from", str(made), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert f"risks: those of {made / RISKS_FILE}\n" in done.output
+    assert (out / "adaattn_plan.json").read_bytes() == (made / "adaattn_plan.json").read_bytes()
+    dear = tmp_path / "dear.json"
+    dear.write_text(price_table(LENGTH, {"exact": 1.0, "bf16": 2.0, "int8": 0.1}).to_json())
+    again = [*words, "--prices", str(dear), "--families", "bf16,int8", "--budget", "1%"]
+    plan = str(out / "adaattn_plan.json")  # its file, and risks that travelled on
+    done = CliRunner().invoke(app, [*again, "--from", plan, "--out", str(tmp_path / "other")])
+    assert (done.exit_code, "no choice saves time" in done.output) == (BUDGET_NOT_MET, True), done.output
+    assert ", which lack int8" in done.output
+    (tmp_path / "other" / RISKS_FILE).write_bytes(b"")
+    for more, says in (
+        (("--from", str(tmp_path)), f"from: {tmp_path / RISKS_FILE} does not exist"),
+        (("--from", str(tmp_path / "other")), "holds no risks (No data left in file)"),
+        (("--from", str(made), "--families", "int8"), "holds risks of bf16, expected some of int8"),
+        (
+            ("--from", str(made), "--families", "int8", "--dtype", "bfloat16"),
+            "in float32, expected bfloat16, as the model is loaded; give",
+        ),
+        (("--from", str(made), "--lengths", "160"), f"holds risks at [{LENGTH}] tokens, expected [160]"),
+        (("--from", str(made), "--data", __file__), "holds risks of other text, expected that of --data"),
+    ):
+        refused = CliRunner().invoke(app, [*words, "--budget", "1%", *more, "--out", str(tmp_path / "none")])
+        assert (refused.exit_code, says in refused.stderr) == (2, True), refused.output
+    trained = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        trained.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    trained.save_pretrained(model)
+    refused = CliRunner().invoke(app, [*words, "--from", str(made), "--out", str(tmp_path / "none")])
+    assert (refused.exit_code, "holds risks of other weights" in refused.stderr) == (2, True), refused.output
 
 
 def test_budgets_that_are_finished_stay_where_another_is_interrupted(
