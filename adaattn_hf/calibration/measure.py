@@ -92,9 +92,14 @@ def measure(
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, identity, directory, resume, known)
-    if table is None:
-        table = price_table(inputs, layers)
     settings = inputs.settings
+    conditions = [pricing.machine(inputs.arms.device), settings.batch, settings.captured]
+    if table is None:
+        before = PriceTable.from_json(state.prices[1]) if state.prices[:1] == [conditions] else None
+        table = price_table(inputs, layers, before)
+        state.prices = [conditions, table.to_json()]
+        if directory is not None and inputs.team.leads:
+            state.save(directory)
     steps = settings.decode_tokens if inputs.scoring.generates else 0
     exact_steps = steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
     by_unit, launches = pricing.unit_prices(table, layers, settings.lengths, 0 if exact_steps else steps)

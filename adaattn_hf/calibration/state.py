@@ -58,7 +58,7 @@ class Known:
     path: Path
     identity: Mapping[str, Any]
     state: CalibrationState
-    settings: Mapping[str, int]
+    settings: Mapping[str, Any]
 
     @classmethod
     def read(cls, place: Path) -> Known:
@@ -119,6 +119,7 @@ class CalibrationState:
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
         done: By length, sequences finished.
+        prices: The measured price table as JSON, behind the conditions that it was measured under.
         finished: Budgets whose plans are stored, by the names of their directories, with their exit codes.
     """
 
@@ -127,13 +128,14 @@ class CalibrationState:
         self.risks = {length: RiskTable(units, choices) for length in lengths}
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
         self.done = dict.fromkeys(lengths, 0)
+        self.prices: list[Any] = []
         self.finished: dict[str, int] = {}
 
     def save(self, directory: Path, file: str = FILE) -> None:
         """Writes the state to a directory."""
         arrays: dict[str, Any] = {
             "identity": np.array(self.identity),
-            "finished": np.array(json.dumps(self.finished)),
+            "run": np.array(json.dumps([self.prices, self.finished])),
         }
         for length, table in self.risks.items():
             arrays[f"total.{length}"] = table.total
@@ -150,7 +152,7 @@ class CalibrationState:
             if rows:
                 table.add(arrays[f"total.{length}"], rows)
             self.dropped[length] = arrays[f"dropped.{length}"].reshape(self.dropped[length].shape)
-        self.finished = json.loads(str(arrays["finished"]))
+        self.prices, self.finished = json.loads(str(arrays["run"]))
 
     def load(self, directory: Path) -> bool:
         """Reads the saved state; returns whether there was one.

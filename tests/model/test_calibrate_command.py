@@ -488,6 +488,41 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(
+    ("where", "doing", "measured"),
+    [
+        ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (2, 1)),
+        ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
+        ("calibration.search.compare_all", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
+        ("calibration.verify.compare_all", f"proving a plan on sequences of {LENGTH} tokens", (0, 0)),
+    ],
+)
+def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
+    model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    where: str, doing: str, measured: tuple[int, int],
+) -> None:  # fmt: skip
+    real, calls = fisher.measure, []
+    table = price_table(LENGTH, {"exact": 1.0, "bf16": 0.5, "r16": 2.0, "r32": 2.0, "r48": 2.0})
+    priced = Mock(return_value=table)
+    monkeypatch.setattr(fisher, "measure", lambda *words, **more: (calls.append(words), real(*words, **more))[1])
+    monkeypatch.setattr(pricing, "measure_prices", priced)
+    words = [word for word in arguments(model, material) if word not in ("--prices", material[1], "--in-place")]
+    words[words.index("--families") + 1] = "bf16,rank"
+    words += ["--budget", "1%", "--out", str(tmp_path / "plan")]
+    with monkeypatch.context() as planted:
+        planted.setattr(f"adaattn_hf.{where}", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+        done = CliRunner().invoke(app, words)
+    assert (done.exit_code, doing in done.stderr) == (6, True), done.output
+    assert "what would fit: " in done.stderr
+    kept = (tmp_path / "plan" / FILE).is_file()
+    assert kept == ("--resume goes on" in done.stderr) == (measured[0] == 0), done.stderr
+    calls.clear()
+    priced.reset_mock()
+    resumed = CliRunner().invoke(app, [*words, "--resume"])
+    assert resumed.exit_code == 0, resumed.output
+    assert (len(calls), priced.call_count) == measured
+
+
 def test_no_room_for_prices_or_weights_names_what_would_help(
     model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
