@@ -31,6 +31,7 @@ from .measure import Measurement, measure
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
+from .state import Known
 from .subject import Subject
 
 __all__ = [
@@ -95,10 +96,14 @@ def measured(
     prices: PriceTable | None = None,
     directory: Path | None = None,
     resume: bool = False,
+    known: Known | None = None,
     progress: Progress = silent,
     say: Callable[[str], None] = silent,
 ) -> Measurement:
-    """Returns risks and prices, which serve any number of budgets; arguments and errors as for `calibrate`."""
+    """Returns risks and prices, which serve any number of budgets; arguments and errors as for `calibrate`.
+
+    `known` risks, of an earlier run on the same weights and text, are taken in place of measuring them.
+    """
     # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
     if settings.with_cache and not scoring.generates:
@@ -109,7 +114,7 @@ def measured(
     inputs = open_inputs(
         subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
     )
-    return measure(inputs, prices=prices, directory=directory, resume=resume)
+    return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)
 
 
 def decided(measurement: Measurement, budget: float | None = None) -> Calibration:

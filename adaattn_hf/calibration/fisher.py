@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention.request import AttentionRequest
 from ..attention.tap import Tap, tapping
-from ..plans.choices import EXACT, Choice
+from ..plans.choices import EXACT, PRECISE_ROWS, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
 from ..stats.rows import stratified_rows
@@ -68,6 +68,19 @@ def layer_of(module: nn.Module, request: AttentionRequest) -> int:
     return request.layer
 
 
+def in_pieces(
+    request: AttentionRequest, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
+) -> tuple[Tensor, Tensor]:
+    """Returns `row_outputs`, of half of the rows at a time where the device has no room for all."""
+    try:
+        return row_outputs(request, rows, choices, tensors)
+    except torch.OutOfMemoryError:
+        if len(rows) < 2 * PRECISE_ROWS:
+            raise
+    outputs, losses = zip(*(in_pieces(request, half, choices, tensors) for half in rows.chunk(2)), strict=True)
+    return torch.cat(outputs, dim=2), torch.cat(losses, dim=2)
+
+
 @dataclass(eq=False)
 class FisherRecorder:
     """Records the gradients and changes of one layer at a time, as backward passes compute the layers again.
@@ -99,7 +112,7 @@ class FisherRecorder:
                 query, key, value = (one.detach() for one in (request.query, request.key, request.value))
                 bare = replace(request, query=query, key=key, value=value)
                 every, tensors = [EXACT, *self.choices], self.tensors.get(index, LayerTensors())
-                self.found[index] = row_outputs(bare, self.rows, every, tensors)
+                self.found[index] = in_pieces(bare, self.rows, every, tensors)
             return exact_tap(module, request)
         if index in self.gradients:
             raise ValueError(f"layer {index} attends twice in one forward pass; plans serve one attention per layer")

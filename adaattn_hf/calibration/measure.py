@@ -9,9 +9,12 @@ The result is a frozen `Measurement`, which choosing and verifying only read.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from .inputs import Inputs
 from .layers import Layers, observe_layers
 from .memory import forecast, room_on
 from .scoring import Reading
-from .state import CalibrationState
+from .state import CalibrationState, Known
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,38 +77,65 @@ def measure(
     prices: PriceTable | None = None,
     directory: Path | None = None,
     resume: bool = False,
+    known: Known | None = None,
 ) -> Measurement:
-    """Returns risks and prices of a model; arguments as for `calibrate.calibrate`."""
+    """Returns risks and prices of a model; arguments as for `calibrate.measured`."""
     layers = observe_layers(inputs)
-    inputs.say(forecast(inputs, layers).sentence(room_on(inputs.arms.device)))
+    identity = _identity(inputs, layers)
+    if known is not None:
+        every, found = layers.candidates.choices, known.choices(layers.candidates, identity)
+        layers = replace(layers, candidates=found)
+        lacking = ", ".join(choice.label for choice in every if choice not in found.choices)
+        inputs.say(f"risks: those of {known.path}{lacking and f', which lack {lacking}'}")
+    else:
+        inputs.say(forecast(inputs, layers).sentence(room_on(inputs.arms.device)))
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
-    state = measure_risks(inputs, layers, directory, resume)
-    if table is None:
-        table = price_table(inputs, layers)
+    state = measure_risks(inputs, layers, identity, directory, resume, known)
     settings = inputs.settings
+    conditions = [pricing.machine(inputs.arms.device), settings.batch, settings.captured]
+    if table is None:
+        before = PriceTable.from_json(state.prices[1]) if state.prices[:1] == [conditions] else None
+        table = price_table(inputs, layers, before)
+        state.prices = [conditions, table.to_json()]
+        if directory is not None and inputs.team.leads:
+            state.save(directory)
     steps = settings.decode_tokens if inputs.scoring.generates else 0
     exact_steps = steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
     by_unit, launches = pricing.unit_prices(table, layers, settings.lengths, 0 if exact_steps else steps)
     return Measurement(inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps)
 
 
-def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume: bool) -> CalibrationState:
-    """Pass one: returns risks and dropped masses of every unit and choice, per length."""
-    s, team = inputs.settings, inputs.team
-    identity = {
-        **s.measured(),
+def _identity(inputs: Inputs, layers: Layers) -> dict[str, Any]:
+    """What risks belong to: version, settings, weights and tokens."""
+    lengths = inputs.settings.lengths
+    tokens = [[one.tokens for one in inputs.samples[length].risk] for length in lengths]
+    return {
+        **inputs.settings.measured(),
         "adaattn": importlib.metadata.version("adaattn-hf"),
         "weights": inputs.subject.weight_hash(),
         "dtype": layers.bound.dtype,
         "text": inputs.fingerprint,
-        "tokens": {length: [one.tokens for one in inputs.samples[length].risk] for length in s.lengths},
+        "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
+        "scoring": inputs.scoring.words(),
     }
-    if not inputs.scoring.causal:
-        identity["scoring"] = inputs.scoring.words()
-    state = CalibrationState(identity, s.lengths, len(layers.units), len(layers.candidates.choices))
-    if resume and directory is not None:
-        state.load(directory)
+
+
+def measure_risks(
+    inputs: Inputs,
+    layers: Layers,
+    identity: Mapping[str, Any],
+    directory: Path | None,
+    resume: bool,
+    known: Known | None,
+) -> CalibrationState:
+    """Pass one: returns risks and dropped masses of every unit and choice, per length; `known` ones are taken."""
+    s, team = inputs.settings, inputs.team
+    choices = [choice.label for choice in layers.candidates.choices]
+    state = CalibrationState({**identity, "choices": choices}, s.lengths, len(layers.units), len(choices))
+    resumed = resume and directory is not None and state.load(directory)
+    if known is not None and not resumed:
+        state.take(known, choices)
     total = s.sequences * len(s.lengths)
     for length in s.lengths:
         while (start := state.done[length]) < s.sequences:

@@ -1,55 +1,158 @@
-"""Measured risks, saved after every sequence so that an interrupted calibration can resume."""
+"""Measured risks: saved after every sequence, so that an interrupted run can resume, and kept beside the plan."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .._files import write_atomically
+from ..policy.candidates import Candidates
 from ..policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
+RISKS_FILE = "adaattn_risks.npz"
 _NO_ARRAYS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors that reading a damaged or foreign file raises."""
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS)
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    """Returns the arrays of a file."""
+    # opened here, because numpy leaves a file open that it cannot read
+    with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+_SAME = {
+    "dtype": ("in {}", "{}, as the model is loaded; give --dtype {}"),
+    "weights": ("of other weights", "those of the model that is calibrated; name that model"),
+    "scoring": ("of other predictions", "the same mask_share and maskings; give those of that run"),
+    "lengths": ("at {} tokens", "{}; give the --lengths of that run"),
+    "tokens": (
+        "of other text",
+        "that of --data: no plan is proved on text that risks saw; give the --data of that run",
+    ),
+}
+"""What risks must have in common with a run that takes them, and what is said where they have not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Risks that an earlier run measured.
+
+    Attributes:
+        path: Their file.
+        identity: What they belong to.
+        state: The numbers.
+        settings: By what they were measured.
+    """
+
+    path: Path
+    identity: Mapping[str, Any]
+    state: CalibrationState
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, place: Path) -> Known:
+        """Reads what lies beside a plan, given by its directory or its file.
+
+        Raises:
+            ValueError: If nothing lies there, or it cannot be read.
+        """
+        path = (place if place.is_dir() else place.parent) / RISKS_FILE
+        if not path.is_file():
+            raise ValueError(
+                f"from: {path} does not exist, expected the directory of a plan with the risks that it was chosen by, "
+                "as adaattn calibrate writes them; leave --from out to measure them"
+            )
+        try:
+            arrays = _arrays(path)
+            identity = json.loads(str(arrays["identity"]))
+            lengths, choices = tuple(identity["lengths"]), len(identity["choices"])
+            state = CalibrationState(identity, lengths, len(arrays[f"total.{lengths[0]}"]), choices)
+            state.fill(arrays)
+            settings = {name: int(identity[name]) for name in ("seed", "sequences", "rows", "labels")}
+            if set(state.done.values()) != {settings["sequences"]}:
+                raise ValueError(f"{state.done} of {settings['sequences']} sequences")
+            return cls(path, identity, state, settings)
+        except _BROKEN as error:
+            raise ValueError(f"from: {path} holds no risks ({error}); leave --from out to measure them") from error
+
+    def choices(self, found: Candidates, identity: Mapping[str, Any]) -> Candidates:
+        """Returns the candidates whose risks are known.
+
+        Raises:
+            ValueError: If the risks are of other weights, lengths, text or of another dtype, or if exact attention is
+                all that is left.
+        """
+        for name, (held, expected) in _SAME.items():
+            there, here = self.identity.get(name), json.loads(json.dumps(identity[name]))
+            if there != here:
+                raise ValueError(
+                    f"from: {self.path} holds risks {held.format(there)}, expected {expected.format(here, there)}, or "
+                    "leave --from out"
+                )
+        left = found.among(self.identity["choices"])
+        if len(left.choices) == 1:
+            raise ValueError(
+                f"from: {self.path} holds risks of {', '.join(self.identity['choices'][1:])}, expected some of "
+                f"{', '.join(choice.label for choice in found.choices[1:])}; ask for those --families, or leave --from "
+                "out"
+            )
+        return left
 
 
 class CalibrationState:
     """Risks and dropped masses by length bin.
 
     Attributes:
-        key: Hash of what the numbers belong to: version, settings, weights and tokens.
+        identity: What the numbers belong to, as JSON: version, settings, weights and tokens.
         risks: By length, the risk table of all choices.
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
         done: By length, sequences finished.
+        prices: The measured price table as JSON, behind the conditions that it was measured under.
         finished: Budgets whose plans are stored, by the names of their directories, with their exit codes.
     """
 
     def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
-        self.key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+        self.identity = json.dumps(identity, sort_keys=True)
         self.risks = {length: RiskTable(units, choices) for length in lengths}
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
         self.done = dict.fromkeys(lengths, 0)
+        self.prices: list[Any] = []
         self.finished: dict[str, int] = {}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, file: str = FILE) -> None:
         """Writes the state to a directory."""
-        arrays: dict[str, Any] = {"key": np.array(self.key), "finished": np.array(json.dumps(self.finished))}
+        arrays: dict[str, Any] = {
+            "identity": np.array(self.identity),
+            "run": np.array(json.dumps([self.prices, self.finished])),
+        }
         for length, table in self.risks.items():
             arrays[f"total.{length}"] = table.total
             arrays[f"dropped.{length}"] = self.dropped[length]
             arrays[f"counts.{length}"] = np.array([table.rows, self.done[length]])
         buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        write_atomically(directory / FILE, buffer.getvalue())
+        np.savez_compressed(buffer, **arrays)
+        write_atomically(directory / file, buffer.getvalue())
+
+    def fill(self, arrays: Mapping[str, Any]) -> None:
+        """Takes the numbers of a file, as the first of this state."""
+        for length, table in self.risks.items():
+            rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+            if rows:
+                table.add(arrays[f"total.{length}"], rows)
+            self.dropped[length] = arrays[f"dropped.{length}"].reshape(self.dropped[length].shape)
+        self.prices, self.finished = json.loads(str(arrays["run"]))
 
     def load(self, directory: Path) -> bool:
         """Reads the saved state; returns whether there was one.
@@ -61,17 +164,11 @@ class CalibrationState:
         if not path.is_file():
             return False
         try:
-            # opened here, because numpy leaves a file open that it cannot read
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            if str(arrays["key"]) == self.key:
-                for length, table in self.risks.items():
-                    table.total = arrays[f"total.{length}"]
-                    self.dropped[length] = arrays[f"dropped.{length}"]
-                    table.rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
-                self.finished = json.loads(str(arrays["finished"]))
+            arrays = _arrays(path)
+            if str(arrays["identity"]) == self.identity:
+                self.fill(arrays)
                 return True
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS) as error:
+        except _BROKEN as error:
             raise ValueError(
                 f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"
             ) from error
@@ -79,6 +176,14 @@ class CalibrationState:
             f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
             "another --output-dir"
         )
+
+    def take(self, known: Known, choices: Sequence[str]) -> None:
+        """Takes the risks of an earlier run, of choices that it measured."""
+        places = [known.identity["choices"].index(label) for label in choices]
+        for length, table in self.risks.items():
+            before = known.state.risks[length]
+            table.add(before.total[:, places], before.rows)
+            self.dropped[length], self.done[length] = known.state.dropped[length][:, places], known.state.done[length]
 
     @staticmethod
     def forget(directory: Path) -> None:

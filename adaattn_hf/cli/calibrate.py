@@ -44,6 +44,7 @@ class Asked(Source):
         verify_data: Held-out text of other sources, each of them proved. Default: other parts of --data.
         lengths: Length bins in tokens, rising (4096 or 4k); longer sequences are exact. Default: 4096, or what the
             model and the text can fill.
+        risks: Plan, its directory or file, whose risks are taken: made on these weights and this text, on any machine.
         prices: Prices measured before: the plan is then the same byte for byte.
         dtype: Of the weights; auto: the checkpoint's.
         device: cpu, cuda, cuda:1. Default: cuda where there is one.
@@ -57,6 +58,7 @@ class Asked(Source):
     preset: str | None = field(default=None, metadata={"choices": ("balanced", "fast", "long_context")})
     verify_data: tuple[Path, ...] = ()
     lengths: tuple[int, ...] = field(default=(), metadata={"read": tokens})
+    risks: Path | None = field(default=None, metadata={"option": "--from"})
     prices: Path | None = None
     dtype: str = field(default="auto", metadata=DTYPE)
     device: str | None = None

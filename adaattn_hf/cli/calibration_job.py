@@ -22,8 +22,9 @@ from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
+from ..calibration.measure import Measurement
 from ..calibration.settings import Calibration, CalibrationSettings
-from ..calibration.state import FILE, CalibrationState
+from ..calibration.state import FILE, RISKS_FILE, CalibrationState, Known
 from ..calibration.team import Team
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
@@ -59,6 +60,7 @@ class Job:
         prices: Prices measured before.
         asked: What was asked for.
         budgets: Losses in nats/token, by the directories of their plans.
+        known: Risks of an earlier run.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Job:
     prices: PriceTable | None
     asked: Asked
     budgets: Mapping[Path, float] = field(default_factory=dict)
+    known: Known | None = None
 
 
 def job_of(
@@ -93,7 +96,9 @@ def job_of(
         allowed = [nats(one) for one in budgets or ("1%" if model is None else "0.1%",)]
     if model is not None and not asked.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
-    packaged = not asked.data
+    packaged, known = not asked.data, None if asked.risks is None else Known.read(asked.risks)
+    if known is not None:
+        settings = replace(settings, **known.settings)
     return Job(
         model or str(demo_model_path("llama")),
         asked.data or (pages_path("calibration"),),
@@ -103,6 +108,7 @@ def job_of(
         known_prices(asked.prices),
         asked,
         dict(zip(places or [target], allowed, strict=True)),
+        known,
     )
 
 
@@ -176,9 +182,8 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
                 return out_of_memory(job, device, progress.stage.partition(" for ")[0], said)
 
             with room_or_sentence(no_room):
-                subject = Subject(loaded.model.to(device))
                 measurement = calibration.measured(
-                    subject,
+                    Subject(loaded.model.to(device)),
                     loaded.encode,
                     job.data,
                     job.settings,
@@ -187,6 +192,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
                     prices=job.prices,
                     directory=job.target,
                     resume=job.asked.resume,
+                    known=job.known,
                     progress=step,
                     say=say,
                 )
@@ -202,7 +208,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
                     code = 0 if result.met else BUDGET_NOT_MET
                     outcomes[place.name] = Outcome(code, {})
                     if team.leads:
-                        found, show = store(one, subject, result, console)
+                        found, show = store(one, measurement, result, console)
                         outcomes[place.name] = Outcome(code, found)
                         shown.append(show)
                         if several:
@@ -218,7 +224,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     return Outcome(code, every if several else next(iter(every.values())))
 
 
-def store(job: Job, subject: Subject, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
+def store(job: Job, measurement: Measurement, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
     """Writes the plan of one budget with all that lies beside it; returns it as JSON, and what shows it to the user."""
     plan = result.plan.to_json()
     prices = result.report.pop("prices")
@@ -237,6 +243,8 @@ def store(job: Job, subject: Subject, result: Calibration, console: Console) -> 
     buys = Bought.of(json.loads(report))
     picture = job.target / "adaattn_plan.html"
     write_atomically(picture, plan_page(result.plan, buys))
+    measurement.state.save(job.target, RISKS_FILE)
+    subject = measurement.inputs.subject
     calibration.save_plan(subject, result, job.target)
     (job.target / FAILED_FILE).unlink(missing_ok=True)
     subject.remove_plan()  # what follows is measured beside exact attention

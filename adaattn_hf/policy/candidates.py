@@ -45,6 +45,11 @@ class Candidates:
     parts: tuple[Choice, ...]
     combine: NDArray[np.float64]
 
+    def among(self, labels: Sequence[str]) -> Candidates:
+        """Returns those of some labels."""
+        places = [place for place, choice in enumerate(self.choices) if choice.label in labels]
+        return Candidates(tuple(self.choices[place] for place in places), self.parts, self.combine[places])
+
 
 def known_families() -> tuple[str, ...]:
     """Returns the families of all kinds of parts."""

@@ -31,6 +31,7 @@ from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.state import Known
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
 from adaattn_hf.errors import UsageError
@@ -559,6 +560,18 @@ CASES = (
         lambda: calibrate_tiny(BertForMaskedLM, scoring=MaskedTokens(3), families=("window",)),
         ValueError,
         ("families", "window", "no choice for 64 tokens", "--lengths 512"),
+    ),
+    Case(
+        "takes the risks of a plan that has none beside it",
+        lambda: Known.read(Path("nowhere/adaattn-plan")),
+        ValueError,
+        ("from", "does not exist", "expected the directory of a plan", "leave --from out"),
+    ),
+    Case(
+        "asks for plans of several budgets in one model",
+        lambda: Place(in_place=True).each(str(Path()), ["0.1pct", "1pct"]),
+        UsageError,
+        ("in_place", "got 2 budgets", "expected one", "leave --in-place out"),
     ),
     Case(
         "gives a row of text that is null",

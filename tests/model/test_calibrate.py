@@ -424,6 +424,30 @@ def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> N
             torch.testing.assert_close(found[layer][1], dropped[1:])
 
 
+def test_rows_that_have_no_room_together_are_measured_in_pieces(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, sizes = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0)), []
+
+    def few(request: Any, rows: Tensor, *more: Any) -> Any:
+        sizes.append(len(rows))
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return row_outputs(request, rows, *more)
+
+    whole = _measured(model, tokens, 100, 1)
+    monkeypatch.setattr(fisher, "row_outputs", few)
+    most = 30
+    pieces = _measured(model, tokens, 100, 1)
+    assert sizes == [100, 50, 25, 25, 50, 25, 25] * 2
+    for layer, parts in whole.items():
+        for one, other in zip(parts, pieces[layer], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    most = 3
+    with pytest.raises(torch.OutOfMemoryError):
+        _measured(model, tokens, 100, 1)
+
+
 def _peak(run: Callable[[], object]) -> int:
     """The most bytes that torch held at once, beyond what it held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

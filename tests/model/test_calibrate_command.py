@@ -26,7 +26,7 @@ import adaattn_hf
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import FILE, CalibrationState
+from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.cli.calibrate import Asked
 from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation, work_of
 from adaattn_hf.cli.main import app
@@ -239,6 +239,47 @@ def test_budgets_of_one_run_are_measured_once_and_make_the_plans_that_each_makes
     assert sorted(one.name for one in out.iterdir()) == ["1e-09nats", "1pct"], "nothing is left to resume"
 
 
+def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_measured(
+    made: Path, model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fisher, "measure", Mock(side_effect=AssertionError("a risk pass ran")))
+    words = [word for word in arguments(model, material) if word != "--in-place"]
+    for name in ("--sequences", "--rows", "--labels"):  # are those of that run
+        del words[words.index(name) : words.index(name) + 2]
+    out = tmp_path / "plan"
+    done = CliRunner().invoke(app, [*words, "--budget", "1%", "--from", str(made), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert f"risks: those of {made / RISKS_FILE}\n" in done.output
+    assert (out / "adaattn_plan.json").read_bytes() == (made / "adaattn_plan.json").read_bytes()
+    dear = tmp_path / "dear.json"
+    dear.write_text(price_table(LENGTH, {"exact": 1.0, "bf16": 2.0, "int8": 0.1}).to_json())
+    again = [*words, "--prices", str(dear), "--families", "bf16,int8", "--budget", "1%"]
+    plan = str(out / "adaattn_plan.json")  # its file, and risks that travelled on
+    done = CliRunner().invoke(app, [*again, "--from", plan, "--out", str(tmp_path / "other")])
+    assert (done.exit_code, "no choice saves time" in done.output) == (BUDGET_NOT_MET, True), done.output
+    assert ", which lack int8" in done.output
+    (tmp_path / "other" / RISKS_FILE).write_bytes(b"")
+    for more, says in (
+        (("--from", str(tmp_path)), f"from: {tmp_path / RISKS_FILE} does not exist"),
+        (("--from", str(tmp_path / "other")), "holds no risks (No data left in file)"),
+        (("--from", str(made), "--families", "int8"), "holds risks of bf16, expected some of int8"),
+        (
+            ("--from", str(made), "--families", "int8", "--dtype", "bfloat16"),
+            "in float32, expected bfloat16, as the model is loaded; give",
+        ),
+        (("--from", str(made), "--lengths", "160"), f"holds risks at [{LENGTH}] tokens, expected [160]"),
+        (("--from", str(made), "--data", __file__), "holds risks of other text, expected that of --data"),
+    ):
+        refused = CliRunner().invoke(app, [*words, "--budget", "1%", *more, "--out", str(tmp_path / "none")])
+        assert (refused.exit_code, says in refused.stderr) == (2, True), refused.output
+    trained = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        trained.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    trained.save_pretrained(model)
+    refused = CliRunner().invoke(app, [*words, "--from", str(made), "--out", str(tmp_path / "none")])
+    assert (refused.exit_code, "holds risks of other weights" in refused.stderr) == (2, True), refused.output
+
+
 def test_budgets_that_are_finished_stay_where_another_is_interrupted(
     model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +486,41 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
     resumed = run(model, material, "--budget", "1%", "--output-dir", target, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "doing", "measured"),
+    [
+        ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (2, 1)),
+        ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
+        ("calibration.search.compare_all", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
+        ("calibration.verify.compare_all", f"proving a plan on sequences of {LENGTH} tokens", (0, 0)),
+    ],
+)
+def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
+    model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    where: str, doing: str, measured: tuple[int, int],
+) -> None:  # fmt: skip
+    real, calls = fisher.measure, []
+    table = price_table(LENGTH, {"exact": 1.0, "bf16": 0.5, "r16": 2.0, "r32": 2.0, "r48": 2.0})
+    priced = Mock(return_value=table)
+    monkeypatch.setattr(fisher, "measure", lambda *words, **more: (calls.append(words), real(*words, **more))[1])
+    monkeypatch.setattr(pricing, "measure_prices", priced)
+    words = [word for word in arguments(model, material) if word not in ("--prices", material[1], "--in-place")]
+    words[words.index("--families") + 1] = "bf16,rank"
+    words += ["--budget", "1%", "--out", str(tmp_path / "plan")]
+    with monkeypatch.context() as planted:
+        planted.setattr(f"adaattn_hf.{where}", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+        done = CliRunner().invoke(app, words)
+    assert (done.exit_code, doing in done.stderr) == (6, True), done.output
+    assert "what would fit: " in done.stderr
+    kept = (tmp_path / "plan" / FILE).is_file()
+    assert kept == ("--resume goes on" in done.stderr) == (measured[0] == 0), done.stderr
+    calls.clear()
+    priced.reset_mock()
+    resumed = CliRunner().invoke(app, [*words, "--resume"])
+    assert resumed.exit_code == 0, resumed.output
+    assert (len(calls), priced.call_count) == measured
 
 
 def test_no_room_for_prices_or_weights_names_what_would_help(

@@ -84,11 +84,11 @@ def state() -> CalibrationState:
 def broken(kind: str) -> bytes:
     buffer = io.BytesIO()
     if kind == "lacks arrays":
-        np.savez(buffer, key=np.array(state().key))
+        np.savez(buffer, identity=np.array(state().identity))
     elif kind == "another file of numpy":
         np.save(buffer, np.zeros(3))
     elif kind == "cut off":
-        np.savez(buffer, key=np.array(state().key), total=np.zeros(999))
+        np.savez(buffer, identity=np.array(state().identity), total=np.zeros(999))
         return buffer.getvalue()[:400]
     return {"empty": b"", "garbage": b"\x00\xffgarbage" * 9}.get(kind, buffer.getvalue())
 
