@@ -50,7 +50,7 @@ def verify(
 
     As many sequences are read as in the stored proof, the same ones where the text is the same, and the bound holds at
     the level of that proof. What differs here from what the plan was made with is said: machine, torch, transformers.
-    A cache format that the plan names is not read.
+    A plan that names a format of the cache is proved over keys and values in that format.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 memory does not suffice.
@@ -64,12 +64,13 @@ def verify(
         found = prove(model, asked, console)
     for words in found["differing"]:
         tell(console, f"warning: {words}; figures may differ from those of the stored proof")
+    over = "" if found["cache"] == "model" else f" over a cache in {found['cache']}"
     if not found["verdicts"]:
         tell(console, f"{found['model']}: every layer is exact, and nothing is to be proved")
     for length, verdict in found["verdicts"].items():
         tell(
             console,
-            f"{found['model']}, {verdict['tokens']:,} predictions at {length} tokens: {verdict['sentence']}",
+            f"{found['model']}, {verdict['tokens']:,} predictions at {length} tokens{over}: {verdict['sentence']}",
         )
     tell(console, f"stored proof: {found['stored']['sentence'] if found['stored'] else 'none'}")
     if as_json:

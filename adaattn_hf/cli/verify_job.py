@@ -21,14 +21,16 @@ from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
 
 from ..calibration import corpus
-from ..calibration.arms import ModelArms, plan_tap
+from ..calibration.arms import ModelArms, stored_tap
 from ..calibration.corpus import TokenSequence
 from ..calibration.inputs import Inputs, refuse_longer
 from ..calibration.pricing import machine
 from ..calibration.settings import CalibrationSettings, Masking
+from ..calibration.storage import PROTOCOL
 from ..calibration.texts import refuse_repeats
 from ..calibration.verify import Evidence, activation, gather, judge
 from ..plans.plan import Plan, PlanError, Verified
+from ..plans.record import read_record
 from ..plans.store import PLAN_FILE, text_file
 from ..policy.acceptance import Gates
 from .loading import Loaded, load
@@ -43,7 +45,8 @@ if TYPE_CHECKING:  # the command imports this module
 def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
     """Returns what the text says of the plan, as JSON values: the verdict by length, and the stored one beside it.
 
-    An exact plan passes as it is: it changes nothing.
+    A plan that names a format of the cache is proved over keys and values in that format. An exact plan without one
+    passes as it is: it changes nothing.
 
     Raises:
         ValueError: If there is no text, or too little.
@@ -63,16 +66,17 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
         f"memory: {device} has none left ({{}}), expected room for sequences of {plan.max_length} tokens; give another "
         "--device"
     )
-    verdicts: dict[int, Verified] = {}
+    stored, verdicts = stored_proof(plan), dict[int, Verified]()
     with room_or_sentence(sentence.format):
-        if not plan.is_exact:
+        if not plan.is_exact or _format(plan) != "model":
             loaded = load(model, dtype=plan.dtype, masking=masking, **asked.source())
             verdicts = _verdicts(path, plan, settings, loaded, device, asked, console)
     return {
         "model": name_of(plan),
+        "cache": _format(plan),
         "passed": all(one.passed for one in verdicts.values()),
         "verdicts": {str(length): asdict(one) for length, one in verdicts.items()},
-        "stored": None if plan.verified is None else asdict(plan.verified),
+        "stored": None if stored is None else asdict(stored),
         "differing": differing(plan, device),
     }
 
@@ -93,11 +97,11 @@ def _verdicts(
     programs = {index: one for index, (_, one) in found.items() if one is not None}
     inputs = Inputs(subject, ModelArms(loaded.model), settings, loaded.scoring, {})
     (pool, apart), ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
-    stored, scoring = plan.verified, loaded.scoring
+    stored, scoring = stored_proof(plan), loaded.scoring
     tries = 1 if stored is None else stored.tries
     haystacks = settings.haystacks if scoring.generates else 0
-    heads = len(plan.attention_layers) * len(plan.layers[0].choices)
-    verdicts = {}
+    heads = len(plan.attention_layers) * len(plan.layers[0].choices) if programs else 1
+    verdicts, tap = {}, stored_tap(programs, _format(plan))
     work = {f"verify {length}": float(length) for length in plan.lengths}
     with shown_progress(work, console, quiet=asked.quiet) as progress:
         for length in plan.lengths:
@@ -106,7 +110,7 @@ def _verdicts(
             cut = [replace(one, tokens=one.tokens[: scoring.content(length)]) for one in shard]
             step = partial(progress, f"verify {length}", total=len(cut) + haystacks)
             evidence = Evidence(apart=apart)
-            gather(inputs, plan_tap(programs), cut, evidence, plan.seed + tries, haystacks, step)
+            gather(inputs, tap, cut, evidence, plan.seed + tries, haystacks, step)
             verdicts[length] = judge(
                 evidence,
                 Gates(**{"budget": plan.budget, **plan.protocol.get("gates", {})}),
@@ -116,6 +120,23 @@ def _verdicts(
                 predicted=plan.predicted_loss if stored is None else stored.predicted_kl,
             )
     return verdicts
+
+
+def _format(plan: Plan) -> str:
+    """The format of the cache that the plan names."""
+    return "model" if plan.cache is None else plan.cache[0]
+
+
+def stored_proof(plan: Plan) -> Verified | None:
+    """Returns the stored verdict on the plan, over its cache where it names a format; None where there is none.
+
+    Raises:
+        PlanError: The verdict on the cache is none.
+    """
+    if _format(plan) == "model":
+        return plan.verified
+    kept = plan.protocol[PROTOCOL].get("verified")
+    return None if kept is None else Verified(**read_record(Verified, kept, "protocol.cache.verified"))
 
 
 def settings_of(plan: Plan) -> CalibrationSettings:
@@ -129,7 +150,9 @@ def settings_of(plan: Plan) -> CalibrationSettings:
         words: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()}
         return CalibrationSettings(**words, budget=plan.budget, lengths=plan.lengths, seed=plan.seed)
     except (AttributeError, TypeError, ValueError) as error:
-        raise PlanError(f"protocol: settings cannot be read ({error}); calibrate again") from error
+        raise PlanError(
+            f"protocol.settings: got {kept!r:.60}, expected those of a calibration ({error}); calibrate again"
+        ) from error
 
 
 def held_out(
@@ -173,7 +196,10 @@ def looked_at(path: Path) -> dict[str, tuple[int, int]]:
         last = [entry["held_out"] for entry in history if "verified" in entry][-1:]
         return {length: (int(start), int(stop)) for one in last for length, (start, stop) in one.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"{report} is no report ({error}); delete it, or calibrate again") from error
+        raise PlanError(
+            f"{report}: got another text ({error}), expected the report of `adaattn calibrate`; delete it, or "
+            "calibrate again"
+        ) from error
 
 
 def differing(plan: Plan, device: torch.device) -> list[str]:

@@ -28,7 +28,9 @@ def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
         PlanError: If `data` is no mapping, or a key is unknown or missing.
     """
     if not isinstance(data, Mapping):
-        raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of {cls.__name__} fields")
+        raise PlanError(
+            f"{where} is {type(data).__name__}, expected a mapping of {cls.__name__} fields; calibrate again"
+        )
     return checked_keys({field.name for field in fields(cls)}, data, where)  # type: ignore[arg-type]
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers as tf
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -34,6 +35,8 @@ from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.state import Known
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
+from adaattn_hf.cli.verify import Proved
+from adaattn_hf.cli.verify_job import prove, settings_of, stored_proof
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.layers import FullLayer
@@ -164,6 +167,12 @@ def calibrate_tiny(made: type[Any], length: int = 64, **more: Any) -> Any:
 
 SIX = StructuredMask(CallStructure(1, 6, 6, causal=True), torch.device("cpu"))
 EIGHT = StructuredMask(CallStructure(1, 8, 8, causal=True), torch.device("cpu"))
+
+
+def small_plan(**fields: Any) -> Plan:
+    """A plan of a tiny model."""
+    return plan_for(fresh_pair("llama").ours, make_choice("window", window=2), **fields)
+
 
 CASES = (
     Case(
@@ -595,6 +604,24 @@ CASES = (
         lambda: Place(output_dir=Path()).directory(str(Path())),
         UsageError,
         ("output_dir", ". is the model's own directory", "expected one for the plan alone", "--in-place"),
+    ),
+    Case(
+        "proves a plan without text",
+        lambda: prove("model", Proved(), Console()),
+        ValueError,
+        ("data", "is absent", "expected text", "--data FILE"),
+    ),
+    Case(
+        "proves a plan with settings of another version",
+        lambda: settings_of(small_plan(protocol={"settings": {"rounds_of_yore": 3}})),
+        PlanError,
+        ("protocol.settings", "got {'rounds_of_yore': 3}", "expected those of a calibration", "calibrate again"),
+    ),
+    Case(
+        "proves a plan over a cache whose verdict is none",
+        lambda: stored_proof(small_plan(protocol={"cache": {"stored": "int8", "streaming": False, "verified": "yes"}})),
+        PlanError,
+        ("protocol.cache.verified", "is str", "expected a mapping of Verified fields", "calibrate again"),
     ),
 )
 

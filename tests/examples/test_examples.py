@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from adaattn_hf import Plan
+from adaattn_hf.eval.demo import demo_model_path
+
+from ..support.choices import make_choice
+from ..support.plans import plan_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,3 +62,25 @@ def test_trainer_lowers_the_loss_and_writes_a_stock_checkpoint(
     before, after = float(line.split()[2]), float(line.split()[4])
     assert after < before - 1e-3
     assert AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").config.model_type == "llama"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it by its old name
+def test_lora_learns_under_a_plan_and_is_loaded_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path("llama"), attn_implementation="adaattn")
+    plan = plan_for(model, make_choice("window", window=16), lengths=(64,))
+    plan.save_pretrained(tmp_path / "plan")
+    run(
+        monkeypatch, "finetune_lora_plan.py", "--plan", str(tmp_path / "plan"), "--steps", "3", "--context", "64",
+        "--output", str(tmp_path / "lora"), "--json", str(tmp_path / "losses.json"),
+        "--picture", str(tmp_path / "losses.svg"),
+    )  # fmt: skip
+    assert "loaded again, the same: True" in capsys.readouterr().out
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    for name in ("exact", "plan"):
+        assert len(losses[name]["steps"]) == 3
+        assert losses[name]["after"] < losses[name]["before"] - 0.05
+    assert losses["exact"]["before"] != losses["plan"]["before"]
+    assert (tmp_path / "losses.svg").read_text().startswith("<?xml")
+    assert Plan.from_pretrained(tmp_path / "lora") == plan

@@ -23,7 +23,7 @@ def command(*words: object) -> Result:
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two texts, and a plan proved on the second, another on a part of the first."""
+    """Two texts, and plans: proved on the second, on a part of the first, and over a smaller cache on the second."""
     directory = tmp_path_factory.mktemp("verify")
     for name, pages in (("own.txt", calibration_pages()), ("news.txt", heldout_pages())):
         (directory / name).write_text("\n\n".join(pages[:12]), encoding="utf-8")
@@ -31,10 +31,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prices = PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
     (directory / "prices.json").write_text(prices.to_json())
     size = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --joint 2 --held-out 4 --most-held-out 6"
-    rest = f"{size} --bolder 0 --families bf16 --tries 1 --budget 1% --quiet".split()
-    for plan, held in (("plan", ["--verify-data", directory / "news.txt"]), ("split", [])):
-        words = ["--data", directory / "own.txt", *held, "--prices", directory / "prices.json"]
-        done = command("calibrate", MODEL, *words, "--output-dir", directory / plan, *rest)
+    rest = f"{size} --bolder 0 --tries 1 --budget 1% --quiet".split()
+    news: list[object] = ["--verify-data", directory / "news.txt"]
+    cheap: list[object] = ["--prices", directory / "prices.json", "--families", "bf16"]
+    small: list[object] = ["--optimize", "memory", "--budget", "3%"]
+    for plan, how in (("plan", news + cheap), ("split", cheap), ("memory", news + small)):
+        done = command("calibrate", MODEL, "--data", directory / "own.txt", "--output-dir", directory / plan, *rest, *how)
         assert done.exit_code == 0, done.output
     return directory
 
@@ -45,15 +47,35 @@ def verified(plan: Path, *words: object) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("plan", "text"), [("plan", "news.txt"), ("split", "own.txt")])
+FIGURES = {"delta_nll", "upper", "kl", "kl_p999", "predicted_kl"}
+"""Sums over tokens, which are the same to 1e-6 nats where machine and versions are."""
+
+
+@pytest.mark.parametrize(("plan", "text"), [("plan", "news.txt"), ("split", "own.txt"), ("memory", "news.txt")])
 def test_the_text_of_the_proof_gives_its_figures(material: Path, plan: str, text: str) -> None:
     code, found = verified(material / plan, "--data", material / text)
     (verdict,), stored = found["verdicts"].values(), found["stored"]
     assert (code, found["passed"]) == (0, True)
-    for name in ("delta_nll", "upper", "kl", "kl_p999", "predicted_kl"):
+    for name in FIGURES:
         assert verdict[name] == pytest.approx(stored[name], abs=1e-6), name
-    for name in set(stored) - {"delta_nll", "upper", "kl", "kl_p999", "predicted_kl", "sentence"}:
+    for name in set(stored) - FIGURES - {"sentence"}:
         assert verdict[name] == stored[name], name
+
+
+def test_a_plan_with_a_cache_is_proved_over_it(material: Path, tmp_path: Path) -> None:
+    code, over = verified(material / "memory", "--data", material / "news.txt")
+    plan = json.loads((material / "memory" / "adaattn_plan.json").read_text())
+    assert (code, over["cache"]) == (0, plan["protocol"]["cache"]["stored"])
+    assert over["cache"] != "model"
+    assert over["stored"] == plan["protocol"]["cache"]["verified"] != plan["verified"]
+    del plan["protocol"]["cache"]
+    (tmp_path / "adaattn_plan.json").write_text(json.dumps(plan))
+    code, without = verified(tmp_path, "--data", material / "news.txt")
+    assert (code, without["cache"]) == (0, "model")
+    (coded,), (plain,) = over["verdicts"].values(), without["verdicts"].values()
+    assert coded["kl"] != plain["kl"]
+    shown = command("verify", MODEL, "--plan", material / "memory", "--data", material / "news.txt")
+    assert f"tokens over a cache in {over['cache']}: passed" in shown.output
 
 
 def test_other_text_has_figures_of_its_own_and_what_differs_is_said(material: Path) -> None:
