@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -212,5 +212,5 @@ class Output:
     @cached_property
     def directory(self) -> Path:
         """A directory per corpus is made in it."""
-        new = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+        new = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         return self.output_dir or Path("results") / "eval" / new

@@ -23,14 +23,13 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tomllib
-
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = "3.10:5.17.0,3.11:5.17.0,3.11:5.18.0,3.11:5.24.0,3.12:5.24.0,3.13:5.24.0"
+PAIRS = "3.11:5.17.0,3.11:5.18.0,3.11:5.24.0,3.12:5.24.0,3.13:5.24.0,3.14:5.24.0"
 
 
 TOOLS = ["accelerate", "hypothesis", "matplotlib", "packaging", "pillow", "psutil", "pytest", "pytest-xdist"]

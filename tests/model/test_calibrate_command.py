@@ -225,7 +225,7 @@ def test_budgets_of_one_run_are_measured_once_and_make_the_plans_that_each_makes
     real, calls = fisher.measure, []
     monkeypatch.setattr(fisher, "measure", lambda *words, **more: (calls.append(words), real(*words, **more))[1])
     out = tmp_path / "plans"
-    both = ("--budget", "1e-9", "--budget", "1%", "--out", str(out))
+    both = ("--budget", "1e-9", "--budget", "1%", "--output-dir", str(out))
     done = run(model, material, *both, "--json")
     assert done.exit_code == BUDGET_NOT_MET, done.output
     assert len(calls) == 2, "one pass for each sequence"
@@ -247,7 +247,7 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
     for name in ("--sequences", "--rows", "--labels"):  # are those of that run
         del words[words.index(name) : words.index(name) + 2]
     out = tmp_path / "plan"
-    done = CliRunner().invoke(app, [*words, "--budget", "1%", "--from", str(made), "--out", str(out)])
+    done = CliRunner().invoke(app, [*words, "--budget", "1%", "--from", str(made), "--output-dir", str(out)])
     assert done.exit_code == 0, done.output
     assert f"risks: those of {made / RISKS_FILE}\n" in done.output
     assert (out / "adaattn_plan.json").read_bytes() == (made / "adaattn_plan.json").read_bytes()
@@ -255,7 +255,7 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
     dear.write_text(price_table(LENGTH, {"exact": 1.0, "bf16": 2.0, "int8": 0.1}).to_json())
     again = [*words, "--prices", str(dear), "--families", "bf16,int8", "--budget", "1%"]
     plan = str(out / "adaattn_plan.json")  # its file, and risks that travelled on
-    done = CliRunner().invoke(app, [*again, "--from", plan, "--out", str(tmp_path / "other")])
+    done = CliRunner().invoke(app, [*again, "--from", plan, "--output-dir", str(tmp_path / "other")])
     assert (done.exit_code, "no choice saves time" in done.output) == (BUDGET_NOT_MET, True), done.output
     assert ", which lack int8" in done.output
     (tmp_path / "other" / RISKS_FILE).write_bytes(b"")
@@ -270,13 +270,13 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
         (("--from", str(made), "--lengths", "160"), f"holds risks at [{LENGTH}] tokens, expected [160]"),
         (("--from", str(made), "--data", __file__), "holds risks of other text, expected that of --data"),
     ):
-        refused = CliRunner().invoke(app, [*words, "--budget", "1%", *more, "--out", str(tmp_path / "none")])
+        refused = CliRunner().invoke(app, [*words, "--budget", "1%", *more, "--output-dir", str(tmp_path / "none")])
         assert (refused.exit_code, says in refused.stderr) == (2, True), refused.output
     trained = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         trained.model.layers[0].mlp.up_proj.weight.mul_(1.01)
     trained.save_pretrained(model)
-    refused = CliRunner().invoke(app, [*words, "--from", str(made), "--out", str(tmp_path / "none")])
+    refused = CliRunner().invoke(app, [*words, "--from", str(made), "--output-dir", str(tmp_path / "none")])
     assert (refused.exit_code, "holds risks of other weights" in refused.stderr) == (2, True), refused.output
 
 
@@ -292,7 +292,7 @@ def test_budgets_that_are_finished_stay_where_another_is_interrupted(
         return real(measurement, budget)
 
     monkeypatch.setattr(calibration, "decided", stops)
-    both = ("--budget", "1%", "--budget", "1e-9", "--out", str(out))
+    both = ("--budget", "1%", "--budget", "1e-9", "--output-dir", str(out))
     stopped = run(model, material, *both)
     assert (stopped.exit_code, "with --resume" in stopped.stderr) == (130, True), stopped.output
     assert f"plan: {out}/1pct" in stopped.stdout
@@ -508,7 +508,7 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     monkeypatch.setattr(pricing, "measure_prices", priced)
     words = [word for word in arguments(model, material) if word not in ("--prices", material[1], "--in-place")]
     words[words.index("--families") + 1] = "bf16,rank"
-    words += ["--budget", "1%", "--out", str(tmp_path / "plan")]
+    words += ["--budget", "1%", "--output-dir", str(tmp_path / "plan")]
     with monkeypatch.context() as planted:
         planted.setattr(f"adaattn_hf.{where}", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
         done = CliRunner().invoke(app, words)

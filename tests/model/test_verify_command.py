@@ -36,7 +36,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cheap: list[object] = ["--prices", directory / "prices.json", "--families", "bf16"]
     small: list[object] = ["--optimize", "memory", "--budget", "3%"]
     for plan, how in (("plan", news + cheap), ("split", cheap), ("memory", news + small)):
-        done = command("calibrate", MODEL, "--data", directory / "own.txt", "--output-dir", directory / plan, *rest, *how)
+        words = ["--data", directory / "own.txt", "--output-dir", directory / plan]
+        done = command("calibrate", MODEL, *words, *rest, *how)
         assert done.exit_code == 0, done.output
     return directory
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ CONDA_NAMES = {"torch": "pytorch"}
 
 def project() -> dict[str, Any]:
     """pyproject.toml."""
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
     read: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return read
 

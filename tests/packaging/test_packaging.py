@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -70,7 +71,6 @@ def mapped_name(name: str) -> str | None:
 
 def test_every_package_is_listed() -> None:
     """setuptools finds nothing by itself where directories are mapped."""
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     present = set()
     for name in checkout_files():
