@@ -66,7 +66,7 @@ def show(
             raise UsageError("--png needs matplotlib; pip install matplotlib")
         shown, buys = Plan.from_pretrained(place), bought(place)
         if png is not None:
-            _draw("--png", png, png_of(shown))
+            _draw("--png", png, png_of(shown, buys))
         if html is not None:
             _draw("--html", html, plan_page(shown, buys))
     if as_json:
@@ -89,6 +89,7 @@ def diff(
     from ..plans.plan import Plan, PlanError
     from ..plans.wording import legend
     from .pictures.grid import differences
+    from .pictures.headline import bought
     from .pictures.page import compared
 
     with ending(default=path, wrong=(PlanError, OSError)):
@@ -96,9 +97,12 @@ def diff(
         changed = differences(*plans)
         figures = [_figures(one) for one in plans]
         if html is not None:
-            names = [f"first: {path.name}", f"second: {other.name}"]
-            line = f"{path} and {other}: {len(changed)} heads differ"
-            _draw("--html", html, compared([*zip(names, plans, strict=True)], line))
+            first, second = ((f"{which}: {at.name}", bought(at)) for which, at in (("first", path), ("second", other)))
+            _draw(
+                "--html",
+                html,
+                compared([(*first, plans[0]), (*second, plans[1])], f"heads that differ: {len(changed)}"),
+            )
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}

@@ -95,6 +95,8 @@ def explored() -> str:
     return page.page(
         {
             "title": NASTY,
+            "headline": NASTY,
+            "under": [NASTY],
             "about": [NASTY],
             "rows": [0],
             "width": 1,
@@ -109,7 +111,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "atlas": lambda: pages.atlas({"layers": [], "maps": [], NASTY: [NASTY]}, NASTY, NASTY),
     "explorer": explored,
     "plan": lambda: page.plan_page(planned()),
-    "plans beside one another": lambda: page.compared([(NASTY, planned())], NASTY),
+    "plans beside one another": lambda: page.compared([(NASTY, None, planned())], NASTY),
 }
 MARKDOWN: dict[str, Callable[[], str]] = {
     "benchmark": lambda: bench.markdown(benched(), NASTY),

@@ -86,8 +86,8 @@ def test_the_heading_names_the_model(directory: Path) -> None:
     words = ["plan", "explore", str(directory), "--html", str(target), "--name", "Small <1>"]
     assert CliRunner().invoke(app, words).exit_code == 0
     named, typed = embedded(target.read_text(encoding="utf-8")), embedded(page(directory))
-    assert named["title"] == "What a budget buys: Small <1>"
-    assert typed["title"] == "What a budget buys: LlamaForCausalLM"
+    assert named["title"] == "Small <1>"
+    assert typed["title"] == "LlamaForCausalLM"
     assert {**named, "title": ""} == {**typed, "title": ""}
 
 
@@ -154,7 +154,8 @@ def test_the_slider_moves_in_a_browser(directory: Path, tmp_path: Path) -> None:
         for name in {data["choices"][pick] for pick in stop["picks"]}:
             assert f"{name} × {sum(data['choices'][p] == name for p in stop['picks'])}<" in found
         assert f">{stop['name']}</output>" in found
-        assert f"<dd>{stop['speed']:.2f}</dd>" in found
+        assert f"<td>{stop['speed']:.2f}</td>" in found
         assert "<polyline" in found
-        assert ">proved</text>" in found
+        assert ">verified</text>" in found
+        assert ">predicted increase of the perplexity</text>" in found
         assert float(found.split('data-least="')[1].split('"')[0]) >= 4.5

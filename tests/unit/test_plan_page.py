@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.cli.pictures.grid import below, heading, heat_map, png, print_plan
-from adaattn_hf.cli.pictures.headline import Bought, bought, digest
+from adaattn_hf.cli.pictures.grid import below, heat_map, png, print_plan
+from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest
 from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
@@ -53,10 +53,11 @@ def test_a_page_holds_the_plan_and_asks_for_nothing_from_elsewhere() -> None:
     assert [data["choices"][pick] for pick in stop["picks"]] == ["exact", "exact", "w256+16 bf16", "exact"]
     assert stop["time"] == [1.0, 1.0, 0.3333, 1.0]
     assert stop["speed"] == 1.5
-    words = "perplexity +0.010 %, at most +0.051 %, allowed +0.1 % (98 %, held-out text)"
-    assert data["title"] == "Plan for </script><b>"
-    assert data["headline"] == f"{words} · attention of the planned layers 1.50 times as fast"
-    assert stop["proof"] == {"mean": 1e-4, "upper": 5e-4, "sentence": words}
+    words = "perplexity +0.010 %, at most +0.051 %, allowed +0.1 %"
+    assert (data["title"], data["headline"]) == ("</script><b>", None)
+    assert stop["verdict"] == f"{words} · attention of the planned layers 1.50 times as fast"
+    proof = {"mean": 1e-4, "upper": 5e-4, "sentence": "Confidence of the bound: 98 %, held-out text."}
+    assert stop["proof"] == proof
     assert embedded(plan_page(make_plan(layers=(), units=())))["rows"] == []
 
 
@@ -101,18 +102,34 @@ def test_a_browser_draws_it_so_that_it_can_be_read(heads: int, window: str, tmp_
     least = re.search(r'data-least="([\d.]+)"', page)
     assert least is not None
     assert float(least[1]) >= 4.5  # WCAG AA
-    assert "<title>Plan for llama</title>" in page
+    assert "<title>llama</title>" in page
+    assert re.search(r'id="headline"[^>]*>perplexity \+0\.010 %, at most \+0\.051 %, allowed \+0\.1 % · ', page)
+    assert ">Colours run from the smallest to the largest value on this page." in page
 
 
 @needs_browser
-def test_a_browser_marks_what_differs_and_obeys_the_keyboard(tmp_path: Path) -> None:
-    page = compared([("a", wide_plan(2)), ("b", make_plan())], "two plans")
+def test_a_browser_draws_two_plans_side_by_side_and_obeys_the_keyboard(tmp_path: Path) -> None:
+    page = compared([("a", None, wide_plan(2)), ("b", Bought((1.3, 1.3), 1.5), make_plan())], "two plans")
     press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));"
     press = f"for (const key of ['ArrowDown', 'End']) {press}"
-    found = drawn(page, f"$('stop').value = 1; $('stop').dispatchEvent(new Event('input')); {press}", tmp_path)
-    assert found.count('class="changed"') == 2  # layer 0 head 0, layer 2 head 0; layer 1 is the same
+    found = drawn(page, press, tmp_path)
+    assert found.count('role="grid"') == 2
+    # outlined in both: layer 0 head 0, layer 2 head 0; layer 1 is the same
+    assert found.count('class="changed"') == 4
+    # a third of the time, and all of it: the ends of the ramp
+    assert found.count("background: rgb(0, 34, 78)") == 7
+    assert found.count("background: rgb(254, 232, 56)") == 5
     assert "Layer 1, head 1" in found
-    assert ">b</output>" in found
+    assert len(re.findall(r'<button[^>]* aria-selected="true"', found)) == 2
+    assert "whole model 1.30 times as fast</td>" in found
+    assert re.search(r'<p id="headline"[^>]*>two plans</p>', found)
+
+
+@needs_browser
+def test_a_plan_that_is_exact_says_so_instead_of_a_picture(tmp_path: Path) -> None:
+    page = drawn(plan_page(make_plan(layers=(), units=(), attention_layers=(0, 1))), "", tmp_path)
+    assert ">every layer is exact (two layers): perplexity and speed of the model</p>" in page
+    assert re.search(r'<main id="main" hidden', page)
 
 
 @pytest.mark.parametrize(("price", "speed"), [(1e12, 1.0), (1e-30, 1e-42), (0.0, 0.0)])
@@ -144,12 +161,13 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
 
     plan = replace(wide_plan(heads), protocol={"model": "owner/name", "held_out_sources": 2})
     text = printed(plan)
-    assert text.startswith("owner/name: layers by key/value heads\n")
+    assert text.startswith("owner/name: perplexity +0.010 %, at most +0.051 %, allowed +0.1 % (98 %, held-out text")
+    assert text.splitlines()[1] == "layers by key/value heads"
     assert "(98 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n" in text
     exact = printed(replace(plan, layers=(), units=(), verified=None))
-    assert exact == "owner/name: every layer is exact\nexact: the perplexity of the model\n"
+    assert exact == "owner/name: every layer is exact: perplexity and speed of the model\n"
     cached = replace(plan, protocol={"cache": {"stored": "int8", "streaming": False, "share": 0.5641}})
-    assert printed(cached).endswith(" · cache 0.56 of the bytes\n")
+    assert printed(cached).splitlines()[0].endswith(" · cache 0.56 of the bytes")
 
 
 def test_every_layer_of_the_model_is_drawn_and_counted() -> None:
@@ -166,7 +184,7 @@ def test_every_layer_of_the_model_is_drawn_and_counted() -> None:
     assert below(plan) == ["w256+16: the last 256 keys and the first 16; bf16: products in bfloat16"]
     assert below(replace(plan, attention_layers=()))[1] == "layers 2 and up: exact"
     exact = replace(plan, layers=(), units=())
-    assert heading(exact) == "llama: every layer is exact (four layers)"
+    assert cost(exact) == "every layer is exact (four layers): perplexity and speed of the model"
     assert embedded(plan_page(exact))["rows"] == [1, 3, 7, 11]
 
 

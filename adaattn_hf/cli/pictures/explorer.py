@@ -14,7 +14,7 @@ from ...plans.wording import allowed, legend
 from ...policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from ...policy.table import SolverTable
 from .grid import details, notes
-from .headline import Bought, headline, name_of
+from .headline import Bought, name_of, verdict
 from .page import proof, rounded
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
@@ -44,21 +44,22 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
     start = len(stops) // 2
     if plan.verified is not None and not plan.is_exact:
         proved = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
-        label = f"the plan of {allowed(plan.budget)}"
-        stop = {**_stop(label, table, proved, base.price), "proof": proof(plan)}
+        stop = _stop(f"your plan, allowed {allowed(plan.budget)}", table, proved, base.price)
+        stop |= {"verdict": verdict(plan, buys), "proof": proof(plan)}
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
     heads = len(table.units) // len(set(table.launches.layer.tolist()))
     each = table.prices + table.launches.constant.sum(axis=0) / heads
     risks = table.risks.max(axis=0)
+    parts = (Window(256, 16), Rank(16), *map(Precision, Precision.families))
     return {
-        "title": f"What a budget buys: {name or name_of(plan)}",
-        "headline": headline(plan, buys),
-        "about": [*details(plan), *notes(plan)],
+        "title": name or name_of(plan),
+        "headline": None,
+        "under": [legend(map(Choice.of, parts)), *notes(plan)],
+        "about": details(plan),
         "rows": list(dict.fromkeys(layer for layer, _ in table.units)),
         "width": heads,
         "choices": list(table.choices),
-        "meanings": legend(map(Choice.of, (Window(256, 16), Rank(16), *map(Precision, Precision.families)))),
         "stops": stops,
         "start": start,
         "offers": {"risk": _short(risks), "time": _short(each / each[:, :1])},
@@ -93,6 +94,7 @@ def _stop(name: str, table: SolverTable, allocation: Allocation, base: float) ->
     price, full = (shared_prices(picks, table.prices, table.launches) for picks in (allocation.picks, exact))
     return {
         "name": name,
+        "verdict": None,
         "picks": allocation.picks.tolist(),
         "risk": [rounded(v) for v in worst_length(table.risks, allocation.picks).tolist()],
         "time": [rounded(v) for v in (price / full).tolist()],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
@@ -16,8 +17,8 @@ from adaattn_hf.eval.progress import tell
 from ..._files import printable
 from ...plans.choices import EXACT, Choice
 from ...plans.plan import Plan
-from ...plans.wording import allowed, counted, in_nats, legend, rise, share, times
-from .headline import Bought, headline, level_of, name_of, speed_of
+from ...plans.wording import allowed, in_nats, legend, quotient, rise, share, times
+from .headline import Bought, headline, level_of, name_of, speed_of, verdict
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -38,12 +39,6 @@ def layers_of(plan: Plan) -> list[int]:
     return list(plan.attention_layers or range(deepest + 1))[:MOST_ROWS]
 
 
-def unseen(plan: Plan) -> str:
-    """Returns what the picture leaves out, empty where it shows every layer."""
-    beyond = max((layer.layer for layer in plan.layers), default=-1) + 1
-    return f"layers {beyond} and up: exact" if beyond and not plan.attention_layers else ""
-
-
 def facts(plan: Plan) -> list[str]:
     """Returns lines that describe a plan."""
     lines = [
@@ -59,13 +54,14 @@ def facts(plan: Plan) -> list[str]:
 
 def notes(plan: Plan) -> list[str]:
     """Returns lines on what the picture does not show: layers, decode steps, the cache."""
-    lines = [unseen(plan)] if unseen(plan) else []
+    beyond = max((layer.layer for layer in plan.layers), default=-1) + 1
+    lines = [f"layers {beyond} and up: exact"] if beyond and not plan.attention_layers else []
     if plan.exact_steps:
         lines.append("decode steps stay exact: no choice was faster there")
     if plan.cache is not None:
         stored, streaming = plan.cache
         lines.append(f"cache: {stored}{', heads with a window keep it alone' * streaming}")
-    depth = max(len(plan.attention_layers), max((layer.layer for layer in plan.layers), default=-1) + 1)
+    depth = max(len(plan.attention_layers), beyond)
     width = max((len(layer.choices) for layer in plan.layers), default=0)
     if depth > MOST_ROWS or width > MOST_COLUMNS:
         lines.append(
@@ -91,14 +87,6 @@ def details(plan: Plan) -> list[str]:
             f"{share(1.0 - every)}"
         )
     return [printable(line) for line in lines]
-
-
-def heading(plan: Plan) -> str:
-    """Returns the line above a plan's table, which is all that there is to show where every layer is exact."""
-    if not plan.is_exact:
-        return f"{name_of(plan)}: layers by key/value heads"
-    number = len(plan.attention_layers)
-    return f"{name_of(plan)}: every layer is exact" + (f" ({counted(number, 'layer')})" if number else "")
 
 
 def heat_map(plan: Plan) -> Table:
@@ -130,7 +118,7 @@ def below(plan: Plan) -> list[str]:
 
 
 def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
-    """Prints a plan.
+    """Prints a plan: in one line what it comes to, then its picture and what its labels mean.
 
     Args:
         console: Where it goes.
@@ -139,10 +127,11 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
         verbose: Whether nats, levels and versions are printed, too.
         instead: What is said in place of the headline, where no plan passed.
     """
-    tell(console, heading(plan))
+    tell(console, f"{name_of(plan)}: {instead or headline(plan, buys)}")
     if not plan.is_exact:
+        tell(console, "layers by key/value heads")
         console.print(heat_map(plan))
-    for line in (*below(plan), instead or headline(plan, buys), *(details(plan) if verbose else ())):
+    for line in (*below(plan), *(details(plan) if verbose else ())):
         tell(console, line)
 
 
@@ -170,26 +159,37 @@ def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]
     return found
 
 
-def png(plan: Plan) -> bytes:
+def time_shares(plan: Plan, rows: Sequence[int], heads: int) -> list[float | None]:
+    """Returns the time of each unit as a share of the exact one, row by row; None where it is not known."""
+    known = {(unit.layer, unit.head): quotient([unit.price], [unit.exact_price]) for unit in plan.units}
+    return [known.get((layer, head), 1.0) for layer in rows for head in range(heads)]
+
+
+def png(plan: Plan, buys: Bought | None = None) -> bytes:
     """Returns the picture as PNG; needs matplotlib."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    choices = grid(plan)
+    rows, choices = layers_of(plan), grid(plan)
     width = max((len(row) for row in choices), default=1)
-    figure = Figure(figsize=(2 + 0.5 * width, 1.5 + 0.22 * max(len(choices), 1)), layout="constrained")
+    named, codes = width <= NAMED_COLUMNS, _codes(choices)
+    shares = [100.0 if one is None else 100.0 * one for one in time_shares(plan, rows, width)] or [100.0]
+    size = max(8.0, 2 + 0.3 * width), 2.2 + 0.25 * max(len(rows), 1)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(f"{name_of(plan)}\n{verdict(plan, buys)}".replace("$", r"\$"), fontsize="medium")
     axes = figure.subplots()
-    image = [[[value / 255 for value in choice.colour] for choice in row] for row in choices] or [[[0.3, 0.3, 0.3]]]
-    axes.imshow(image, aspect="auto", interpolation="nearest")
-    axes.set_xlabel("key/value head")
+    image = axes.imshow([shares[at : at + width] for at in range(0, len(shares), width)], "cividis", aspect="auto")
+    middle = (min(shares) + max(shares)) / 2
+    for place, row in enumerate(choices):
+        for head, choice in enumerate(row):
+            words = choice.label if named else codes[choice]
+            dark = shares[place * width + head] <= middle
+            axes.text(head, place, words, color="w" if dark else "k", ha="center", va="center", fontsize="small")
+    figure.colorbar(image, label="time, % of exact")
     axes.set_ylabel("layer")
+    axes.set_yticks(range(len(rows)), list(map(str, rows)))
+    lines = "\n".join(textwrap.fill(line, int(11 * size[0])) for line in below(plan))
+    axes.set_xlabel(f"key/value head\n{lines}")
     axes.set_xticks(range(width))
-    places = list(enumerate(layers_of(plan)))
-    shown = places[:: max(1, len(places) // 16)]
-    axes.set_yticks([place for place, _ in shown], [str(index) for _, index in shown])
-    kinds = sorted({choice for row in choices for choice in row}, key=lambda choice: choice.label)
-    handles = [Patch(color=f"#{bytes(choice.colour).hex()}", label=choice.label) for choice in kinds]
-    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
     return drawn.getvalue()

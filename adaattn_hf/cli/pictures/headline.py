@@ -87,23 +87,32 @@ def name_of(plan: Plan) -> str:
 
 
 def headline(plan: Plan, buys: Bought | None = None) -> str:
-    """Returns what a plan was proved to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
-    buys = buys or Bought()
-    words = [cost(plan)]
-    attention, planned = buys.attention, "attention"
-    if attention is None and plan.units:
-        attention, planned = speed_of(plan), "attention of the planned layers"
-    if not plan.is_exact and buys.whole is not None:
-        low, high = (times(one) for one in buys.whole)
-        whole = low if low == high else f"{low} to {high}"
-        words.append(f"whole model {whole} times as fast, {planned} {times(attention)}")
-    elif not plan.is_exact and attention is not None:
-        words.append(f"{planned} {times(attention)} times as fast")
+    """Returns what a plan was verified to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
+    rests = "" if plan.is_exact or plan.verified is None else f" ({grounds(plan)})"
+    words = [cost(plan) + rests, ", ".join(_speeds(plan, buys or Bought()))]
     cache = plan.protocol.get("cache")
     part = cache.get("share") if isinstance(cache, Mapping) else None
     if isinstance(part, int | float) and math.isfinite(part):
         words.append(f"cache {part:.2g} of the bytes")
-    return " · ".join(words)
+    return " · ".join(filter(None, words))
+
+
+def verdict(plan: Plan, buys: Bought | None = None) -> str:
+    """Returns the part of the headline that fits on one large line: its cost, and the speed of the whole model."""
+    return " · ".join([cost(plan), *_speeds(plan, buys or Bought())[:1]])
+
+
+def _speeds(plan: Plan, buys: Bought) -> list[str]:
+    """How many times as fast the whole model and its attention are, as far as that is known."""
+    attention, named = buys.attention, "attention"
+    if attention is None and plan.units:
+        attention, named = speed_of(plan), "attention of the planned layers"
+    if plan.is_exact or (attention is None and buys.whole is None):
+        return []
+    if buys.whole is None:
+        return [f"{named} {times(attention)} times as fast"]
+    low, high = (times(one) for one in buys.whole)
+    return [f"whole model {low if low == high else f'{low} to {high}'} times as fast", f"{named} {times(attention)}"]
 
 
 def speed_of(plan: Plan) -> float | None:
@@ -112,15 +121,23 @@ def speed_of(plan: Plan) -> float | None:
 
 
 def cost(plan: Plan) -> str:
-    """Returns what a plan was proved to cost: `perplexity +0.51 %, at most +0.90 %, …`."""
+    """Returns what a plan was verified to cost: `perplexity +0.51 %, at most +0.90 %, allowed +1 %`."""
+    if plan.is_exact:
+        number = len(plan.attention_layers)
+        layers = f" ({counted(number, 'layer')})" if number else ""
+        return f"every layer is exact{layers}: perplexity and speed of the model"
     proof = plan.verified
     if proof is None:
-        return "exact: the perplexity of the model" if plan.is_exact else "not verified on held-out text"
+        return "not verified on held-out text"
     failed = "" if proof.passed else "failed: "
-    return (
-        f"{failed}perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed {allowed(plan.budget)} "
-        f"({', '.join([share(level_of(plan)), 'held-out text', *_sources(plan)])})"
-    )
+    return f"{failed}perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed {allowed(plan.budget)}"
+
+
+def grounds(plan: Plan) -> str:
+    """Returns what a verdict rests on: `95 %, held-out text, two sources`."""
+    number = plan.protocol.get(SOURCES)
+    sources = f", {counted(number, 'source')}" if isinstance(number, int) and number > 1 else ""
+    return f"{share(level_of(plan))}, held-out text{sources}"
 
 
 def level_of(plan: Plan) -> float:
@@ -130,11 +147,6 @@ def level_of(plan: Plan) -> float:
     if isinstance(alpha, float) and 0.0 < alpha < 1.0:
         return 1.0 - alpha
     return 0.0 if plan.verified is None else plan.verified.confidence
-
-
-def _sources(plan: Plan) -> list[str]:
-    number = plan.protocol.get(SOURCES)
-    return [counted(number, "source")] if isinstance(number, int) and number > 1 else []
 
 
 def _records(data: Any) -> list[Mapping[str, Any]]:
