@@ -1,0 +1,339 @@
+"""Real models under budgets: `python -m studies.real_models MODEL OUT --texts TEXTS`, then `--speed`, then `--write`.
+
+TEXTS holds `calibration/`, `proof/` and `third/`, whose files are sources; the third kind decides nothing. MODEL is a
+directory, or a shape of random weights (`8b`), which have no losses. A model, a length, a budget and a seed make a row,
+a file under OUT and the name of the device; a row that is there is not measured again, so that an interrupted study
+goes on, on the same type of card, and processes share it. `--speed` times what the host takes part in, in one sitting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaattn_hf import prepare, restore, use_plan
+from adaattn_hf._files import json_text, write_atomically
+from adaattn_hf.calibration import corpus
+from adaattn_hf.calibration.arms import plan_tap, programs_of
+from adaattn_hf.calibration.calibrate import choose_and_verify, save_plan
+from adaattn_hf.calibration.inputs import open_inputs
+from adaattn_hf.calibration.measure import Measurement, measure
+from adaattn_hf.calibration.memory import forecast
+from adaattn_hf.calibration.search import picks_of
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.calibration.verify import Evidence, gather
+from adaattn_hf.cli import loading
+from adaattn_hf.cli.options import nats, tokens
+from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.timing import spread, turn
+from adaattn_hf.patches.checkpoint import resolve_device
+from adaattn_hf.patches.plans.attach import programs_for
+from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.store import PLAN_FILE
+from adaattn_hf.stats.stopwatch import timed
+
+from .budget.held_out import ratio, scores
+from .budget.pairs import fewer_pairs
+from .budget.speed import attention_seconds
+from .cache_arms import ARMS, SHAPES, shaped
+from .cache_speed import ROOM_ARMS, filled, held_bytes
+from .cuda.model import by
+from .real_page import write_page
+
+KINDS = ("calibration", "proof", "third")
+LONG = 16_384
+"""Beyond so many tokens half as many sequences of the third kind are read."""
+Encode = Callable[[str], Sequence[int]]
+Figures = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model, `attn_implementation="adaattn"`, text to token ids, sources by kind, and the directory of its rows."""
+
+    name: str
+    model: Any
+    encode: Encode
+    sources: Mapping[str, Sequence[Path]]
+    place: Path
+    random: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        found: torch.device = self.model.device
+        return found
+
+    def file(self, room: str, length: int, *more: object) -> Path:
+        """A row's file, or one of speed."""
+        return (
+            self.place / room / ("-".join([self.name, str(length), *(str(one).rstrip("%") for one in more)]) + ".json")
+        )
+
+    def drawn(self, length: int, count: int, seed: int) -> list[corpus.TokenSequence]:
+        """Sequences of the third kind."""
+        return corpus.draw(self.sources["third"], self.encode, length, {"third": count}, seed).parts["third"]
+
+
+def opened(model: str, texts: Path, out: Path, device: str | None) -> Study:
+    """Returns the study of a model in bfloat16, whose pieces of text are encoded once for all seeds and lengths."""
+    where, random = resolve_device(device), model in SHAPES
+    if random:
+        found = shaped(model, where)
+        found.set_attn_implementation("adaattn")
+        most = found.config.vocab_size
+        encode: Encode = lambda text: [byte % most for byte in text.encode()]  # noqa: E731
+    else:
+        loaded = loading.load(model, dtype="bfloat16")
+        found, encode = loaded.model.to(where), cache(lambda text: tuple(loaded.encode(text)))
+    sources = {kind: sorted((texts / kind).iterdir()) for kind in KINDS}
+    card = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
+    return Study(Path(model).name, found, encode, sources, out / card.replace(" ", "-"), random)
+
+
+def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, third: int, **more: Any) -> list[Path]:
+    """Measures the rows of a length and a seed that are not there, risks and prices once; returns all their files.
+
+    Args:
+        study: The model and its texts.
+        length: Tokens.
+        budgets: Rises of the perplexity, such as `1%`.
+        seed: Of the calibration, and of the sample of the third kind.
+        third: Sequences of the third kind.
+        more: Settings beside the defaults.
+    """
+    files = {budget: study.file("rows", length, budget, seed) for budget in budgets}
+    missing = [budget for budget, file in files.items() if not file.is_file()]
+    if not missing:
+        return list(files.values())
+    # decode steps are priced as they are captured; with random weights one try says what it takes
+    words = {"captured": study.device.type == "cuda"} | ({"tries": 1, "bolder": 0} if study.random else {}) | more
+    wanted = {budget: CalibrationSettings(nats(budget), (length,), seed, **words) for budget in missing}
+    subject = Subject(study.model)
+    subject.remove_plan()
+    inputs = open_inputs(
+        subject, study.encode, study.sources["calibration"], wanted[missing[0]],
+        verify_data=study.sources["proof"], say=partial(print, flush=True),
+    )  # fmt: skip
+    peak, started = _peak(study.device), time.perf_counter()
+    measurement = measure(inputs)
+    measuring, highest = time.perf_counter() - started, peak()
+    for budget in missing:
+        peak, started = _peak(study.device), time.perf_counter()
+        result = choose_and_verify(measurement, wanted[budget])
+        record = {
+            "model": study.name, "length": length, "budget": budget, "nats": wanted[budget].budget, "seed": seed,
+            "random": study.random, "met": result.met, "sentence": result.sentence,
+            "verdict": result.report["verdicts"][-1] if result.met else None,
+            "seconds": measuring + time.perf_counter() - started, "measuring": measuring,
+            "peak_gb": max(highest, peak()), "predicted_gb": forecast(inputs, measurement.layers).total / 1e9,
+            "sources": {kind: [path.name for path in paths] for kind, paths in study.sources.items()},
+            "provenance": provenance(study.device),
+        }  # fmt: skip
+        record |= _found(study, measurement, result.plan, seed, third if length <= LONG else max(third // 2, 2))
+        if result.met:
+            kept = study.file("plans", length, budget, seed).with_suffix("")
+            kept.mkdir(parents=True, exist_ok=True)
+            save_plan(subject, result, kept)
+            subject.remove_plan()
+        _write(files[budget], record)
+        print(
+            f"{files[budget].stem}: {record['seconds']:.0f} s, {record['peak_gb']:.1f} GB, {result.sentence}",
+            flush=True,
+        )
+    return list(files.values())
+
+
+def _write(file: Path, record: Mapping[str, Any]) -> None:
+    write_atomically(file, json_text(record, indent=1, sort_keys=True) + "\n")
+
+
+def _found(study: Study, measurement: Measurement, plan: Plan, seed: int, third: int) -> dict[str, Any]:
+    """What a plan reads and saves, and loses on the third kind of text."""
+    length, picks = plan.max_length, picks_of(measurement, plan)
+    labels = [measurement.layers.candidates.choices[pick].label for pick in picks]
+    found = {"fewer_pairs": fewer_pairs(labels, length), "by_prices": ratio(measurement, picks, length)}
+    if study.random:
+        return found
+    tap = plan_tap(programs_of(plan, measurement.layers.tensors))
+    evidence = gather(measurement.inputs, tap, study.drawn(length, third, seed), Evidence(), 0)
+    return {**found, "picks": labels, "third": {**scores(evidence), "sequences": third}}
+
+
+def _peak(device: torch.device) -> Callable[[], float]:
+    """Returns what tells the most that is held from now on, in GB; on a CPU what the process has ever held."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return lambda: torch.cuda.max_memory_allocated(device) / 1e9
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def speed_of(study: Study, length: int, names: Sequence[str], batches: Sequence[int], gguf: Path | None = None) -> Path:
+    """Times passes, attention and decode steps of a model under all plans of a length; what is there is not again.
+
+    Args:
+        study: The model and its texts.
+        length: Tokens.
+        names: Budget and seed of each plan, `1% 0`; steps are timed under the plans of the first seed.
+        batches: Sequences of decode steps.
+        gguf: A file that llama.cpp is timed on.
+    """
+    file = study.file("speed", length)
+    kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    places = {name: study.file("plans", length, *name.split()).with_suffix("") for name in names}
+    plans = {name: Plan.from_pretrained(place) for name, place in places.items() if (place / PLAN_FILE).is_file()}
+    first = {name: plan for name, plan in plans.items() if name.split()[1] == names[0].split()[1]}
+    text = study.drawn(length, 1, 0)[0].tokens
+    ids = torch.tensor([text], device=study.device)
+    works: dict[str, Callable[[], Any]] = {"passes": partial(passes, study.model, ids, plans)}
+    if study.device.type == "cuda":
+        works["attention"] = partial(attention, study.model, ids, plans)
+    works |= {f"steps {batch}": partial(steps, study.model, batch, length, first) for batch in batches}
+    if gguf is not None:
+        works["llama.cpp"] = partial(llama, gguf, text)
+    for name, work in works.items():
+        if name not in kept:
+            kept |= {"model": study.name, "length": length, "provenance": provenance(study.device), name: work()}
+            _write(file, kept)
+            print(f"{file.stem}, {name}: {json.dumps(kept[name])}", flush=True)
+    return file
+
+
+@torch.no_grad()
+def passes(model: Any, ids: Tensor, plans: Mapping[str, Plan], rounds: int = 5) -> Figures:
+    """Seconds of prefills of one sequence with a cache, to the last logits; the arms take turns."""
+    device, found, prepared = ids.device, dict[str, list[float]](), {} if ids.is_cuda else {"prepared": None}
+    arms: dict[str, Plan | None] = {"stock": None, "exact": None, **prepared, **plans}
+    call = partial(model, input_ids=ids, logits_to_keep=1)
+    for number in range(-1, rounds if ids.is_cuda else 3):
+        for place in turn(len(arms), max(number, 0)):
+            name, plan = list(arms.items())[place]
+            model.set_attn_implementation("sdpa" if name == "stock" else "adaattn")
+            if name == "prepared":
+                prepare(model)
+            with nullcontext() if name == "stock" else use_plan(model, plan):
+                if ids.is_cuda:
+                    call()  # makes what later passes of this plan share
+                seconds = timed(call, device)[1].wall
+            restore(model)
+            if number >= 0:
+                found.setdefault(name, []).append(seconds)
+    return {name: spread(seconds) for name, seconds in found.items()}
+
+
+def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, float]:
+    """The device's seconds of all attention calls of a prefill, by arm."""
+    model.set_attn_implementation("adaattn")
+    found = {name: programs_for(model, plan, unverified=False)[1] for name, plan in plans.items()}
+    arms = {name: {layer: program for layer, (_, program) in one.items()} for name, one in found.items()}
+    return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms, 1)
+
+
+@torch.no_grad()
+def steps(model: Any, batch: int, length: int, plans: Mapping[str, Plan]) -> Figures:
+    """Tokens a second of decode steps that end at a length, and the cache's bytes a token.
+
+    On a device steps are compiled and captured, over caches of a reserved length; on a CPU over caches that grow.
+    """
+    device, config, figures = model.device, model.config, Figures()
+    captured = device.type == "cuda"
+    rounds, count = (5, 20) if captured else (3, 6)
+    known = {arm.name: arm for arm in (ARMS, ROOM_ARMS)[captured]}
+    static = next(arm for arm in ARMS if arm.name == "StaticCache")
+    stock, exact, int8 = (
+        (static, known["StaticCache"], known["int8"])
+        if captured
+        else (known["DynamicCache"], known["AdaAttnCache model"], known["AdaAttnCache int8"])
+    )
+    token = torch.ones(batch, 1, dtype=torch.long, device=device)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    arms = {"stock": (stock, None), "exact": (exact, None), "int8": (int8, None)}
+    for name, (arm, plan) in (arms | {name: (exact, plan) for name, plan in plans.items()}).items():
+        with by(model, arm.implementation, plan):
+            past = filled(arm, model, batch, length - (rounds + 2) * count, -(-length // 64) * 64)
+            for layer in past.layers if captured and arm is int8 else ():
+                # as behind a prompt, whose queries say along what errors of keys cancel
+                shape = (batch, config.num_attention_heads, 32, dim)
+                layer.tokens.expect(torch.randn(shape, device=device, dtype=model.dtype))
+            plain = partial(model, token, past_key_values=past)
+            step = _captured(plain) if captured else plain
+            taken = [timed(step, device, count)[1].wall for _ in range(rounds + 2)][2:]
+        held = held_bytes(past) / (batch * length)
+        figures[name] = {**spread(taken), "tokens_per_second": batch / spread(taken)["median"], "bytes_per_token": held}
+        del past, plain, step
+        gc.collect()
+    return figures
+
+
+def _captured(call: partial[Any]) -> Callable[[], None]:
+    """A call of a model, compiled afresh."""
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(call.func, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(*call.args, **call.keywords)
+
+    return step
+
+
+def llama(file: Path, ids: Sequence[int]) -> dict[str, float]:
+    """Seconds of a prompt in llama.cpp's Python binding, and tokens a second behind it."""
+    from llama_cpp import Llama
+
+    threads, here = torch.get_num_threads(), torch.device("cpu")
+    made = Llama(str(file), n_ctx=len(ids) + 64, n_threads=threads, n_threads_batch=threads, verbose=False)
+    made.eval(list(ids[:64]))
+    made.reset()
+    prompt = timed(partial(made.eval, list(ids)), here)[1].wall
+    own = [timed(partial(made.eval, [1]), here, 6)[1].wall for _ in range(3)]
+    return {"median": prompt, "tokens_per_second": 1 / spread(own)["median"]}
+
+
+def main() -> None:
+    """Measures rows, or speed, or writes the page."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("model", help=f"directory of a causal LM, or one of {', '.join(SHAPES)}; with --write OUT alone")
+    words.add_argument("out", type=Path, nargs="?", help="directory of the study")
+    words.add_argument("--texts", type=Path, help=f"directory of {', '.join(KINDS)}")
+    words.add_argument("--lengths", type=tokens, default="8k", help="in tokens, by commas")
+    words.add_argument("--budgets", default="0.1%,1%", help="rises of the perplexity, by commas")
+    words.add_argument("--seeds", default="0,1,2", help="by commas")
+    words.add_argument("--third", type=int, default=24, help=f"sequences of the third kind; half of it beyond {LONG}")
+    words.add_argument("--settings", type=json.loads, default={}, help="JSON: of the calibration, for a trial")
+    words.add_argument("--speed", action="store_true", help="time passes and steps under the plans that are there")
+    words.add_argument("--rows", default="1,8", help="sequences of decode steps, by commas")
+    words.add_argument("--llama", type=Path, help="GGUF file that llama.cpp is timed on, on a CPU")
+    words.add_argument("--device", help="cpu, cuda, cuda:1")
+    words.add_argument("--write", type=Path, help="write the page of OUT into this directory")
+    asked = words.parse_args()
+    if asked.write:
+        return write_page(Path(asked.model), asked.write)
+    if asked.out is None or asked.texts is None:
+        words.error("expected MODEL OUT --texts DIRECTORY")
+    study = opened(asked.model, asked.texts, asked.out, asked.device)
+    budgets, seeds = asked.budgets.split(","), [int(seed) for seed in asked.seeds.split(",")]
+    for length in asked.lengths:
+        if asked.speed:
+            names = [f"{budget} {seed}" for seed in seeds for budget in budgets]
+            speed_of(study, length, names, [int(one) for one in asked.rows.split(",")], asked.llama)
+        for seed in () if asked.speed else seeds:
+            rows_of(study, length, budgets, seed, asked.third, **asked.settings)
+    return None
+
+
+if __name__ == "__main__":
+    main()
