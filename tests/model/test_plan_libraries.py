@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AttentionInterface
 
 import adaattn_hf
 from adaattn_hf.plans import store
@@ -43,6 +44,25 @@ def test_tensor_parallelism_is_refused_by_name() -> None:
             adaattn_hf.load_plan(ours)
     finally:
         dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test_sequence_parallelism_by_heads_is_exact_and_refused_under_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ulysses hands a process all tokens of some heads, without a mask, and nothing says which heads they are."""
+    whole = AttentionInterface._global_mapping["adaattn"]
+
+    def shared_out(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        halves = zip(*(tensor.chunk(2, dim=1) for tensor in (query, key, value)), strict=True)
+        return torch.cat([whole(module, *half, None, **kwargs)[0] for half in halves], dim=2), None
+
+    _, ours = fresh_pair("llama")
+    right = ours(input_ids=tokens()).logits
+    monkeypatch.setitem(AttentionInterface._global_mapping, "adaattn", shared_out)
+    torch.testing.assert_close(ours(input_ids=tokens()).logits, right)
+    give(ours, make_choice(kind="window", window=2))
+    for rows in (tokens(), tokens(1, 1)):
+        with pytest.raises(ValueError, match=r"made for 2 key/value heads, got keys with 1; .*\(Ulysses\).*tp_plan"):
+            ours(input_ids=rows)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.runs import Runs
+from adaattn_hf.attention.structure import CallStructure, Segment
 
 from ..support.head_rules import rules
 from .test_triton import STRUCTURES, interpreted, make
@@ -97,6 +98,34 @@ def test_steps_read_the_keys_of_their_head(kv_heads: int) -> None:
         make(STEP, 4, kv_heads, 16, 16, torch.float32, per_head=rules(windows, (0, 7, 4, 900)[:kv_heads])),
         4e-6,
     )
+
+
+@interpreted
+@pytest.mark.parametrize("windows", [(0, 0), (0, 300)])
+def test_a_long_request_beside_short_ones(windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of a batch, whose keys lie in one row: each has shares by its own keys, the longest the most."""
+    from adaattn_hf.backends.triton import step
+
+    lengths, runs, first = (300, 2000, 1, 260), [], 0
+    for row, length in enumerate(lengths):
+        runs.append(Segment(row, 0, 1, first, length, length - 1))
+        first += length
+    structure = Runs.of(runs, len(lengths), 1, first + 7, True, None)
+    seen: list[tuple[tuple[int, ...], int]] = []
+    run = step.launch_step
+
+    def launched(grid: tuple[int, ...], arguments: tuple[Any, ...], *rest: Any) -> None:
+        seen.append((grid, arguments[27]))
+        run(grid, arguments, *rest)
+
+    monkeypatch.setattr(step, "launch_step", launched)
+    monkeypatch.setattr(step, "processors", lambda device: 16)
+    each = rules(windows, (0, 7)) if any(windows) else None
+    check(make(structure, 4, 2, 16, 16, torch.float32, per_head=each), 4e-6)
+    ((grid, span),) = seen
+    reads = [min(length, window + 7 if window else length) for length in lengths for window in windows]
+    assert grid == (4, 2 * -(-2048 // span))
+    assert 16 < sum(-(-keys // span) for keys in reads) <= 32
 
 
 @interpreted

@@ -105,12 +105,30 @@ def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences:
     """Unless each head of each sequence takes one already; one more share of the longest heads would be too many."""
     from adaattn_hf.backends.triton.step import split
 
-    most, span = split(windows, 8, 128, sequences, 396, 256, False)
+    most, span = split(windows, 8, ((128, sequences),), 396, 256, False)
     counts = [32768] * 8 if windows is None else [32768, 1040] * 4
     shares = [-(-count // span) for count in counts]
     assert max(shares) == most
     assert sum(shares) * sequences <= max(396, 8 * sequences)
-    assert (sum(shares) + 8 + (windows is not None) * 8) * sequences > 396
+    wider = -(-32768 // (most + 1))
+    assert sum(-(-count // wider) for count in counts) * sequences > 396
+
+
+@interpreted
+@pytest.mark.parametrize("windows", [None, ((1 << 30, 0), (1024, 16)) * 4])
+@pytest.mark.parametrize("lengths", [(128, *(8,) * 7), (8,) * 8, (128,), (9, 8, 8, 9, 10, 11, 8, 8)], ids=str)
+def test_requests_of_any_lengths_fill_the_device(windows: HeadWindows | None, lengths: tuple[int, ...]) -> None:
+    """264 programs run at once on an H100; shares are of the longest request, and not of all that lie in its row."""
+    from adaattn_hf.backends.triton.step import split
+
+    spans = tuple((length, lengths.count(length)) for length in sorted(set(lengths)))
+    most, span = split(windows, 8, spans, 264, 256, False)
+    heads = (1 << 30,) * 8 if windows is None else (1 << 30, 1040) * 4
+    reads = [min(head, 256 * length) for length in lengths for head in heads]
+    assert most == -(-max(reads) // span)
+    shares = [-(-keys // span) for keys in reads]
+    assert sum(shares) <= 264
+    assert sum(shares) > 264 * 3 // 4
 
 
 @interpreted

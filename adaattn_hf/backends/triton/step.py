@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,10 +162,10 @@ def launch(known: Sized, step: Step) -> AttentionResult:
         if 4 * sequences * kv_heads > known.processors:
             waves = _WAVES_OVER_CODES[known.bits]
     graph = graph or capturing(device)
-    most, span = split(
-        windows, kv_heads, -(-kv_len // known.least), sequences, waves * known.processors, known.least,
-        until is not None,
-    )  # fmt: skip
+    spans: Spans = ((-(-kv_len // known.least), sequences),)
+    if rows is not None and real is None:
+        spans = structure.derived(_spans_of_runs, known.least)
+    most, span = split(windows, kv_heads, spans, waves * known.processors, known.least, until is not None)
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
@@ -216,15 +217,17 @@ def launch(known: Sized, step: Step) -> AttentionResult:
     return AttentionResult(out, lse)
 
 
+Spans = tuple[tuple[int, int], ...]
+"""Numbers of spans of keys, the last of which may not be full, and how many sequences have so many."""
+
+
+def _spans_of_runs(structure: CallStructure, least: int) -> Spans:
+    return tuple(sorted(Counter(-(-run.k_len // least) for run in structure.segments() or ()).items()))
+
+
 @functools.lru_cache(1024)
 def split(
-    windows: HeadWindows | None,
-    kv_heads: int,
-    spans: int,
-    sequences: int,
-    programs: int,
-    least: int,
-    whole: bool,
+    windows: HeadWindows | None, kv_heads: int, spans: Spans, programs: int, least: int, whole: bool
 ) -> tuple[int, int]:
     """Into how many shares the head that reads most splits its keys, and how many keys a share has.
 
@@ -233,26 +236,20 @@ def split(
     Args:
         windows: Of `head_windows`.
         kv_heads: Key/value heads.
-        spans: Spans of `least` keys of a sequence, the last of which may not be full.
-        sequences: Sequences that are read alike.
+        spans: Of `least` keys each, of all sequences.
         programs: As many as the device runs at once; there are no more shares unless each head has one.
         least: Fewest keys worth a program.
         whole: Whether every head may have to read all keys, where windows end.
     """
-    length = spans * least
-    if windows is None or whole:
-        counts = [length]
-    else:
-        counts = [max(1, min(window + sinks, length)) for window, sinks in dict.fromkeys(windows)]
-    longest = max(counts)
-    slots = programs // sequences
-    if len(counts) == 1:
-        slots //= kv_heads
-    else:
-        # every head may have a share that is not full
-        total = sum(min(window + sinks, length) for window, sinks in windows or ())
-        slots = (slots - kv_heads) * longest // total
-    most = max(1, min(longest // least, slots))
+    heads = ((ALL, 0),) * kv_heads if windows is None or whole else windows
+    reads: Counter[int] = Counter()
+    for length, sequences in spans:
+        for window, sinks in heads:
+            reads[max(1, min(window + sinks, length * least))] += sequences
+    longest = max(reads)
+    most = max(1, min(longest // least, programs * longest // sum(keys * times for keys, times in reads.items())))
+    while most > 1 and sum(times * -(-keys // -(-longest // most)) for keys, times in reads.items()) > programs:
+        most -= 1
     span = -(-longest // most)
     return -(-longest // span), span
 
