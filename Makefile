@@ -43,8 +43,9 @@ demo: $(READY) ## stock against adaattn on the models in the package, offline
 test: $(READY) ## the whole test-suite; TESTS=tests/unit for a part of it
 	$(PYTEST) $(TESTS)
 
-cover: $(READY) ## the suite with branch coverage of the four mapped directories
+cover: $(READY) ## the suite with branch coverage of the four mapped directories, and all of what decides
 	$(PYTEST) $(TESTS) $(addprefix --cov=,$(MAPPED)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
+	$(BIN)/python -m coverage report --include='*/policy/*' --fail-under=100
 
 hub-kernel: ## kernel repositories for the Hub in build/hub; NAMES=flash-adaattn for one
 	$(PYTHON) hub/build.py $(NAMES)
@@ -64,6 +65,13 @@ hub-test: .venv-hub/.ready ## the tests of the kernel repositories through Trans
 
 hub-speed: .venv-hub/.ready hub-kernel ## a model under the kernel's name beside adaattn; writes docs/results/hub_kernel.*
 	.venv-hub/bin/python hub/speed.py --write docs/results
+
+# In an environment of its own: the package refuses it as a dependency, and nothing refuses it at run time.
+.PHONY: canary
+canary: ## the tests of models under the newest Transformers, pre-releases too: what comes
+	$(MAKE) venv VENV=.venv-canary
+	.venv-canary/bin/python -m pip install -q --pre --upgrade transformers
+	.venv-canary/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/unit tests/contracts tests/model
 
 search: $(READY) ## property tests on new random examples instead of the fixed ones
 	$(PYTEST) tests/property --hypothesis-profile=search
@@ -152,6 +160,18 @@ build: $(READY) ## wheel and sdist in dist/, checked as the package index would
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
+
+# Of an environment that holds the wheel and what pip takes for it, and nothing else. cyclonedx-bom has one of its own.
+.PHONY: sbom
+sbom: ## what an installed wheel of dist/ brings with it, as CycloneDX, in build/sbom; needs `make build` first
+	rm -rf build/sbom build/installed build/cyclonedx
+	$(PYTHON) -m venv build/installed
+	$(PYTHON) -m venv build/cyclonedx
+	build/installed/bin/python -m pip install -q dist/*.whl
+	build/cyclonedx/bin/python -m pip install -q cyclonedx-bom
+	mkdir -p build/sbom
+	build/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+	  -o build/sbom/adaattn-hf.cdx.json build/installed/bin/python
 
 # The reference reads signatures and docstrings from an installed copy, where every module lies under its installed name.
 docs: $(READY) ## the documentation site in build/site; a warning is an error

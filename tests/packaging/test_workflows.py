@@ -130,6 +130,15 @@ def test_publishing_keeps_no_password() -> None:
     assert "secrets." not in str(release)
 
 
+def test_a_release_says_what_it_brings() -> None:
+    release, wheels = (read(ROOT / ".github" / "workflows" / f"{name}.yml") for name in ("release", "wheels"))
+    assert any("make sbom" in line for _, line in commands(wheels))
+    steps = release["jobs"]["publish"]["steps"]
+    (attested,) = [step["with"]["subject-path"] for step in steps if "attest" in step.get("uses", "")]
+    assert attested.split() == ["dist/*", "sbom/*"]
+    assert any("sbom/*" in step.get("run", "") for step in steps)
+
+
 def test_recipes_find_modules_that_only_the_checkout_has() -> None:
     """Under PYTHONSAFEPATH, which the Makefile exports, `python -m studies.…` finds nothing."""
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()

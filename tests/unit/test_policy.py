@@ -525,3 +525,29 @@ def test_allocating_is_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     prices, risks = np.array([[2.0, 1.0]]), np.zeros((1, 1, 2))
     assert knapsack.allocate(prices, risks, np.ones(1)).picks.tolist() == [1]
     assert capfd.readouterr().out == ""
+
+
+def test_a_process_without_standard_output_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    done = []
+    with silenced(file=1 << 20):  # no file of this process has such a number
+        done.append(True)
+    assert done
+
+
+def test_picks_beyond_the_budget_are_made_exact_by_the_least_that_helps() -> None:
+    prices, budget = np.tile([3.0, 1.0], (3, 1)), np.array([1.0])
+    risks = np.array([[[0.0, 0.4], [0.0, 0.5], [0.0, 0.6]]])
+    assert knapsack.repair(np.array([1, 1, 1]), prices, risks, budget).picks.tolist() == [1, 0, 1]
+    assert knapsack.repair(np.array([1, 1, 1]), prices, 3 * risks, budget).picks.tolist() == [0, 0, 0]
+
+
+def test_a_solver_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knapsack, "milp", lambda *given, **options: SimpleNamespace(x=None, message="time is up"))
+    with pytest.raises(ValueError, match="the solver found no allocation: time is up"):
+        allocate(np.array([[2.0, 1.0]]), np.zeros((1, 1, 2)), np.ones(1))
+
+
+def test_a_line_through_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads has 0 and seconds 1 entries"):
+        fit_price([], [1.0])
