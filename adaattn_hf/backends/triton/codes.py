@@ -111,7 +111,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
-    FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
+    FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
     ROTATION: tl.constexpr, ROTATION_V: tl.constexpr, HALVES: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
@@ -273,5 +273,5 @@ def decode_codes(  # type: ignore[no-untyped-def]
         acc = tl.permute(acc.reshape(ROWS, PAD_V // 32, 8, 2, 2), (0, 1, 4, 2, 3))
     finish(
         acc.reshape(ROWS, PAD_V), top, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share,
-        shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V, SINGLE,
+        shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V, SINGLE, LAST,
     )  # fmt: skip
