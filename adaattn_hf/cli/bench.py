@@ -33,7 +33,7 @@ class Bench:
         table: Where the Markdown goes instead, e.g. BENCHMARKS.md.
         gate: Exit with 1 if a cell is below its floor, twice.
         memory: Measure peak memory, too.
-        profile: Directory for a torch.profiler trace of each cell and implementation.
+        profile: Directory for a torch.profiler trace of each cell and implementation, and its longest operations.
         grid: Another grid than the one of the package.
     """
 

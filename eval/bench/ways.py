@@ -30,6 +30,7 @@ KERNELS = {
 }
 """Stock sdpa with one of torch's kernels alone; one that cannot do a cell refuses it."""
 _ROWS = 16
+_TOP = 20
 
 
 def is_stock(name: str) -> bool:
@@ -91,7 +92,10 @@ def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | No
 
 
 def trace(works: Mapping[str, Work], directory: Path, title: str, device: torch.device) -> None:
-    """Writes one Chrome trace per way: its work once, warm, with a span around each attention call of ours."""
+    """Writes a Chrome trace and a table of the longest operations of each way: its work once, warm.
+
+    Each attention call of ours has a span around it.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -104,3 +108,6 @@ def trace(works: Mapping[str, Work], directory: Path, title: str, device: torch.
                 torch.cuda.synchronize(device)
         plain = re.sub(r"[^A-Za-z0-9]+", "-", f"{title} {name}").strip("-")
         seen.export_chrome_trace(str(directory / f"{plain}.json"))
+        clock = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        table = seen.key_averages().table(sort_by=clock, row_limit=_TOP, max_name_column_width=80)
+        (directory / f"{plain}.txt").write_text(table + "\n", encoding="utf-8")

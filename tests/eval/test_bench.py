@@ -256,11 +256,16 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
     assert not [name for name in names_seen if "flash" in name]
 
 
-def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_and_a_table_of_each_way(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "pass", "model": "llama", "q_len": 12}, stock=["sdpa"])
     result = bench("--grid", grid, "--rounds", 1, "--no-memory", "--profile", tmp_path / "traces")
     assert result.exit_code == 0, result.output
-    found = {path.name: json.loads(path.read_text("utf-8")) for path in (tmp_path / "traces").iterdir()}
+    texts = {path.name: path.read_text("utf-8") for path in (tmp_path / "traces").iterdir()}
+    tables = {name: texts.pop(name) for name in ("pass-float32-adaattn.txt", "pass-float32-sdpa.txt")}
+    assert all("aten::mm" in table for table in tables.values())
+    assert "adaattn layer 0: " in tables["pass-float32-adaattn.txt"]
+    assert "scaled_dot_product" in tables["pass-float32-sdpa.txt"]
+    found = {name: json.loads(text) for name, text in texts.items()}
     assert set(found) == {"pass-float32-adaattn.json", "pass-float32-sdpa.json"}
     named = {
         name: [e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("adaattn layer")]
