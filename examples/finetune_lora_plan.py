@@ -66,7 +66,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.plan is None:
         options.plan = str(options.output / "plan")
-        words = ["-m", "adaattn_hf", "calibrate", "--lengths", str(options.context), "--output-dir", options.plan, "--quiet"]
+        words = [
+            "-m",
+            "adaattn_hf",
+            "calibrate",
+            "--lengths",
+            str(options.context),
+            "--output-dir",
+            options.plan,
+            "--quiet",
+        ]
         subprocess.run([sys.executable, *words], check=True)  # noqa: S603
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)

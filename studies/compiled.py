@@ -214,8 +214,11 @@ def rounded(asked: AttentionRequest) -> None:
     )
     beside = keys.mean(2).contiguous()
     dtype = asked.query.dtype
-    storing.store(keys.to(dtype), asked.key, asked.stored.key_scale, mean=beside, along=beside)
-    storing.store(values.to(dtype), asked.value, asked.stored.value_scale)
+    parts = asked.key, asked.stored.key_scale, asked.value, asked.stored.value_scale
+    storing.store(keys.to(dtype), values.to(dtype), parts, mean=beside, along=beside)
+    held = torch.zeros((), dtype=torch.int64)
+    token = keys[:, :, :1].to(dtype), values[:, :, :1].to(dtype)
+    storing.store(*token, parts, mean=beside, along=beside, at=held)
 
 
 def prefills(kinds: tuple[str, ...]) -> Iterator[Call]:
@@ -245,6 +248,7 @@ def steps() -> Iterator[Call]:
             for stored in ("int8", "k8v4"):
                 make_codes = partial(coded, make, stored)
                 yield f"step over {stored}, {words}", make_codes, launch.attend
+                yield f"step of a graph over {stored}, {words}", make_codes, captured
                 yield f"storing {stored}, {words}", make_codes, rounded
 
 

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # before anything imports the libraries that read them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,9 +42,33 @@ settings.load_profile("suite")
 torch.set_num_threads(1)
 
 
+NO_DEVICE = "needs a CUDA device"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--write-snapshots` records what is, instead of comparing with what was recorded."""
+    """`--write-snapshots` records what is, instead of comparing with it; `--require-gpu` fails where there is none."""
     parser.addoption("--write-snapshots", action="store_true", help="record public API and error messages anew")
+    parser.addoption("--require-gpu", action="store_true", help="fail where tests want a CUDA device in vain")
+
+
+def blocked(config: pytest.Config) -> int:
+    """Tests that were skipped for want of a CUDA device, as the process that reports knows."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", ()) if reporter is not None else ()
+    return sum(NO_DEVICE in str(report.longrepr) for report in skipped)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A suite for a GPU that ran nothing is not green where a GPU was asked for."""
+    if session.config.getoption("--require-gpu") and blocked(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many tests nobody ran here."""
+    count = blocked(terminalreporter.config)
+    if count:
+        terminalreporter.write_line(f"BLOCKED: {count} GPU tests")
 
 
 def assets_directory() -> Path:
@@ -64,7 +89,7 @@ def network_allowed() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, each with its reason."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip(NO_DEVICE)
     if item.get_closest_marker("network") and not network_allowed():
         pytest.skip("needs a network connection; set ADAATTN_NETWORK=1 to run it")
     if item.get_closest_marker("assets") and not assets_directory().is_dir():

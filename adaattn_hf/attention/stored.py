@@ -29,6 +29,9 @@ BITS = {"int8": 8, "k8v4": 4}
 CHANNELS = 32
 """Values of four bits lie in groups of so many channels: 16 low halves of bytes, then the 16 high halves."""
 
+FULL = "max_cache_len: the cache is full, expected room for one token more; make the cache longer"
+"""What is said where a token has no room, on whichever device that is found."""
+
 _ZERO = 107 << 23  # bits of the float32 that the code 0 stands for, 2 ** -20
 
 

@@ -73,7 +73,7 @@ class Place:
                 f"in_place: got {len(names)} budgets, expected one, since a model carries one plan; leave --in-place "
                 "out, and each plan gets a directory of its own"
             )
-        return [replace(self, out=target / name).directory(model) for name in names]
+        return [replace(self, output_dir=target / name).directory(model) for name in names]
 
     def sentence(self, target: Path, model: str | None) -> str:
         """Returns where the plan will go, said before any work."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.stored import quantise
+from adaattn_hf.attention.stored import FULL, quantise
 from adaattn_hf.backends.native import storing as native
 from adaattn_hf.backends.order import TRITON
 
 
 def write(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    parts: Sequence[Tensor],
     *,
     mean: Tensor | None = None,
     along: Tensor | None = None,
@@ -22,26 +24,40 @@ def write(
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
     Args:
-        x: `[batch, heads, n, head_dim]`, any strides.
-        codes: int8 `[batch, heads, room, head_dim]`, or codes of four bits: uint8 with half the channels.
-        scale: uint8 `[batch, heads, room]`.
-        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
-        along: The same of length 1, the direction along which the errors of int8 codes cancel. A single token that no
+        keys: `[batch, heads, n, head_dim]`, any strides.
+        values: The same, or None where keys alone are written.
+        parts: Codes of keys, int8 `[batch, heads, room, head_dim]`, and their scales, uint8 `[batch, heads, room]`; the
+            same of values, whose codes of four bits are uint8 with half the channels.
+        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off keys after turning.
+        along: The same of length 1, the direction along which the errors of int8 keys cancel. A single token that no
             kernel serves does without, which would take many small steps.
-        at: Place in the room of the first of the tokens; a 0-dim integer tensor is read on its device.
+        at: Place in the room of the first of the tokens. A 0-dim int64 tensor counts those held: it is read on its
+            device, and raised by the new ones.
     """
+    if keys.is_cuda and not TRITON.missing():
+        from adaattn_hf.backends.triton import storing as triton  # imports Triton
+
+        if triton.serves(keys, parts[0]) and (values is None or triton.serves(values, parts[2])):
+            triton.store(keys, values, parts, mean=mean, along=along, at=at)
+            return
+    count = keys.shape[2]
+    if isinstance(at, Tensor):
+        torch._assert_async(at + count <= parts[0].shape[2], FULL)
+    _write(keys, parts[0], parts[1], mean, along, at)
+    if values is not None:
+        _write(values, parts[2], parts[3], None, None, at)
+    if isinstance(at, Tensor):
+        at.add_(count)
+
+
+def _write(
+    x: Tensor, codes: Tensor, scale: Tensor, mean: Tensor | None, along: Tensor | None, at: int | Tensor
+) -> None:
     if native.serves(x):
         native.store(x, codes, scale, mean=mean, along=along, rotated=True, at=int(at))
         return
-    if x.is_cuda and not TRITON.missing():
-        from adaattn_hf.backends.triton import storing as triton  # imports Triton
-
-        if triton.serves(x, codes):
-            triton.store(x, codes, scale, mean=mean, along=along, at=at)
-            return
     bits, count = 4 if codes.dtype is torch.uint8 else 8, x.shape[2]
-    along = along if x.is_cpu or count > 1 else None
-    made, scales = quantise(x, bits=bits, mean=mean, along=along)
+    made, scales = quantise(x, bits=bits, mean=mean, along=along if x.is_cpu or count > 1 else None)
     places = torch.arange(count, device=x.device) + at
     codes.index_copy_(2, places, made)
     scale.index_copy_(2, places, scales)
@@ -49,14 +65,16 @@ def write(
 
 @torch.library.custom_op(
     f"{__name__.partition('.')[0]}::store_tokens",
-    mutates_args=("codes", "scale"),
-    schema="(Tensor x, Tensor(a!) codes, Tensor(b!) scale, Tensor? mean, Tensor? along, Tensor at) -> ()",
+    mutates_args=("key_codes", "key_scale", "value_codes", "value_scale", "held"),
+    schema="(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_scale, Tensor(c!) value_codes, "
+    "Tensor(d!) value_scale, Tensor? mean, Tensor? along, Tensor(e!) held) -> ()",
 )
-def write_at(x: Tensor, codes: Tensor, scale: Tensor, mean: Tensor | None, along: Tensor | None, at: Tensor) -> None:
-    """`write` as an operator of torch, for graphs that are traced and may be captured: `at` stays on its device."""
-    write(x, codes, scale, mean=mean, along=along, at=at)
+def append(keys: Tensor, values: Tensor, *inputs: Tensor | None) -> None:
+    """`write` as an operator of torch, for graphs that are traced and may be captured: `held` counts on its device."""
+    *parts, mean, along, held = inputs
+    write(keys, values, parts, mean=mean, along=along, at=held)
 
 
-@write_at.register_fake
-def _write_at_fake(*_: Tensor | None) -> None:
+@append.register_fake
+def _append_fake(*_: Tensor | None) -> None:
     """Writes nothing, and has no output."""

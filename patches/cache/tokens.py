@@ -11,9 +11,8 @@ from adaattn_hf.attention.stored import StoredKV, direction_of, hadamard
 
 from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
-from .rounding import write, write_at
+from .rounding import append, write
 
-_FULL = "max_cache_len: the cache is full, expected room for one token more; make the cache longer"
 SMOOTHED = 16
 """Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""
 PROMPT = "_adaattn_prompt"
@@ -141,14 +140,10 @@ class Tokens:
 
     def _append_in_room(self, keys: Tensor, values: Tensor, held: Tensor) -> None:
         """The same where all tokens have their room: a traced graph reads nothing from `held`, their number."""
-        codes, scale, value_codes, value_scale = parts = self.whole()
+        parts = self.whole()
         if torch.compiler.is_compiling():
-            # the host counts nothing here, and a kernel would write behind the room
-            torch._assert_async(held < codes.shape[2], _FULL)
-            write_at(keys, codes, scale, self.mean, self.along, held)
-            write_at(values, value_codes, value_scale, None, None, held)
+            append(keys, values, *parts, self.mean, self.along, held)  # the host counts nothing here
             self._known = None
-            held.add_(keys.shape[2])
         else:
             past = len(self)
             self.begin(keys, values)
@@ -183,8 +178,7 @@ class Tokens:
             for part, new in zip(parts, (keys, values), strict=True):
                 part.narrow(2, at, new.shape[2]).copy_(new)
         else:
-            write(keys, parts[0], parts[1], mean=self.mean, along=self.along, at=at)
-            write(values, parts[2], parts[3], at=at)
+            write(keys, values, parts, mean=self.mean, along=self.along, at=at)
 
     def _smooth(self, more: Tensor) -> None:
         """Take the mean, now that there are enough keys, and round again those already held, elsewhere than seen."""
@@ -193,7 +187,7 @@ class Tokens:
         views = self.views()
         there = self._record(views).keys(views[0], torch.float32)
         self.mean = _mean_of(torch.cat([there, more.float()], dim=2))
-        write(there, views[0], views[1], mean=self.mean, along=self.along)
+        write(there, None, views, mean=self.mean, along=self.along)
 
     def expect(self, queries: Tensor) -> None:
         """From now on round keys such that their errors cancel along the mean of these queries.
@@ -214,7 +208,7 @@ class Tokens:
             views = self.views()
             # a cache that offloads has moved its own by now
             keys = keys[:, :, -len(self) :].to(views[0].device)
-            write(keys, views[0], views[1], mean=self.mean, along=self.along)
+            write(keys, None, views, mean=self.mean, along=self.along)
 
     def renew_first(self, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
         """Replace the first key of sequences `rows` by parts `[rows, num_kv_heads, …]`; without parts drop all."""

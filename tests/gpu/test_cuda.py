@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -285,7 +287,7 @@ def test_an_offloaded_cache_waits_for_what_reads_it(stored: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own imports and of the empty graph it warms up with
-@pytest.mark.parametrize("stored", ["static", "int8"])
+@pytest.mark.parametrize("stored", ["static", "int8", "k8v4"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> None:
     """A CUDA graph of one decoding step with a static cache: capturing fails wherever the host is asked."""
@@ -312,6 +314,28 @@ def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> No
             token = logits[:, -1:].argmax(-1)
             found.append(token)
     assert torch.equal(torch.cat(found, dim=1), plain)
+
+
+FULL = """
+import torch
+from adaattn_hf.patches.cache.rounding import append
+from adaattn_hf.patches.cache.tokens import Tokens
+
+x = torch.randn(2, 3, 1, 64, device="cuda")
+tokens = Tokens(x, x, "int8", reserve=4, fixed=True)
+for place in range(5):
+    append(x, x, *tokens.whole(), None, None, tokens.count)
+    torch.cuda.synchronize()
+    print("held", int(tokens.count))
+"""
+
+
+def test_a_token_too_many_is_refused_on_the_device() -> None:
+    """In a process of its own, as what a device refuses ends all that the process computes there."""
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["held", "1", "held", "2", "held", "3", "held", "4"], done.stderr
+    assert done.returncode
+    assert "the cache is full" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -99,7 +99,7 @@ def test_one_graph_serves_every_token_of_every_generation(model: Any, stored: st
         assert int(cache.get_seq_length()) == prompt + 9
     names = called(graphs)
     assert len(graphs) == 1
-    assert names.count("adaattn_hf.store_tokens.default") == 2 * model.config.num_hidden_layers
+    assert names.count("adaattn_hf.store_tokens.default") == model.config.num_hidden_layers
     assert not [name for name in names if name.split(".")[-1] == "item" or "local_scalar" in name]
 
 

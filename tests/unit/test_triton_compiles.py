@@ -26,6 +26,7 @@ CLOSEST = (
     "step, heads of 128, 71 sharing keys, bfloat16",
     "step of a graph, heads of 256, 8 sharing keys, float32",
     "step over k8v4, heads of 256, 8 sharing keys, bfloat16",
+    "step of a graph over k8v4, heads of 256, 8 sharing keys, bfloat16",
     "storing k8v4, heads of 256, 8 sharing keys, float32",
 )
 OTHERS = (
@@ -38,7 +39,7 @@ OTHERS = (
     "step, heads of 256, 8 sharing keys, bfloat16, windows per head",
     "step over int8, heads of 128, 8 sharing keys, bfloat16",
 )
-KERNELS = {"decode", "decode_codes", "forward", "prepare", "of_keys", "of_queries", "store_tokens"}
+KERNELS = {"combine", "decode", "decode_codes", "forward", "prepare", "of_keys", "of_queries", "store_tokens"}
 HOPPER = {"specialised", "costs", "deal"}
 """Those that one compute capability has to itself."""
 

@@ -138,6 +138,27 @@ def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("per_head", [rules((300, 0), (7, 0)), None], ids=["windows", "exact"])
+def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a launch of its own in place of one that sets counters to zero; of few keys there is nothing to merge."""
+    from adaattn_hf.backends.triton import step
+
+    launches: list[tuple[int, ...]] = []
+    merge = step.launch_combine
+    monkeypatch.setattr(step, "launch_combine", lambda grid, *more: (launches.append(grid), merge(grid, *more)))
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    for keys in (1500, 200):
+        structure = CallStructure(1, 1, keys, causal=True, q_offset=keys - 1)
+        asked = make(structure, 4, 2, 32, 64, torch.float32, per_head=per_head, sink_logits=sink)
+        asked = stored(asked, bits) if bits else asked
+        result, expected = (step.attend_step(asked, graph=graph) for graph in (True, False))
+        torch.testing.assert_close(result.out, expected.out, atol=2e-6, rtol=0)
+        torch.testing.assert_close(result.lse, expected.lse, atol=2e-6, rtol=0)
+    assert launches == [(1, 4)]
+
+
+@interpreted
 @pytest.mark.parametrize("extra", [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
 def test_a_mean_is_not_lost_where_a_shift_of_all_scores_counts(extra: dict[str, Any]) -> None:
     check(make(STRUCTURES["decode"], 4, 2, 32, 32, torch.float32, **extra), 8)

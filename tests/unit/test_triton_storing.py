@@ -18,15 +18,18 @@ def tokens(count: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return drawn.to(dtype).transpose(1, 2)
 
 
-def stored(x: Tensor, bits: int, at: int | Tensor, **more: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales in a room that is otherwise full of sevens."""
+def stored(x: Tensor, bits: int, at: int | Tensor, spare: int = 3, **more: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales, in a room that is otherwise full of sevens, of keys; of 4 bits, of values that are the same."""
     from adaattn_hf.backends.triton.storing import store
 
-    room = int(at) + x.shape[2] + 3
+    room = int(at) + x.shape[2] + spare
     width, dtype = (x.shape[3], torch.int8) if bits == 8 else (x.shape[3] // 2, torch.uint8)
-    codes = torch.full((2, 3, room, width), 7, dtype=dtype)
-    scale = torch.full((2, 3, room), 7, dtype=torch.uint8)
-    store(x, codes, scale, at=at, **more)
+    shapes = ((room, x.shape[3]), torch.int8), ((room,), torch.uint8), ((room, width), dtype), ((room,), torch.uint8)
+    parts = [torch.full((2, 3, *shape), 7, dtype=dtype) for shape, dtype in shapes]
+    store(x, x, parts, at=at, **more)
+    if bits == 8 and not more:
+        assert torch.equal(parts[0], parts[2])
+    codes, scale = parts[:2] if bits == 8 else parts[2:]
     return codes, scale
 
 
@@ -38,7 +41,7 @@ def test_rounds_as_the_definition_does_and_writes_nothing_else(
     dtype: torch.dtype, bits: int, dim: int, count: int
 ) -> None:
     x = tokens(count, dim, dtype)
-    mean = (x.float() @ hadamard(dim)).mean(2).contiguous() if count > 1 else None
+    mean = (x.float() @ hadamard(dim)).mean(2).contiguous() if count > 1 and bits == 8 else None
     codes, scale = quantise(x, bits=bits, mean=mean)
     ours, scales = stored(x, bits, 5, **({} if mean is None else {"mean": mean}))
     inside = slice(5, 5 + count)
@@ -56,9 +59,24 @@ def test_rounds_as_the_definition_does_and_writes_nothing_else(
 
 @interpreted
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_place_may_lie_on_the_device(bits: int) -> None:
-    x = tokens(1, 64)
-    for ours, expected in zip(stored(x, bits, torch.tensor(5)), stored(x, bits, 5), strict=True):
+def test_tokens_may_be_counted_on_the_device(bits: int) -> None:
+    """The count is read and raised; of a token that has no room nothing is written, and none is counted."""
+    x, held = tokens(1, 64), torch.tensor(5)
+    for ours, expected in zip(stored(x, bits, held), stored(x, bits, 5), strict=True):
+        assert torch.equal(ours, expected)
+    assert held == 6
+    assert all(part.eq(7).all() for part in stored(x, bits, held, spare=-1))
+    assert held == 6
+
+
+@interpreted
+def test_keys_are_rounded_again_alone() -> None:
+    from adaattn_hf.backends.triton.storing import store
+
+    x = tokens(20, 64)
+    parts = torch.empty(2, 3, 20, 64, dtype=torch.int8), torch.empty(2, 3, 20, dtype=torch.uint8)
+    store(x, None, parts)
+    for ours, expected in zip(parts, stored(x, 8, 0, spare=0), strict=True):
         assert torch.equal(ours, expected)
 
 

@@ -111,7 +111,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
-    FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
+    FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
     ROTATION: tl.constexpr, ROTATION_V: tl.constexpr, HALVES: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
@@ -132,6 +132,29 @@ def decode_codes(  # type: ignore[no-untyped-def]
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
         CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, PER_HEAD or (TABLE and not HAS_REAL),
     )  # fmt: skip
+    i = tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :]
+    c = tl.arange(0, PAD_V // FIELDS)
+    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + first * k_n
+    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + first * v_n
+    k_scales = k_scale_ptr + row * ks_b + kv_head.to(tl.int64) * ks_h + first * ks_n
+    v_scales = v_scale_ptr + row * vs_b + kv_head.to(tl.int64) * vs_h + first * vs_n
+    real_base = real_ptr + row * kv_len + first
+    # Queries are made ready for as long as the device needs for the first codes: these are asked for before that, one
+    # byte of every 32, which is what memory gives out.
+    ahead = tl.minimum(start + tl.arange(0, 2 * BLOCK_N), tl.maximum(end - 1, 0))
+    if WINDOW:
+        ahead = tl.where(ahead < few, ahead, ahead - few + low)
+    ahead = ahead.to(tl.int64)[:, None]
+    k_at, v_at = tl.arange(0, PAD // 32)[None] * 32, tl.arange(0, PAD_V * BITS // 256)[None] * 32
+    k_touched = tl.load(k_base + ahead * k_n + k_at, mask=k_at < DIM, other=0).to(tl.int32)
+    v_touched = tl.load(v_base + ahead * v_n + v_at, mask=v_at < DIM_V * BITS // 8, other=0).to(tl.int32)
+    v_base = v_base.to(tl.pointer_type(tl.uint16))
+    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Triton 3.6 lays out weights and codes
+    # of values as it does the bytes of keys, four to a thread, which is wrong for fewer than 32 keys a warp.
+    following = _bytes(
+        k_scales, v_scales, real_base, first, ks_n, vs_n, start, end, _begin(start, end, BLOCK_N, CLOSE) + i, few, low,
+        WINDOW, HAS_REAL,
+    )  # fmt: skip
     g = tl.arange(0, Q_ROWS)
     member = g // 2 % ROWS
     d = tl.arange(0, PAD)
@@ -142,6 +165,8 @@ def decode_codes(  # type: ignore[no-untyped-def]
     )
     of_mean = tl.zeros([Q_ROWS], tl.float32)
     of_first = tl.zeros([Q_ROWS], tl.float32)
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
     if HAS_FIRST:
         first_key = tl.load(first_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_first = tl.sum(q.to(tl.float32) * first_key[None, :], 1)
@@ -158,7 +183,6 @@ def decode_codes(  # type: ignore[no-untyped-def]
         else:
             x = rotated(q, 0, PAD, PAD, ROTATION, "ieee")
     if HAS_MEAN:
-        mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_mean = tl.sum(x * mean[None, :], 1)
     peak = tl.max(tl.abs(x), 1)
     MOST: tl.constexpr = 1 if WIDE else 32512
@@ -179,13 +203,6 @@ def decode_codes(  # type: ignore[no-untyped-def]
         x = tl.max(x.reshape(Q_ROWS // COLUMNS, COLUMNS, PAD), 0).to(x.dtype)
     x = tl.broadcast_to(tl.trans(x)[None], (WARPS, PAD, COLUMNS))
 
-    i = tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :]
-    c = tl.arange(0, PAD_V // FIELDS)
-    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + first * k_n
-    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + first * v_n
-    v_base = v_base.to(tl.pointer_type(tl.uint16))
-    k_scales = k_scale_ptr + row * ks_b + kv_head.to(tl.int64) * ks_h + first * ks_n
-    v_scales = v_scale_ptr + row * vs_b + kv_head.to(tl.int64) * vs_h + first * vs_n
     V_COLUMNS: tl.constexpr = 2 * ROWS if WIDE or ROWS < 8 else ROWS
     m = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     l = tl.zeros([WARPS, OWN, ROWS], tl.float32)
@@ -193,15 +210,9 @@ def decode_codes(  # type: ignore[no-untyped-def]
     acc_1, acc_2, acc_3 = acc_0, acc_0, acc_0
     # The device takes bits out and puts others in by one instruction, of whose two constants one must be in a register:
     # where the compiler knew both it would take two.
-    unknown = tl.where(most < 0, 1, 0).to(tl.uint32)
+    touched = tl.max(tl.max(k_touched, 1), 0) + tl.max(tl.max(v_touched, 1), 0)  # at most 127 and 255
+    unknown = tl.where(touched > 1000 + most, 1, 0).to(tl.uint32)
     low_bytes, low_halves, high_halves = unknown + 0x00FF00FF, unknown + 0x000F000F, unknown + 0x00F000F0
-    real_base = real_ptr + row * kv_len + first
-    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Triton 3.6 lays out weights and codes
-    # of values as it does the bytes of keys, four to a thread, which is wrong for fewer than 32 keys a warp.
-    following = _bytes(
-        k_scales, v_scales, real_base, first, ks_n, vs_n, start, end, _begin(start, end, BLOCK_N, CLOSE) + i, few, low,
-        WINDOW, HAS_REAL,
-    )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         begin = _begin(n, end, BLOCK_N, CLOSE)
         codes = following
@@ -273,5 +284,5 @@ def decode_codes(  # type: ignore[no-untyped-def]
         acc = tl.permute(acc.reshape(ROWS, PAD_V // 32, 8, 2, 2), (0, 1, 4, 2, 3))
     finish(
         acc.reshape(ROWS, PAD_V), top, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share,
-        shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V, SINGLE,
+        shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V, SINGLE, LAST,
     )  # fmt: skip

@@ -100,6 +100,17 @@ def rotated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def turned(x, PADDED: tl.constexpr, ROTATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same of few rows `[n, PADDED]`, which fill no product of the matrix units: by sums and differences of pairs."""
+    d = tl.broadcast_to(tl.arange(0, PADDED)[None], x.shape)
+    for bit in tl.static_range(8):
+        if 1 << bit < ROTATION:
+            other = tl.gather(x, d ^ (1 << bit), 1)
+            x = tl.where((d >> bit) & 1 == 0, x + other, other - x)
+    return x * ROTATION**-0.5
+
+
+@triton.jit
 def _write(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, acc, m, l, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, ROTATION_V: tl.constexpr,
@@ -110,7 +121,7 @@ def _write(  # type: ignore[no-untyped-def]
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
         tl.store(lse_ptr + kv_head * GROUPS + g, lse, mask=g < GROUPS)
-    if ROTATION_V:
+    if ROTATION_V and ROWS > 1:
         MOST: tl.constexpr = ROWS if ROWS > 16 else 16
         g = tl.arange(0, MOST)
         x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
@@ -122,6 +133,8 @@ def _write(  # type: ignore[no-untyped-def]
             inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
             tl.store(rows + d[None, :], part.to(out_ptr.dtype.element_ty), mask=inside)
     else:
+        if ROTATION_V:
+            acc = turned(acc, PAD_V, ROTATION_V)
         d = tl.arange(0, PAD_V)
         inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
         rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
@@ -171,11 +184,13 @@ def finish(  # type: ignore[no-untyped-def]
     acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr, SINGLE: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output if one program reads a whole head (SINGLE), else a partial result; the last program merges them.
+    """Writes the output if one program reads a whole head (SINGLE), else a partial result.
 
-    `part` holds the partial outputs `[sequences, heads, most, DIM_V]`, then their maxima and sums. `done` counts the
-    finished programs of a head and is reset to zero for the next step.
+    `part` holds the partial outputs `[sequences, heads, most, DIM_V]`, then their maxima and sums. With LAST the last
+    program merges them: `done` counts the finished programs of a head and is reset to zero for the next step. Else
+    `combine` does, which reads those of programs without keys, too.
     """
     g = tl.arange(0, ROWS)
     inside = g < GROUPS
@@ -190,7 +205,7 @@ def finish(  # type: ignore[no-untyped-def]
             acc = acc * tl.exp2(m - top)[:, None]
             m = top
         _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
-    elif share < shares:
+    elif share < (shares if LAST else most):
         dv = tl.arange(0, PAD_V)
         pair = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
         stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
@@ -198,10 +213,26 @@ def finish(  # type: ignore[no-untyped-def]
         tl.store(part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :])
         tl.store(stats_ptr + 2 * mine, m, mask=inside)
         tl.store(stats_ptr + 2 * mine + 1, l, mask=inside)
-        tl.debug_barrier()  # every thread has written before one thread says so
-        if tl.atomic_add(done_ptr + pair, 1, sem="acq_rel") == shares - 1:
-            tl.store(done_ptr + pair, 0)
-            _together(
-                out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
-                GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V,
-            )  # fmt: skip
+        if LAST:
+            tl.debug_barrier()  # every thread has written before one thread says so
+            if tl.atomic_add(done_ptr + pair, 1, sem="acq_rel") == shares - 1:
+                tl.store(done_ptr + pair, 0)
+                _together(
+                    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+                    GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["most"])
+def combine(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, sink_ptr, part_ptr, most, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr,
+):  # fmt: skip
+    """Merges what `finish` left of one query head of one sequence: heads at once, where one program would take turns."""
+    heads = tl.num_programs(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * heads * most * DIM_V
+    _together(
+        out_ptr + row * heads * DIM_V, lse_ptr + row * heads, sink_ptr, part_ptr, stats_ptr, row * heads + head, head,
+        most, most, 1, DIM_V, PAD_V, HAS_SINK, HAS_LSE, 1, CHUNK, ROTATION_V,
+    )  # fmt: skip

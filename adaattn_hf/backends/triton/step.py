@@ -18,6 +18,7 @@ from ..base import capturing, derived_on
 from .codes import decode_codes
 from .decode import decode
 from .launcher import Launcher, aligned
+from .shares import combine
 from .sizes import padded, processors, rows_of, scale_of, tile_on
 from .tables import window_table
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
+launch_combine = Launcher(combine)
 
 # Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
 # of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
@@ -161,6 +163,7 @@ def launch(known: Sized, step: Step) -> AttentionResult:
         key, value = _adjoining(key), _adjoining(value)
         if 4 * sequences * kv_heads > known.processors:
             waves = _WAVES_OVER_CODES[known.bits]
+    last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
     graph = graph or capturing(device)
     spans: Spans = ((-(-kv_len // known.least), sequences),)
     if rows is not None and real is None:
@@ -170,7 +173,7 @@ def launch(known: Sized, step: Step) -> AttentionResult:
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
     part, done = _scratch(
-        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device, graph
+        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads * last, device, graph
     )
     moving = offset if isinstance(offset, Tensor) else None
     strides = query.stride(), key.stride(), value.stride()
@@ -188,7 +191,7 @@ def launch(known: Sized, step: Step) -> AttentionResult:
         "HAS_CAP": softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
         "HAS_OFFSET": rows is None and moving is not None, "HAS_REAL": real is not None,
-        "FIND": rows is None and real is not None, "SINGLE": most == 1,
+        "FIND": rows is None and real is not None, "SINGLE": most == 1, "LAST": last,
     }  # fmt: skip
     grid = sequences, kv_heads * most
     optional = sink, real, moving
@@ -197,23 +200,29 @@ def launch(known: Sized, step: Step) -> AttentionResult:
         query.dtype, key.dtype, value.dtype, strides, kv_heads,
         *(None if one is None else one.dtype for one in optional),
     )  # fmt: skip
+    rotation = 0
     if stored is None:
         variant: Hashable = kind if plain and aligned(query, key, value) else None
         launch_step(grid, arguments, constants, variant)
-        return AttentionResult(out, lse)
-    mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
-    steps = *scales[0].stride(), *scales[1].stride()
-    constants |= {
-        "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
-        "ROTATION": dim & -dim if stored.rotated else 0, "ROTATION_V": value_dim & -value_dim if stored.rotated else 0,
-        "CLOSE": windows is None and rows is None and kv_len >= constants["BLOCK_N"]
-        and (constants["PAD"], constants["PAD_V"]) == (dim, value_dim)
-        and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
-    }  # fmt: skip
-    record = *scales, query if mean is None else mean, query if first is None else first
-    plain = plain and aligned(query, key, value, *record)
-    variant = (*kind, *steps, *(tensor.dtype for tensor in record)) if plain else None
-    launch_step_over_codes(grid, (*arguments, *record, *steps), constants, variant)
+    else:
+        mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
+        steps = *scales[0].stride(), *scales[1].stride()
+        rotation = value_dim & -value_dim if stored.rotated else 0
+        constants |= {
+            "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
+            "ROTATION": dim & -dim if stored.rotated else 0, "ROTATION_V": rotation,
+            "CLOSE": windows is None and rows is None and kv_len >= constants["BLOCK_N"]
+            and (constants["PAD"], constants["PAD_V"]) == (dim, value_dim)
+            and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
+        }  # fmt: skip
+        record = *scales, query if mean is None else mean, query if first is None else first
+        plain = plain and aligned(query, key, value, *record)
+        variant = (*kind, *steps, *(tensor.dtype for tensor in record)) if plain else None
+        launch_step_over_codes(grid, (*arguments, *record, *steps), constants, variant)
+    if not last and most > 1:
+        constants = {name: constants[name] for name in ("DIM_V", "PAD_V", "HAS_SINK", "HAS_LSE")}
+        constants |= {"CHUNK": max(1, min(64, 8192 // constants["PAD_V"])), "ROTATION_V": rotation}
+        launch_combine((sequences, heads), (*arguments[3:7], most), constants, variant and (query.dtype, kind[-3]))
     return AttentionResult(out, lse)
 
 

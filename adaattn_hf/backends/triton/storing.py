@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention.stored import CHANNELS, hadamard
+from ...attention.stored import CHANNELS, FULL
 from ..capability import capability
 from .launcher import Launcher, aligned
-from .sizes import LEAST_SM
+from .shares import turned
+from .sizes import LEAST_SM, padded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
-_TOKENS = 16
-"""Tokens of a program; the least rows that a product on matrix units may have."""
-_STEP = 16
-"""Rows of the matrix that turns them which are read at once."""
+_TOKENS = 4
+"""Tokens and warps of a program that writes several."""
+_FULL = tl.constexpr(FULL)
 
 
 @triton.jit
@@ -43,28 +44,22 @@ def _cancelled(codes, steps, along, channel, DIM: tl.constexpr):  # type: ignore
     return codes
 
 
-@triton.jit(do_not_specialize=["at", "count"])
-def store_tokens(  # type: ignore[no-untyped-def]
-    x_ptr, codes_ptr, scale_ptr, turn_ptr, mean_ptr, along_ptr, x_b, x_h, x_n, x_d, codes_b, codes_h, codes_n,
-    scale_b, scale_h, scale_n, heads, at, place_ptr, count,
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    x_ptr, codes_ptr, scale_ptr, mean_ptr, along_ptr, x_b, x_h, x_n, x_d, codes_b, codes_h, codes_n,
+    scale_b, scale_h, scale_n, heads, at, count,
     DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr,
-    HAS_PLACE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of `TOKENS` tokens of one head, as `attention.stored.quantise` defines them."""
-    if HAS_PLACE:
-        at = tl.load(place_ptr)
     row = tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     n = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     d = tl.arange(0, PADDED)
     there = n < count
     source = x_ptr + b * x_b + h * x_h + n[:, None] * x_n
-    x = tl.zeros((TOKENS, PADDED), tl.float32)
-    for first in tl.static_range(0, PADDED, STEP):  # the whole matrix is more than shared memory holds
-        inner = first + tl.arange(0, STEP)
-        some = tl.load(source + inner[None] * x_d, there[:, None] & (inner < DIM)[None], 0.0).to(tl.float32)
-        turn = tl.load(turn_ptr + inner[:, None] * DIM + d[None], (inner < DIM)[:, None] & (d < DIM)[None], 0.0)
-        x += tl.dot(some, turn, input_precision="ieee")
+    x = tl.load(source + d[None] * x_d, there[:, None] & (d < DIM)[None], 0.0).to(tl.float32)
+    x = turned(x, PADDED, DIM & -DIM)
     beside = row.to(tl.int64) * DIM + d
     if HAS_MEAN:
         x -= tl.load(mean_ptr + beside, d < DIM, 0.0)[None]
@@ -89,12 +84,46 @@ def store_tokens(  # type: ignore[no-untyped-def]
         tl.store(there_ptr + half, packed.to(tl.uint8), there[:, None] & (half < DIM // 2))
 
 
+@triton.jit(do_not_specialize=["at", "count", "room"])
+def store_tokens(  # type: ignore[no-untyped-def]
+    k_ptr, k_codes_ptr, k_scale_ptr, v_ptr, v_codes_ptr, v_scale_ptr, mean_ptr, along_ptr, held_ptr,
+    k_b, k_h, k_n, k_d, kc_b, kc_h, kc_n, ks_b, ks_h, ks_n, v_b, v_h, v_n, v_d, vc_b, vc_h, vc_n, vs_b, vs_h, vs_n,
+    heads, at, count, room,
+    DIM: tl.constexpr, PADDED: tl.constexpr, DIM_V: tl.constexpr, PADDED_V: tl.constexpr, BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr, COUNTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one head of one batch row: keys by the first programs of the third extent, values by the second ones.
+
+    COUNTS: the first place is the number of tokens held, which is read and raised. While programs are under way its
+    upper half counts those that have read it.
+    """
+    if COUNTS:
+        at = tl.load(held_ptr) & 0xFFFFFFFF
+        tl.device_assert(at + count <= room, _FULL)
+        count = tl.minimum(count, room - at)
+    if tl.program_id(2) == 0:
+        _store(
+            k_ptr, k_codes_ptr, k_scale_ptr, mean_ptr, along_ptr, k_b, k_h, k_n, k_d, kc_b, kc_h, kc_n,
+            ks_b, ks_h, ks_n, heads, at, count, DIM, PADDED, 8, HAS_MEAN, HAS_ALONG, TOKENS, GROUP,
+        )  # fmt: skip
+    else:
+        _store(
+            v_ptr, v_codes_ptr, v_scale_ptr, mean_ptr, along_ptr, v_b, v_h, v_n, v_d, vc_b, vc_h, vc_n,
+            vs_b, vs_h, vs_n, heads, at, count, DIM_V, PADDED_V, BITS, False, False, TOKENS, GROUP,
+        )  # fmt: skip
+    if COUNTS:
+        tl.debug_barrier()  # every thread has read before one thread says so
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        if tl.atomic_add(held_ptr, 1 << 32, sem="acq_rel") >> 32 == programs - 1:
+            tl.store(held_ptr, at + count)
+
+
 launch_store = Launcher(store_tokens)
 
 
 @functools.cache
-def _multiplies(device: torch.device) -> bool:
-    """Whether a device has the matrix units that the kernel turns tokens on; asked of a cache for every token."""
+def _fits(device: torch.device) -> bool:
+    """Whether kernels are compiled for a device; asked of a cache for every token."""
     facts = capability(device)
     return facts is None or facts.sm >= LEAST_SM
 
@@ -104,13 +133,17 @@ def serves(x: Tensor, codes: Tensor) -> bool:
     fours = codes.dtype is torch.uint8
     if x.dtype not in _DTYPES or x.shape[3] > _LARGEST or (fours and x.shape[3] % CHANNELS):
         return False
-    return not x.is_cuda or _multiplies(x.device)
+    return not x.is_cuda or _fits(x.device)
+
+
+def _strides(x: Tensor, codes: Tensor, scale: Tensor) -> tuple[int, ...]:
+    return *x.stride(), *codes.stride()[:3], *scale.stride()
 
 
 def store(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    parts: Sequence[Tensor],
     *,
     mean: Tensor | None = None,
     along: Tensor | None = None,
@@ -119,25 +152,29 @@ def store(
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
     Args:
-        x: `[batch, heads, n, head_dim]`, any strides.
-        codes: int8 `[batch, heads, room, head_dim]`, or codes of four bits: uint8 with half the channels.
-        scale: uint8 `[batch, heads, room]`.
-        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
-        along: The same of length 1, the direction along which the errors of int8 codes cancel.
-        at: Place in the room of the first of the tokens; a 0-dim int64 tensor is read by the kernel.
+        keys: `[batch, heads, n, head_dim]`, any strides.
+        values: The same, or None where keys alone are written.
+        parts: Codes of keys, int8 `[batch, heads, room, head_dim]`, and their scales, uint8 `[batch, heads, room]`; the
+            same of values, whose codes of four bits are uint8 with half the channels.
+        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off keys after turning.
+        along: The same of length 1, the direction along which the errors of int8 keys cancel.
+        at: Place in the room of the first of the tokens. A 0-dim int64 tensor counts those held: the kernel reads and
+            raises it.
     """
-    batch, heads, count, dim = x.shape
-    turn = hadamard(dim, x.device)
-    mean, has_mean = (turn, False) if mean is None else (mean, True)
-    along, has_along = (turn, False) if along is None else (along, True)
-    place, at = (at, 0) if isinstance(at, Tensor) else (None, at)
-    numbers = (*x.stride(), *codes.stride()[:3], *scale.stride(), heads)
+    batch, heads, count, dim = keys.shape
+    tensors = (keys, *parts[:2], *((keys, *parts[:2]) if values is None else (values, *parts[2:])))
+    dim_v = tensors[3].shape[3]
+    held, at = (at, 0) if isinstance(at, Tensor) else (None, at)
+    numbers = *_strides(*tensors[:3]), *_strides(*tensors[3:]), heads
+    tokens = 1 if count == 1 else _TOKENS
     constants = {
-        "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim)), "BITS": 4 if codes.dtype is torch.uint8 else 8,
-        "HAS_MEAN": has_mean, "HAS_ALONG": has_along, "HAS_PLACE": place is not None,
-        "TOKENS": _TOKENS, "GROUP": CHANNELS // 2, "STEP": _STEP,
+        "DIM": dim, "PADDED": padded(dim), "DIM_V": dim_v, "PADDED_V": padded(dim_v),
+        "BITS": 4 if tensors[4].dtype is torch.uint8 else 8,
+        "HAS_MEAN": mean is not None, "HAS_ALONG": along is not None, "COUNTS": held is not None,
+        "TOKENS": tokens, "GROUP": CHANNELS // 2, "num_warps": tokens,
+        "debug": held is not None, "sanitize_overflow": False,
     }  # fmt: skip
-    tensors = (x, codes, scale, turn, mean, along)
-    kind = (x.dtype, numbers) if x.is_cuda and aligned(*tensors, place) else None
-    grid = triton.cdiv(count, _TOKENS), batch * heads
-    launch_store(grid, (*tensors, *numbers, at, turn if place is None else place, count), constants, kind)
+    beside = tuple(keys if one is None else one for one in (mean, along, held))
+    kind = (*(one.dtype for one in tensors), numbers) if keys.is_cuda and aligned(*tensors, *beside) else None
+    grid = triton.cdiv(count, tokens), batch * heads, 1 if values is None else 2
+    launch_store(grid, (*tensors, *beside, *numbers, at, count, parts[0].shape[2]), constants, kind)
