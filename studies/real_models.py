@@ -43,6 +43,7 @@ from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.store import PLAN_FILE
+from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.stats.stopwatch import timed
 
 from .budget.held_out import ratio, scores
@@ -104,7 +105,15 @@ def opened(model: str, texts: Path, out: Path, device: str | None) -> Study:
     return Study(Path(model).name, found, encode, sources, out / card.replace(" ", "-"), random)
 
 
-def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, third: int, **more: Any) -> list[Path]:
+def rows_of(
+    study: Study,
+    length: int,
+    budgets: Sequence[str],
+    seed: int,
+    third: int,
+    prices: PriceTable | None = None,
+    **more: Any,
+) -> list[Path]:
     """Measures the rows of a length and a seed that are not there, risks and prices once; returns all their files.
 
     Args:
@@ -113,6 +122,7 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, third:
         budgets: Rises of the perplexity, such as `1%`.
         seed: Of the calibration, and of the sample of the third kind.
         third: Sequences of the third kind.
+        prices: Those of another machine, which the plans are for: a table of `studies.budget.study prices`.
         more: Settings beside the defaults.
     """
     files = {budget: study.file("rows", length, budget, seed) for budget in budgets}
@@ -129,7 +139,7 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, third:
         verify_data=study.sources["proof"], say=partial(print, flush=True),
     )  # fmt: skip
     peak, started = _peak(study.device), time.perf_counter()
-    measurement = measure(inputs)
+    measurement = measure(inputs, prices=prices)
     measuring, highest = time.perf_counter() - started, peak()
     for budget in missing:
         peak, started = _peak(study.device), time.perf_counter()
@@ -141,7 +151,7 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, third:
             "seconds": measuring + time.perf_counter() - started, "measuring": measuring,
             "peak_gb": max(highest, peak()), "predicted_gb": forecast(inputs, measurement.layers).total / 1e9,
             "sources": {kind: [path.name for path in paths] for kind, paths in study.sources.items()},
-            "provenance": provenance(study.device),
+            "priced": measurement.table.machine, "provenance": provenance(study.device),
         }  # fmt: skip
         record |= _found(study, measurement, result.plan, seed, third if length <= LONG else max(third // 2, 2))
         if result.met:
@@ -313,6 +323,7 @@ def main() -> None:
     words.add_argument("--budgets", default="0.1%,1%", help="rises of the perplexity, by commas")
     words.add_argument("--seeds", default="0,1,2", help="by commas")
     words.add_argument("--third", type=int, default=24, help=f"sequences of the third kind; half of it beyond {LONG}")
+    words.add_argument("--prices", type=Path, help="prices of the machine that plans are for; measured here if absent")
     words.add_argument("--settings", type=json.loads, default={}, help="JSON: of the calibration, for a trial")
     words.add_argument("--speed", action="store_true", help="time passes and steps under the plans that are there")
     words.add_argument("--rows", default="1,8", help="sequences of decode steps, by commas")
@@ -326,12 +337,13 @@ def main() -> None:
         words.error("expected MODEL OUT --texts DIRECTORY")
     study = opened(asked.model, asked.texts, asked.out, asked.device)
     budgets, seeds = asked.budgets.split(","), [int(seed) for seed in asked.seeds.split(",")]
+    prices = None if asked.prices is None else PriceTable.from_json(asked.prices.read_text(encoding="utf-8"))
     for length in asked.lengths:
         if asked.speed:
             names = [f"{budget} {seed}" for seed in seeds for budget in budgets]
             speed_of(study, length, names, [int(one) for one in asked.rows.split(",")], asked.llama)
         for seed in () if asked.speed else seeds:
-            rows_of(study, length, budgets, seed, asked.third, **asked.settings)
+            rows_of(study, length, budgets, seed, asked.third, prices, **asked.settings)
     return None
 
 

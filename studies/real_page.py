@@ -53,6 +53,7 @@ def _section(rows: Sequence[Row], speeds: Sequence[Row]) -> list[str]:
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "transformers"))
     lines = [f"## {machine(first)}", "", f"{first['driver'] or first['cpu']}; {versions}; commit {commits}.", ""]
     lines += [f"* {kind}: {', '.join(names)}" for kind, names in (rows[0]["sources"].items() if rows else ())]
+    lines += [f"* prices of: {', '.join(sorted({one['priced'] for one in rows}))}"] if rows else []
     by_model = {(one["model"], one["length"]): one for one in speeds}
     for title, columns, random in (
         ("Budgets and speed", GAINS, False), ("Calibration", COSTS, False),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from adaattn_hf.calibration.measure import measure
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.patches.plans import attach
 from studies import real_models, real_page
@@ -23,21 +22,22 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+PRICES = price_table(LENGTH, {"exact": 1.0, "w64+16": 0.5})
+
+
 @pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> real_models.Study:
+def study(tmp_path: Path) -> real_models.Study:
     pages = {"calibration": calibration_pages()[:10], "proof": heldout_pages()[:12], "third": heldout_pages()[12:16]}
     for kind, own in pages.items():
         (tmp_path / "texts" / kind).mkdir(parents=True)
         (tmp_path / "texts" / kind / f"{kind}.txt").write_text("\n\n".join(own), encoding="utf-8")
-    prices = price_table(LENGTH, {"exact": 1.0, "w64+16": 0.5})
-    monkeypatch.setattr(real_models, "measure", partial(measure, prices=prices))
     return real_models.opened(str(demo_model_path("llama")), tmp_path / "texts", tmp_path / "out", "cpu")
 
 
 def test_rows_are_measured_once_and_speed_is_that_of_their_plans(
     study: real_models.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = partial(real_models.rows_of, study, LENGTH, ["0.000001%", "60%"], 0, 2, **SETTINGS)
+    rows = partial(real_models.rows_of, study, LENGTH, ["0.000001%", "60%"], 0, 2, PRICES, **SETTINGS)
     files = rows()
     none, much = (json.loads(file.read_text()) for file in files)
     assert (none["met"], much["met"]) == (False, True)
@@ -46,10 +46,11 @@ def test_rows_are_measured_once_and_speed_is_that_of_their_plans(
     assert much["verdict"]["upper"] <= much["nats"]
     assert much["seconds"] > much["measuring"] > 0.0
     assert much["predicted_gb"] > 0.0
+    assert much["priced"] == PRICES.machine
     assert much["sources"]["third"] == ["third.txt"]
     assert attach.plan_of(study.model) is None
 
-    def again(*_: Any) -> None:
+    def again(*_: Any, **__: Any) -> None:
         raise AssertionError("measured again")
 
     with monkeypatch.context() as other:
@@ -81,7 +82,7 @@ def test_devices_share_no_table_and_random_weights_have_no_losses(study: real_mo
     random = real_models.opened("tiny", tmp_path / "texts", tmp_path / "out", "cpu")
     assert max(random.encode("text")) < random.model.config.vocab_size
     settings = {**SETTINGS, "tries": 1}
-    file = real_models.rows_of(random, LENGTH, ["60%"], 0, 2, **settings)[0]
+    file = real_models.rows_of(random, LENGTH, ["60%"], 0, 2, PRICES, **settings)[0]
     row = json.loads(file.read_text())
     assert "third" not in row
     other = tmp_path / "out" / "NVIDIA-H100" / "rows" / file.name
