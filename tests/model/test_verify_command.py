@@ -31,9 +31,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prices = PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
     (directory / "prices.json").write_text(prices.to_json())
     size = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --joint 2 --held-out 4 --most-held-out 6"
-    rest = f"{size} --bolder 0 --tries 1 --budget 1% --quiet".split()
+    rest = f"{size} --bolder 0 --tries 1 --quiet".split()
     news: list[object] = ["--verify-data", directory / "news.txt"]
-    cheap: list[object] = ["--prices", directory / "prices.json", "--families", "bf16"]
+    cheap: list[object] = ["--prices", directory / "prices.json", "--families", "bf16", "--budget", "1%"]
     small: list[object] = ["--optimize", "memory", "--budget", "3%"]
     for plan, how in (("plan", news + cheap), ("split", cheap), ("memory", news + small)):
         words = ["--data", directory / "own.txt", "--output-dir", directory / plan]
