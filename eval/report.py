@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from adaattn_hf._files import printable
-from adaattn_hf.plans.wording import in_nats, signed_nats
+from adaattn_hf.plans.wording import at_most, in_nats, rise, signed_nats
 
 from .provenance import processor
 
@@ -17,6 +18,7 @@ Report = Mapping[str, Any]
 Rows = list[tuple[str, list[str]]]
 
 ABSENT = "-"
+_nats = partial(signed_nats, digits=3)
 
 
 _MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "|<>`[]*_"}
@@ -31,10 +33,10 @@ def _number(value: Any, form: str = ".6g") -> str:
     return ABSENT if value is None else format(value, form)
 
 
-def _limits(entry: Mapping[str, Any]) -> str:
+def _limits(entry: Mapping[str, Any], show: Callable[[float], str] = _nats) -> str:
     if entry["low"] is None:
-        return f"{signed_nats(entry['mean'], 3)} (one cluster: no interval)"
-    mean, low, high = (signed_nats(entry[name], 3) for name in ("mean", "low", "high"))
+        return f"{show(entry['mean'])} (one cluster: no interval)"
+    mean, low, high = (show(entry[name]) for name in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
 
 
@@ -57,6 +59,9 @@ def rows(report: Report) -> tuple[list[str], Rows]:
     def compared(label: str, show: Callable[[Mapping[str, Any]], str]) -> None:
         table.append((label, [ABSENT if c is None else show(c) for c in comparisons]))
 
+    def times_as_fast(label: str, key: str) -> None:
+        table.append((label, [_spread(s[key]) if key in s else ABSENT for s in speeds]))
+
     if report["data"]["kind"] == "lastword":
         per_arm("items", "items", "d")
         per_arm("accuracy, last word", "accuracy", ".4f")
@@ -66,9 +71,15 @@ def rows(report: Report) -> tuple[list[str], Rows]:
             "flips: lost / won, McNemar p",
             lambda c: f"{c['flips']['lost']} / {c['flips']['won']}, {c['flips']['mcnemar_p']:.3g}",
         )
+    per_arm("perplexity per token", "perplexity", ".6f")
+    compared("change of the perplexity, 95 % CI", lambda c: _limits(c["delta_nll"], rise))
+    compared(
+        "at most, one-sided 95 % bound",
+        lambda c: ABSENT if c["delta_nll"]["upper"] is None else at_most(c["delta_nll"]["upper"]),
+    )
+    times_as_fast("whole model, times as fast [quartiles]", "speed_ratio_wall")
     per_arm("tokens scored", "tokens", "d")
     per_arm("nll (nats/token)", "nll_per_token", ".8f")
-    per_arm("perplexity per token", "perplexity", ".6f")
     if report["data"]["kind"] == "pages":
         per_arm("perplexity per word", "word_perplexity", ".6f")
         per_arm("perplexity per byte", "byte_perplexity", ".6f")
@@ -78,15 +89,12 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         "Δnll, one-sided 95 % bound",
         lambda c: ABSENT if c["delta_nll"]["upper"] is None else signed_nats(c["delta_nll"]["upper"], 3),
     )
-    compared("perplexity ratio - 1", lambda c: signed_nats(c["perplexity_ratio"]["value"] - 1.0, 3))
     compared("mean absolute Δnll per token", lambda c: in_nats(c["abs_delta_nll_mean"], 3))
     compared("KL, mean (nats/token)", lambda c: in_nats(c["kl_mean"], 3))
     compared("KL, 99.9th percentile", lambda c: in_nats(c["kl_p999"], 3))
     compared("top-1 agreement", lambda c: f"{c['top1_agreement']:.5f}")
     table.append(("activation rate", [_number(a["rate"], ".4f") for a in report["activation"]]))
-    for clock, key in (("wall", "speed_ratio_wall"), ("process", "speed_ratio_process")):
-        shown = [ABSENT if key not in s else _spread(s[key]) for s in speeds]
-        table.append((f"speed ratio, {clock}: median [quartiles]", shown))
+    times_as_fast("times as fast in processor time", "speed_ratio_process")
     table.append(("model tokens per second", [f"{s['tokens_per_s']:.1f}" for s in speeds]))
     table.append(("peak memory (MiB)", [f"{m['peak_bytes'] / 2**20:.1f}" for m in memory]))
     return heads, table

@@ -54,14 +54,14 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     Raises:
         UsageError: None does, or `only` is no regular expression.
     """
-    titles = ", ".join(cell.title for cell in data.cells)
     try:
         pattern = re.compile(only)
     except re.error as error:
         raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
     found = [cell for cell in data.cells if pattern.search(cell.title)]
     if not found:
-        raise UsageError(f"--only: got {only!r}, which matches no cell; known: {titles}")
+        titles = "\n".join(cell.title for cell in data.cells)
+        raise UsageError(f"--only: got {only!r}, which matches no cell; known:\n{titles}")
     return found
 
 

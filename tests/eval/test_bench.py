@@ -360,7 +360,7 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
     result = bench("--grid", grid, "--only", "nothing")
     assert result.exit_code == UsageError.exit_code, result.output
-    assert "causal (float32)" in result.output
+    assert "causal (float32)" in result.stderr.splitlines(), "one a line"
     assert bench("--grid", grid, "--only", "(").exit_code == UsageError.exit_code
     for wrong, words in (
         (("--grid", tmp_path / "none.yaml"), "none.yaml is no file"),
