@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
+from adaattn_hf.calibration.calibrate import CalibrationSettings, decided, measured
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.patches.plans.subject import Subject
 
@@ -52,10 +52,11 @@ def phases_of(model: LlamaForCausalLM, length: int, budget: float) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("".join(chr(FIRST_LETTER + token) for token in tokens), encoding="utf-8")
-        result = calibrate(
+        measurement = measured(
             Subject(model), lambda words: [ord(one) - FIRST_LETTER for one in words], [text], settings,
             progress=entered, say=said.append,
         )  # fmt: skip
+        result = decided(measurement)
     entered("", 0, 0)
     return {"length": length, "sentence": result.sentence, "said": said, "phases": phases[:-1]}
 

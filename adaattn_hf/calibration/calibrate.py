@@ -37,52 +37,11 @@ from .subject import Subject
 __all__ = [
     "Calibration",
     "CalibrationSettings",
-    "calibrate",
     "choose_and_verify",
     "decided",
     "measured",
     "save_plan",
 ]
-
-
-def calibrate(
-    subject: Subject,
-    encode: Callable[[str], Sequence[int]],
-    data: Sequence[str | Path],
-    settings: CalibrationSettings,
-    *,
-    verify_data: Sequence[str | Path] | None = None,
-    scoring: Scoring = NEXT_TOKEN,
-    prices: PriceTable | None = None,
-    directory: Path | None = None,
-    resume: bool = False,
-    progress: Progress = silent,
-    say: Callable[[str], None] = silent,
-) -> Calibration:
-    """Returns a plan for a model, verified on held-out text. A plan that the model carries is removed from it.
-
-    Args:
-        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
-        encode: Maps text to token ids, without special tokens.
-        data: Files and directories of text.
-        settings: Settings of the calibration.
-        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
-        scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
-        prices: Prices measured before; measured now if absent.
-        directory: Where the state is saved after every sequence, until `CalibrationState.forget`.
-        resume: Continue from the state saved there.
-        progress: Callback for a progress display.
-        say: Callback for messages to the user.
-
-    Raises:
-        ValueError: If the model cannot carry a plan, or the text is too short.
-    """
-    return decided(
-        measured(
-            subject, encode, data, settings, verify_data=verify_data, scoring=scoring, prices=prices,
-            directory=directory, resume=resume, progress=progress, say=say,
-        )
-    )  # fmt: skip
 
 
 def measured(
@@ -100,9 +59,24 @@ def measured(
     progress: Progress = silent,
     say: Callable[[str], None] = silent,
 ) -> Measurement:
-    """Returns risks and prices, which serve any number of budgets; arguments and errors as for `calibrate`.
+    """Returns risks and prices of a model, which serve any number of budgets; a plan that it carries is removed.
 
-    `known` risks, of an earlier run on the same weights and text, are taken in place of measuring them.
+    Args:
+        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        encode: Maps text to token ids, without special tokens.
+        data: Files and directories of text.
+        settings: Settings of the calibration.
+        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
+        scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
+        prices: Prices measured before; measured now if absent.
+        directory: Where the state is saved after every sequence, until `CalibrationState.forget`.
+        resume: Continue from the state saved there.
+        known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
+        progress: Callback for a progress display.
+        say: Callback for messages to the user.
+
+    Raises:
+        ValueError: If the model cannot carry a plan, or the text is too short.
     """
     # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()

@@ -42,6 +42,8 @@ DRIFT = 0.5
 """Additional standard error of the loss per KL for text of another source that has not been looked at yet."""
 APART = 0.1
 """The distance of two stock implementations is said if it is more than this share of the budget."""
+HALVED = 0.5
+"""Where windows beside a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
 OUTSIDE = 2.0
 """A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
@@ -65,6 +67,7 @@ class Campaign:
         self.shards: dict[int, list[list[Observation]]] = {length: [] for length in s.lengths}
         self.roundings: list[Rounding] = []
         self.format: Rounding | None = None
+        self.least: dict[int, float] = {}
         self.proved: Verified | str | None = None
         self.joint: dict[int, list[Joint]] = {length: [] for length in s.lengths}
         tail = s.kl_p999 if s.kl_p999 is not None else math.inf
@@ -114,6 +117,8 @@ class Campaign:
                 if further is None:
                     break
                 self.attempts = further
+                if inputs.settings.with_cache:
+                    self.least = {length: HALVED * one.added for length, one in found.joint.items()}
                 losses = unit_losses(self.measurement, found.allocation.picks, self.alpha)
                 self.caution = self.caution.failed(losses, of_loss=not worst.upper <= self.gates.budget)
         passed = passed or alone
@@ -203,7 +208,7 @@ class Campaign:
         first = min(s.held_out, most)
         beside = {} if self.format is None else self.format.kl
         share = SHARE * self.caution.share
-        self.current = Aim(laws, self.gates, self.attempts.level, share, (first, most), beside)
+        self.current = Aim(laws, self.gates, self.attempts.level, share, (first, most), beside, self.least)
         return self.current
 
     def updated(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:

@@ -117,7 +117,7 @@ def open_inputs(
     progress: Progress = silent,
     say: Callable[[str], None] = silent,
 ) -> Inputs:
-    """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.calibrate`.
+    """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
 
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short or named twice.

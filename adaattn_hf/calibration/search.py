@@ -14,7 +14,7 @@ from ..plans.plan import Plan
 from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
-from ..policy.knapsack import Allocation, Array, allocate
+from ..policy.knapsack import CACHE_GAP, Allocation, Array, allocate
 from ..policy.risk import rescale
 from ..stats.paired import TokenScores
 from .arms import compare_all, programs_of, stored_tap
@@ -50,8 +50,9 @@ def solve(measurement: Measurement, budget: Array, demoted: Sequence[int] = ()) 
     risks = measurement.risks()
     for unit in demoted:
         risks[:, unit, 1:] = np.inf
-    launches = None if measurement.inputs.settings.with_cache else measurement.launches
-    return allocate(measurement.costs, risks, budget, launches)
+    if measurement.inputs.settings.with_cache:
+        return allocate(measurement.costs, risks, budget, gap=CACHE_GAP)
+    return allocate(measurement.costs, risks, budget, measurement.launches)
 
 
 def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
@@ -151,6 +152,7 @@ class Aim:
         share: Share of the budget at which the predicted bound is aimed.
         looks: Held-out sequences of the first look, and of the last.
         beside: By length, KL that the cache's format adds, nats/token.
+        least: By length, KL that is tried whatever the laws afford, nats/token.
     """
 
     laws: Mapping[int, LossLaw]
@@ -159,6 +161,7 @@ class Aim:
     share: float
     looks: tuple[int, int]
     beside: Mapping[int, float] = field(default_factory=dict)
+    least: Mapping[int, float] = field(default_factory=dict)
 
     def sequences(self, length: int) -> int:
         """Returns how many held-out sequences the verification needs at a length."""
@@ -179,7 +182,7 @@ class Aim:
             limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - rounding)
         if tail_per_kl > 0.0:
             limits.append(self.share * self.gates.kl_p999 / tail_per_kl - rounding)
-        return max(min(limits) - self.beside.get(length, 0.0), LEAST_KL)
+        return max(min(limits) - self.beside.get(length, 0.0), self.least.get(length, LEAST_KL))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from .silence import silenced
 
 Array = NDArray[np.float64]
 
+GAP, CACHE_GAP = 1e-4, 1e-3
+"""Optimality gaps at which the solver may stop: the last tokens of a cache may take minutes."""
 ROUNDING = 1e-9
 """Share of a layer's price that rounding may differ by."""
 
@@ -118,7 +120,7 @@ def worst_length(risks: Array, picks: NDArray[np.int64]) -> Array:
 
 
 def allocate(
-    prices: Array, risks: Array, budget: Array, launches: Launches | None = None, gap: float = 1e-4
+    prices: Array, risks: Array, budget: Array, launches: Launches | None = None, gap: float = GAP
 ) -> Allocation:
     """Returns the cheapest allocation inside the budget; layers that it would not make cheaper are exact.
 

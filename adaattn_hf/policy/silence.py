@@ -9,7 +9,9 @@ import contextlib
 import ctypes
 import os
 import sys
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 STDOUT = 1
 """The file that C programs print to, whatever Python calls its own."""
@@ -19,22 +21,37 @@ LIBC = None if os.name == "posix" else "ucrtbase"
 
 @contextlib.contextmanager
 def silenced(file: int = STDOUT) -> Iterator[None]:
-    """Throws away what is written to a file of the process, its standard output say, while it lasts."""
+    """Throws away what a library writes to a file of the process, its standard output say, while it lasts.
+
+    What Python prints meanwhile, as other threads do of progress, still arrives.
+    """
     _flush()
     try:
         kept = os.dup(file)
     except OSError:  # a process without one
         yield
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    nowhere, printed = os.open(os.devnull, os.O_WRONLY), sys.stdout
+    beside = open(kept, "w", buffering=1, encoding=getattr(printed, "encoding", None), closefd=False)  # noqa: SIM115
+    weakref.finalize(beside, os.close, kept)  # a thread may still be printing when the solver is done
+    if _number(printed) == file:
+        sys.stdout = beside
     try:
         os.dup2(nowhere, file)
         yield
     finally:
         ctypes.CDLL(LIBC).fflush(None)
         os.dup2(kept, file)
-        os.close(kept)
         os.close(nowhere)
+        sys.stdout = printed
+
+
+def _number(stream: Any) -> int | None:
+    """The file that a stream writes to, None where it is none of the process's."""
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _flush() -> None:

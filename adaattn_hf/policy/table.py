@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .knapsack import Allocation, Array, Launches, allocate, of_cache
+from .knapsack import CACHE_GAP, Allocation, Array, Launches, allocate, of_cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class SolverTable:
         """
         limit = np.full(len(self.risks), budget)
         if smallest and self.kept is not None:
-            return allocate(of_cache(self.kept), self.risks, limit)
+            return allocate(of_cache(self.kept), self.risks, limit, gap=CACHE_GAP)
         return allocate(self.prices, self.risks, limit, self.launches)
 
 

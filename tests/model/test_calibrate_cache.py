@@ -20,14 +20,14 @@ from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
-from adaattn_hf.calibration.search import solve
+from adaattn_hf.calibration.search import TOLERANCE, seek, solve
 from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.cli.pictures.explorer import explorer
 from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, Verified
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.acceptance import Gates
@@ -227,6 +227,33 @@ def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
     assert "beside the plan failed: the perplexity may rise by" in result.sentence
     assert "int8 with streaming heads" in result.sentence
     assert "windows were sought beside k8v4" in result.sentence
+
+
+def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failure says of the loss may leave nothing beside the format's own; codes alone are the last resort."""
+    sought: list[float] = []
+
+    def seen(*words: Any) -> Any:
+        found, alpha = seek(*words)
+        sought.append(0.0 if found is None else found.joint[MEMORY.lengths[0]].added)
+        return found, alpha
+
+    def dear(*words: Any) -> Any:
+        proof = prove(*words)
+        if len(sought) > 1:
+            return proof
+        evidence = {length: replace(one, sums=[1.0 * n for n in one.tokens]) for length, one in proof.evidence.items()}
+        return replace(proof, evidence=evidence, verdicts={n: failed(one) for n, one in proof.verdicts.items()})
+
+    def failed(verdict: Verified) -> Verified:
+        return replace(verdict, passed=False, upper=1.0, sentence="failed: the test says so")
+
+    monkeypatch.setattr("adaattn_hf.calibration.campaign.prove", dear)
+    monkeypatch.setattr("adaattn_hf.calibration.campaign.seek", seen)
+    result = campaign(measured).run()
+    assert 0.25 * sought[0] < sought[1] <= 0.5 * sought[0] * (1 + TOLERANCE), sought
+    assert result.met
+    assert result.plan.protocol["cache"]["streaming"]
 
 
 def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:

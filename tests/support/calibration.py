@@ -15,8 +15,8 @@ from adaattn_hf.policy.prices import Price, PriceTable
 
 
 def calibrate(model: Any, *given: Any, **more: Any) -> Calibration:
-    """`calibration.calibrate` of a model."""
-    return calibration.calibrate(Subject(model), *given, **more)
+    """The plan of a model for the budget of its settings."""
+    return calibration.decided(calibration.measured(Subject(model), *given, **more))
 
 
 def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -515,6 +517,23 @@ def test_a_solver_that_writes_past_python_is_not_heard(capfd: pytest.CaptureFixt
         raise RuntimeError
     print("still here")
     assert capfd.readouterr().out == "still here\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="its C library goes by another name elsewhere")
+def test_progress_is_heard_while_a_solver_is_not() -> None:
+    program = """
+import os, threading
+from rich.console import Console
+from adaattn_hf.policy.silence import silenced
+with silenced():
+    os.write(1, b"from the solver")
+    beat = threading.Thread(target=Console().print, args=("joint: 20 %",))
+    beat.start()
+    beat.join()
+print("after")
+"""
+    told = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == "joint: 20 %\nafter\n"
 
 
 def test_allocating_is_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
