@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help house venv demo conformance matrix lowest test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
+.PHONY: help house venv demo conformance matrix canary lowest test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
   bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer explorer-smollm2 headline freeze clean
 
 help: ## this list
@@ -102,6 +102,11 @@ conformance: $(READY) ## Transformers' own model tests, sdpa beside adaattn; ADA
 
 matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.17.0 for a part
 	$(PYTHON) tests/conformance/matrix.py $(if $(PAIRS),--pairs $(PAIRS)) --torch $(TORCH)
+	$(if $(PAIRS),,$(PYTHON) tests/conformance/matrix.py --engine --torch $(TORCH))
+
+canary: $(READY) ## which names that we rely on the newest Transformers, pre-releases included, lacks; NEXT='==5.25.0' for one
+	$(BIN)/python -m pip install -q --upgrade --pre --target build/transformers-next 'transformers$(NEXT)'
+	PYTHONPATH=build/transformers-next $(BIN)/pytest -q -p no:cacheprovider tests/model/test_versions.py -k 'engine'
 
 lowest: $(READY) ## the tests of the core with the lowest torch and Transformers of pyproject.toml; kernels with the lowest Triton that has Gluon
 	$(PYTHON) tests/conformance/matrix.py --lowest

@@ -120,8 +120,8 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
         if got:
             raise ValueError(
                 f"{name}: got {got} in a step of continuous batching, expected none: requests are told apart by "
-                "cu_seq_lens_q and cu_seq_lens_k, their keys are in order, causal, and read without dropout; use "
-                "'adaattn' for everything else"
+                "cu_seq_lens_q and cu_seq_lens_k, their keys are in order, causal, and read without dropout; "
+                "max_blocks_per_request=0 leaves a table out, and 'adaattn' serves everything else"
             )
     check_untransformed("generate_batch")
     if getattr(module, SEATED, False):

@@ -3,11 +3,13 @@ its own.
 
     python tests/conformance/matrix.py [--pairs 3.11:5.17.0,3.11:5.24.0] [--torch 2.13.0] [-- PYTEST_ARGUMENT
     ...]
+    python tests/conformance/matrix.py --engine
     python tests/conformance/matrix.py --lowest
     python tests/conformance/matrix.py --ready PYTHON --record docs/results/versions.json [-- PYTEST_ARGUMENT ...]
 
-`--lowest` runs the tests of the core with the lowest torch and Transformers that pyproject.toml names. `--ready` runs
-in an environment that is set up already; `--record` keeps what came of it, for table.py.
+`--engine` runs those of continuous batching under the versions between, whose engines differ. `--lowest` runs the tests
+of the core with the lowest torch and Transformers that pyproject.toml names. `--ready` runs in an environment that is
+set up already; `--record` keeps what came of it, for table.py.
 
 A pair whose interpreter is absent, or for which the package index has no wheel, is reported as such. The exit
 status is that of the pairs that ran.
@@ -31,7 +33,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = "3.11:5.17.0,3.11:5.18.0,3.11:5.24.0,3.12:5.24.0,3.13:5.24.0,3.14:5.24.0"
 
-
+BETWEEN = ",".join(f"3.11:5.{minor}.0" for minor in (19, 20, 21, 22, 23))
+"""Whose engines of continuous batching are not those of `PAIRS`."""
+ENGINE = ["tests/model/test_batching.py", "tests/model/test_versions.py"]
 TOOLS = ["accelerate", "hypothesis", "matplotlib", "packaging", "pillow", "psutil", "pytest", "pytest-xdist"]
 """What the tests of the core need beside the package; the linter and the studies want a newer Triton."""
 CORE = ["-n", "2", "-p", "no:cacheprovider", "tests/unit", "tests/contracts", *sorted(
@@ -147,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", default=PAIRS, help="PYTHON:TRANSFORMERS, separated by commas")
     parser.add_argument("--torch", help="version of torch; the newest that fits when absent")
+    parser.add_argument("--engine", action="store_true", help="continuous batching under the versions between")
     parser.add_argument("--lowest", action="store_true", help="the lowest versions, and the core's tests")
     parser.add_argument("--ready", metavar="PYTHON", help="interpreter of an environment that is set up")
     parser.add_argument("--record", type=Path, default=ROOT / "build" / "versions.json")
@@ -163,6 +168,8 @@ def main() -> None:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         pairs, torch = f"{python}:{lowest('transformers')}", lowest("torch")
         given = (args.arguments or CORE, ("-e", ".", *TOOLS))
+    if args.engine:
+        pairs, given = args.pairs if args.pairs != PAIRS else BETWEEN, (args.arguments or ENGINE,)
     for pair in pairs.split(","):
         began = time.monotonic()
         outcomes[pair] = run(pair, torch, *given)
