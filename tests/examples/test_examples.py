@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
+import threading
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
+import adaattn_hf
 from adaattn_hf import Plan
 from adaattn_hf.eval.demo import demo_model_path
 
@@ -84,3 +90,46 @@ def test_lora_learns_under_a_plan_and_is_loaded_with_it(
     assert losses["exact"]["before"] != losses["plan"]["before"]
     assert (tmp_path / "losses.svg").read_text().startswith("<?xml")
     assert Plan.from_pretrained(tmp_path / "lora") == plan
+
+
+def test_the_embedding_server_answers_as_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(ROOT / "examples" / "embedding_server.py"), run_name="embedding_server")
+    texts = ["The Congress met.", "The whale rose slowly behind the ship, and the men at the oars saw it. " * 4]
+    with script["make_server"](str(demo_model_path("bert")), 0) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with urlopen(Request(address, json.dumps({"texts": texts}).encode())) as answer:
+            found = torch.tensor(json.load(answer)["embeddings"])
+        for wrong in (b"{}", b"[", json.dumps({"texts": [1]}).encode()):
+            with pytest.raises(HTTPError, match="400") as refused:
+                urlopen(Request(address, wrong))
+            refused.value.close()
+        server.shutdown()
+        serving.join()
+    embed = server.RequestHandlerClass.embed
+    assert adaattn_hf.unpad_calls(embed.model) == {"unpadded": 1}
+    stock = AutoModel.from_pretrained(demo_model_path("bert"), attn_implementation="sdpa").eval()
+    for text, vector in zip(texts, found, strict=True):
+        with torch.no_grad():
+            hidden = stock(**embed.tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(vector, torch.nn.functional.normalize(hidden, dim=0), atol=1e-5, rtol=1e-4)
+
+
+def test_a_long_document_is_summarised_under_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path("llama"), attn_implementation="adaattn")
+    plan_for(model, make_choice("window", window=64), lengths=(512,), budget=1e-2).save_pretrained(tmp_path)
+    run(monkeypatch, "summarise_long.py", "--plan", str(tmp_path), "--tokens", "300", "--new", "4")
+    last = capsys.readouterr().out.splitlines()[-1]
+    change = float(re.fullmatch(r"300 tokens read; perplexity on this prompt (\S+) %, allowed .* \+1 %", last)[1])
+    assert change != 0.0
+
+
+def test_a_summary_by_another_model_asks_for_its_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "summarise_long.py", "owner/model")
+    assert "--plan is absent, expected the plan of MODEL" in capsys.readouterr().err
