@@ -1,4 +1,4 @@
-"""The figures of the README, its pictures, and the tables of docs/figures.md: `python -m studies.headline`.
+"""The README's figures and pictures, tables of docs/figures.md and comparison.md: `python -m studies.headline`.
 
 All come from `docs/results/`; none is typed. What stands on the README names the commit and the machine that it was
 measured at, or is refused.
@@ -18,6 +18,7 @@ from adaattn_hf.errors import UsageError
 
 from .budget.report import elsewhere, inside
 from .headline_frontier import frontier
+from .headline_peers import peers
 from .headline_picture import Bar, badge, draw
 from .headline_tables import tables
 from .pages import commit, machine, percent, table
@@ -25,7 +26,7 @@ from .pages import commit, machine, percent, table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 ASSETS = ROOT / "docs" / "assets"
-README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
+README, FIGURES, COMPARISON = ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "comparison.md"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
 REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans")
 
@@ -244,6 +245,7 @@ def written(reports: Reports) -> dict[Path, str]:
     return {
         README: rewrite(README.read_text(encoding="utf-8"), front),
         FIGURES: rewrite(FIGURES.read_text(encoding="utf-8"), blocks),
+        COMPARISON: rewrite(COMPARISON.read_text(encoding="utf-8"), {"peers": peers(reports)}),
         ASSETS / "speed.svg": picture(reports),
         **{ASSETS / f"badge_{name.lower()}.svg": badge(name, value) for name, value in named},
     }

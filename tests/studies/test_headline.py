@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from adaattn_hf.errors import UsageError
-from studies import headline, headline_tables
+from studies import headline, headline_peers, headline_tables
 from studies.budget.report import inside
 from studies.headline_frontier import frontier
 
@@ -49,6 +49,21 @@ def test_every_figure_of_the_table_of_gains_is_in_the_picture(reports: Reports) 
     assert len(figures) == 5
     assert set(figures) <= set(texts(headline.picture(reports)))
     assert len(re.findall(r"\]\(docs/guides/", headline.gains(reports))) == 4
+
+
+def test_peers_are_timed_refuse_or_have_their_reason(reports: Reports) -> None:
+    text = headline_peers.peers(reports)
+    rows = {line.split(" | ")[0].strip("| `"): line.split(" | ")[1:] for line in text.splitlines()[2:]}
+    assert set(rows) >= {"eager", "sdpa", "flex_attention", "flash_attention_2", *headline_peers.UNTIMED}
+    assert all(float(figure) > 1 for figure in rows["sdpa"][:3])
+    assert all(row[0] != "–" or row[-1].strip(" |") for row in rows.values()), "absent, with the reason"
+    (cell,) = [c for c in reports["bench"]["cells"] if c["title"] == headline_peers.SHOWN["bench"][0]]
+    cell["refused"]["sdpa"] = "a reason"
+    del cell["ratios"]["sdpa"]
+    assert "| `sdpa` | refuses |" in headline_peers.peers(reports)
+    cell["commit"] = None
+    with pytest.raises(UsageError, match=r"'causal 4k \(float32\)' was not measured, or nobody knows"):
+        headline_peers.peers(reports)
 
 
 def forget_bench(reports: Reports) -> None:
