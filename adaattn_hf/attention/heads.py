@@ -246,12 +246,11 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
 
 
 def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionRequest:
-    """Returns the request of the query rows from `first` to before `stop` of a causal call with a plain structure.
+    """Returns the request of the query rows from `first` to before `stop` of a causal call, plain or padded.
 
     Keys behind the last of these rows are left out, unless they are codes, whose record speaks of all of them.
     """
     structure, key, value, bias = request.structure, request.key, request.value, request.bias
-    offset = structure.offset() + first
     seen = structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
@@ -261,8 +260,15 @@ def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionReq
         query=request.query[:, :, first:stop],
         key=key[:, :, :seen],
         value=value[:, :, :seen],
-        structure=structure.with_changes(q_len=stop - first, kv_len=seen, q_offset=offset),
+        structure=structure.derived(_range_of, first, stop, seen),
         bias=bias,
+    )
+
+
+def _range_of(structure: CallStructure, first: int, stop: int, seen: int) -> CallStructure:
+    padding = None if structure.key_padding is None else structure.key_padding[:, :seen]
+    return structure.with_changes(
+        q_len=stop - first, kv_len=seen, q_offset=structure.offset() + first, key_padding=padding
     )
 
 

@@ -83,37 +83,62 @@ def attend(
         program = program.over_stored
     if request.structure.mask is not None or request.bias is not None:
         request = _read_mask(program, request, window)
-    structure, limit = request.structure, program.max_length
-    count = limit - structure.offset() if structure.causal and structure.plain else 0
-    # fewer rows would be computed in another precision than in a call of their own
-    ranges = structure.kv_len > limit and PRECISE_ROWS <= count < structure.q_len
-    within = True if ranges else rows_within(structure, limit, request.query.device)
+    structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
+    ranges = _ranges(structure, limit)
+    within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
         return select.attend(request, backend)
-    few = request.query.shape[2] < PRECISE_ROWS
+    few = rows < PRECISE_ROWS
     if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
         return _one_way(program, request, backend)
-    if ranges:
-        return _in_two_ranges(program, request, count, backend)
-    if within is True:
+    if within is True and (ranges is None or ranges[0] == rows):
         return _planned(program, request, backend)
-    result = _planned(program, request, backend)
-    exact = select.attend(request, backend)
-    out = torch.where(within[:, :, None, None], result.out, exact.out)
-    if result.lse is None or exact.lse is None:
-        return AttentionResult(out)
-    return AttentionResult(out, torch.where(within[:, None], result.lse, exact.lse))
+    return _in_ranges(program, request, ranges or (0, rows), backend)
 
 
-def _in_two_ranges(program: Program, request: AttentionRequest, count: int, backend: str | None) -> AttentionResult:
-    """Computes the first `count` query rows by the plan and the others exactly, all over the keys that they can see."""
-    parts = [
-        _planned(program, some_range(request, 0, count), backend),
-        select.attend(some_range(request, count, request.query.shape[2]), backend),
-    ]
-    out = torch.cat([part.out for part in parts], dim=1)
-    lse = [part.lse for part in parts if part.lse is not None]
-    return AttentionResult(out, torch.cat(lse, dim=2) if lse else None)
+def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
+    """Returns up to which row of a causal call all are within a plan's lengths, and from which on none is.
+
+    None where that is not known without a look at each row, where a step would have to ask a device, and where so few
+    rows are within that a call of their own would compute them in another precision.
+    """
+    padding, few = structure.key_padding, structure.q_len < PRECISE_ROWS
+    padded = padding is not None
+    if structure.kv_len <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
+        return None
+    if not (structure.with_changes(key_padding=None) if padded else structure).plain:
+        return None
+    least, most = structure.derived(_starts) if padded else (0, 0)
+    first, last = (min(max(limit - structure.offset() + start, 0), structure.q_len) for start in (least, most))
+    return None if not few and 0 < last < PRECISE_ROWS else (first, last)
+
+
+def _starts(structure: CallStructure) -> tuple[int, int]:
+    """Returns the least and the largest place of a row's first real key; asks the device once for all layers."""
+    assert structure.key_padding is not None
+    least, most = structure.key_padding.int().argmax(1).aminmax()
+    return int(least), int(most)
+
+
+def _in_ranges(
+    program: Program, request: AttentionRequest, ranges: tuple[int, int], backend: str | None
+) -> AttentionResult:
+    """Computes the first query rows by the plan and the last exactly, over the keys that they see; between, both."""
+    (first, last), rows, device = ranges, request.query.shape[2], request.query.device
+    planned = _planned(program, request if last == rows else some_range(request, 0, last), backend)
+    exact = select.attend(request if first == 0 else some_range(request, first, rows), backend)
+    within = None if first == last else rows_within(request.structure, program.max_length, device)
+
+    def joined(one: Tensor, other: Tensor, dim: int) -> Tensor:
+        parts, both = [one.narrow(dim, 0, first)], last - first
+        if isinstance(within, Tensor):
+            chosen = within[:, first:last, None, None] if dim == 1 else within[:, None, first:last]
+            parts.append(torch.where(chosen, one.narrow(dim, first, both), other.narrow(dim, 0, both)))
+        return torch.cat([*parts, other.narrow(dim, both, rows - last)], dim)
+
+    if planned.lse is None or exact.lse is None:
+        return AttentionResult(joined(planned.out, exact.out, 1))
+    return AttentionResult(joined(planned.out, exact.out, 1), joined(planned.lse, exact.lse, 2))
 
 
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:

@@ -280,6 +280,7 @@ class Tokens:
                 room[:, :, :length].copy_(tensor)
             self._hold(length)
         self.mean, self.first, self.along = (held.get(name) for name in BESIDE)
+        self._stay()
 
     # ---------------- changing
     def crop(self, count: int) -> None:
@@ -316,6 +317,7 @@ class Tokens:
         for name in BESIDE:
             there = getattr(self, name)
             setattr(self, name, None if there is None else beside(there))
+        self._stay()
 
 
 def _mean_of(keys: Tensor) -> Tensor:

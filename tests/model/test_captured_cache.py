@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-from adaattn_hf import AdaAttnCache
+from adaattn_hf import AdaAttnCache, load_cache, save_cache
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.backends import select
@@ -154,6 +154,22 @@ def test_the_host_goes_on_where_a_graph_has_written(model: Any, stored: str) -> 
         assert int(cache.get_seq_length()) == 26
         logits.append(torch.cat([several, one], dim=1))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["select", "load"])
+def test_what_a_graph_reads_stays_where_it_is_behind_a_change(model: Any, change: str, tmp_path: Any) -> None:
+    """Other tensors are marked as the first ones were: a graph would copy them before each replay."""
+    cache = AdaAttnCache(model, "int8", max_cache_len=ROOM)
+    with torch.no_grad():
+        model(inputs()["input_ids"], past_key_values=cache)
+    if change == "select":
+        cache.reorder_cache(torch.tensor([1, 0]))
+    else:
+        save_cache(cache, tmp_path / "cache")
+        cache = load_cache(tmp_path / "cache", model, max_cache_len=ROOM)
+    (tokens,) = cache.layers[0].kept()
+    kept = tokens.count, tokens.mean, tokens.first, tokens.along, *(part.room for part in tokens.parts)
+    assert all(getattr(tensor, "_dynamo_static_input_type", None) for tensor in kept)
 
 
 def test_a_token_too_many_is_refused_in_a_graph_too(model: Any) -> None:

@@ -219,6 +219,56 @@ def test_rows_within_and_beyond_are_each_computed_once(choice: Choice, monkeypat
     assert all(rows in (N - limit, limit - offset) for rows, _, _ in asked), "no row is computed twice"
 
 
+@pytest.mark.parametrize("limit", [100, 240, 5])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c.label)
+def test_padded_rows_are_computed_twice_only_between(
+    choice: Choice, side: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence that begins 60 places later is within for 60 places more; of five rows nobody makes a call."""
+    query, key, value = _qkv(2)
+    padding = torch.ones(2, N, dtype=torch.bool)
+    padding[1, :60] = False
+    late, padding = (60, padding) if side == "left" else (0, padding.flip(1))
+    exact, asked = select.attend, []
+
+    def noting(request: AttentionRequest, *forced: str | None) -> AttentionResult:
+        asked.append(request.query.shape[2])
+        return exact(request, *forced)
+
+    program = _program(choice, limit)
+    monkeypatch.setattr(select, "attend", noting)
+    found = _run(program, query, key, value, key_padding=padding)
+    if limit + late >= PRECISE_ROWS:
+        assert asked[-1] == N - limit, "exactly computed are rows from the first that some sequence has beyond"
+        assert max(asked[:-1], default=0) <= min(limit + late, N), "and planned none that all have beyond"
+    monkeypatch.undo()
+    for row in range(2):
+        seen = padding[row].nonzero().flatten()
+        mine = slice(int(seen[0]), int(seen[-1]) + 1)
+        alone = _run(program, *(tensor[row : row + 1, :, mine] for tensor in (query, key, value)))
+        torch.testing.assert_close(found[row : row + 1, mine], alone, atol=3e-5, rtol=3e-5)
+
+
+def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = _qkv(2)
+    padding = torch.ones(2, N, dtype=torch.bool)
+    padding[1, :60] = False
+    calls: list[str] = []
+    for name, place in (("attend", select), ("_planned", execute)):
+        run = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
+    for limit, expected in ((200, {"attend"}), (239, {"attend"}), (250, {"attend", "_planned"})):
+        calls.clear()
+        program = _program(CHOICES[0], limit)
+        found = _run(program, query[:, :, -1:], key, value, q_offset=N - 1, key_padding=padding)
+        assert set(calls) == expected
+        if limit < 250:
+            structure = CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=padding)
+            exact = reference.attention(AttentionRequest(query[:, :, -1:], key, value, structure, D**-0.5)).out
+            torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=2e-5)
+
+
 def test_length_is_counted_from_each_sequence() -> None:
     padding = torch.ones(2, N, dtype=torch.bool)
     padding[1, :80] = False
