@@ -18,7 +18,7 @@ from adaattn_hf.cli.pictures.page import page
 from ..support.source_tree import ROOT, read_modules
 from ..unit.test_plan_page import embedded
 
-GENERATED = {"benchmarks.md", "changelog.md", "contributing.md", "index.md", "reference/commands.md"}
+GENERATED = {"changelog.md", "contributing.md", "overview.md", "reference/commands.md"}
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
     r"""|<link\b[^>]*\brel=["']?(?:stylesheet|preload|preconnect)[^>]*//"""
@@ -48,7 +48,16 @@ def test_every_page_is_in_the_navigation_and_exists() -> None:
     named = list(navigation(settings()["nav"]))
     assert len(named) == len(set(named))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    assert set(named) == pages | GENERATED
+    notebook = {page for page in pages if page.startswith("results/") and page != "results/index.md"}
+    assert set(named) == pages - notebook | GENERATED
+    index = (ROOT / "docs" / "results" / "index.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\]\((\w+\.md)\)", index)) == sorted(page.removeprefix("results/") for page in notebook)
+
+
+def test_every_guide_is_on_the_home_page() -> None:
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    guides = {f"guides/{path.name}" for path in (ROOT / "docs" / "guides").glob("*.md")}
+    assert set(re.findall(r"\((guides/[\w-]+\.md)\)", home)) == guides
 
 
 @pytest.mark.parametrize("name", ["explorer", "explorer_smollm2"])
@@ -124,14 +133,22 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
     pages = sorted((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 40
     assert [page.name for page in pages if LOADED.search(page.read_text(encoding="utf-8"))] == []
-    front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    front = (tmp_path / "site" / "overview.html").read_text(encoding="utf-8")
     assert "https://github.com/adaattn/adaattn-hf" in front
     headings = re.findall(r"^## (.+)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert re.findall(r"<h2[^>]*>([^<]+)<", front) == headings, "the home page is the README"
+    assert re.findall(r"<h2[^>]*>([^<]+)<", front) == headings, "the README"
     assert 'src="assets/speed.svg"' in front
     assert 'data-md-component="source"' not in front, "the theme's script would ask github.com for stars"
     reference = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     for name in ("prepare", "explain", "GrowingCache"):
         assert f">{name}<" in reference or f".{name}" in reference
+    supported = (tmp_path / "site" / "supported.html").read_text(encoding="utf-8")
+    served, refused = supported.split('id="not-served"')
+    for name, part in (("llama", served), ("modernbert", served), ("deberta-v2", refused), ("falcon", refused)):
+        assert f"<code>{name}</code>" in part
+    families = re.search(r"\*\*(\d+) families", (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8"))
+    assert families is not None
+    # one of them, got_ocr2, is served in part, and refused
+    assert served.count("<tr>\n<td><code>") == int(families[1]) - 1
     commands = (tmp_path / "site" / "reference" / "commands.html").read_text(encoding="utf-8")
     assert "--verify-data" in commands
