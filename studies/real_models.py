@@ -63,7 +63,16 @@ Figures = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Study:
-    """A model, `attn_implementation="adaattn"`, text to token ids, sources by kind, and the directory of its rows."""
+    """A model, `attn_implementation="adaattn"`, and what is measured on it.
+
+    Attributes:
+        name, model, encode: The model, and text to token ids.
+        sources: Texts by kind.
+        place: Directory of the rows of this device.
+        random: Whether the weights are, and losses mean nothing.
+        third: Sequences of the third kind.
+        prices: Those of another machine, which the plans are for: a table of `studies.budget.study prices`.
+    """
 
     name: str
     model: Any
@@ -71,6 +80,8 @@ class Study:
     sources: Mapping[str, Sequence[Path]]
     place: Path
     random: bool
+    third: int
+    prices: PriceTable | None
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +100,9 @@ class Study:
         return corpus.draw(self.sources["third"], self.encode, length, {"third": count}, seed).parts["third"]
 
 
-def opened(model: str, texts: Path, out: Path, device: str | None) -> Study:
+def opened(
+    model: str, texts: Path, out: Path, device: str | None, third: int = 24, prices: PriceTable | None = None
+) -> Study:
     """Returns the study of a model in bfloat16, whose pieces of text are encoded once for all seeds and lengths."""
     where, random = resolve_device(device), model in SHAPES
     if random:
@@ -102,28 +115,13 @@ def opened(model: str, texts: Path, out: Path, device: str | None) -> Study:
         found, encode = loaded.model.to(where), cache(lambda text: tuple(loaded.encode(text)))
     sources = {kind: sorted((texts / kind).iterdir()) for kind in KINDS}
     card = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
-    return Study(Path(model).name, found, encode, sources, out / card.replace(" ", "-"), random)
+    return Study(Path(model).name, found, encode, sources, out / card.replace(" ", "-"), random, third, prices)
 
 
-def rows_of(
-    study: Study,
-    length: int,
-    budgets: Sequence[str],
-    seed: int,
-    third: int,
-    prices: PriceTable | None = None,
-    **more: Any,
-) -> list[Path]:
+def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more: Any) -> list[Path]:
     """Measures the rows of a length and a seed that are not there, risks and prices once; returns all their files.
 
-    Args:
-        study: The model and its texts.
-        length: Tokens.
-        budgets: Rises of the perplexity, such as `1%`.
-        seed: Of the calibration, and of the sample of the third kind.
-        third: Sequences of the third kind.
-        prices: Those of another machine, which the plans are for: a table of `studies.budget.study prices`.
-        more: Settings beside the defaults.
+    Budgets are rises of the perplexity, such as `1%`; `more` are settings of the calibration beside its defaults.
     """
     files = {budget: study.file("rows", length, budget, seed) for budget in budgets}
     missing = [budget for budget, file in files.items() if not file.is_file()]
@@ -139,7 +137,7 @@ def rows_of(
         verify_data=study.sources["proof"], say=partial(print, flush=True),
     )  # fmt: skip
     peak, started = _peak(study.device), time.perf_counter()
-    measurement = measure(inputs, prices=prices)
+    measurement = measure(inputs, prices=study.prices)
     measuring, highest = time.perf_counter() - started, peak()
     for budget in missing:
         peak, started = _peak(study.device), time.perf_counter()
@@ -153,7 +151,7 @@ def rows_of(
             "sources": {kind: [path.name for path in paths] for kind, paths in study.sources.items()},
             "priced": measurement.table.machine, "provenance": provenance(study.device),
         }  # fmt: skip
-        record |= _found(study, measurement, result.plan, seed, third if length <= LONG else max(third // 2, 2))
+        record |= _found(study, measurement, result.plan, seed)
         if result.met:
             kept = study.file("plans", length, budget, seed).with_suffix("")
             kept.mkdir(parents=True, exist_ok=True)
@@ -171,13 +169,14 @@ def _write(file: Path, record: Mapping[str, Any]) -> None:
     write_atomically(file, json_text(record, indent=1, sort_keys=True) + "\n")
 
 
-def _found(study: Study, measurement: Measurement, plan: Plan, seed: int, third: int) -> dict[str, Any]:
+def _found(study: Study, measurement: Measurement, plan: Plan, seed: int) -> dict[str, Any]:
     """What a plan reads and saves, and loses on the third kind of text."""
     length, picks = plan.max_length, picks_of(measurement, plan)
     labels = [measurement.layers.candidates.choices[pick].label for pick in picks]
     found = {"fewer_pairs": fewer_pairs(labels, length), "by_prices": ratio(measurement, picks, length)}
     if study.random:
         return found
+    third = study.third if length <= LONG else max(study.third // 2, 2)
     tap = plan_tap(programs_of(plan, measurement.layers.tensors))
     evidence = gather(measurement.inputs, tap, study.drawn(length, third, seed), Evidence(), 0)
     return {**found, "picks": labels, "third": {**scores(evidence), "sequences": third}}
@@ -192,14 +191,10 @@ def _peak(device: torch.device) -> Callable[[], float]:
 
 
 def speed_of(study: Study, length: int, names: Sequence[str], batches: Sequence[int], gguf: Path | None = None) -> Path:
-    """Times passes, attention and decode steps of a model under all plans of a length; what is there is not again.
+    """Times passes, attention and decode steps of a model under all plans of a length, anew where a plan was missing.
 
-    Args:
-        study: The model and its texts.
-        length: Tokens.
-        names: Budget and seed of each plan, `1% 0`; steps are timed under the plans of the first seed.
-        batches: Sequences of decode steps.
-        gguf: A file that llama.cpp is timed on.
+    A plan's name is its budget and seed, `1% 0`; steps, of so many sequences at once, are timed under those of the
+    first seed. On the file `gguf` llama.cpp is timed.
     """
     file = study.file("speed", length)
     kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -208,15 +203,17 @@ def speed_of(study: Study, length: int, names: Sequence[str], batches: Sequence[
     first = {name: plan for name, plan in plans.items() if name.split()[1] == names[0].split()[1]}
     text = study.drawn(length, 1, 0)[0].tokens
     ids = torch.tensor([text], device=study.device)
-    works: dict[str, Callable[[], Any]] = {"passes": partial(passes, study.model, ids, plans)}
+    works: dict[str, tuple[Mapping[str, Plan], Callable[..., Any]]] = {
+        "passes": (plans, partial(passes, study.model, ids))
+    }
     if study.device.type == "cuda":
-        works["attention"] = partial(attention, study.model, ids, plans)
-    works |= {f"steps {batch}": partial(steps, study.model, batch, length, first) for batch in batches}
+        works["attention"] = plans, partial(attention, study.model, ids)
+    works |= {f"steps {batch}": (first, partial(steps, study.model, batch, length)) for batch in batches}
     if gguf is not None:
-        works["llama.cpp"] = partial(llama, gguf, text)
-    for name, work in works.items():
-        if name not in kept:
-            kept |= {"model": study.name, "length": length, "provenance": provenance(study.device), name: work()}
+        works["llama.cpp"] = {}, partial(llama, gguf, text)
+    for name, (under, work) in works.items():
+        if name not in kept or not under.keys() <= kept[name].keys():
+            kept |= {"model": study.name, "length": length, "provenance": provenance(study.device), name: work(under)}
             _write(file, kept)
             print(f"{file.stem}, {name}: {json.dumps(kept[name])}", flush=True)
     return file
@@ -300,7 +297,7 @@ def _captured(call: partial[Any]) -> Callable[[], None]:
     return step
 
 
-def llama(file: Path, ids: Sequence[int]) -> dict[str, float]:
+def llama(file: Path, ids: Sequence[int], _: Mapping[str, Plan]) -> dict[str, float]:
     """Seconds of a prompt in llama.cpp's Python binding, and tokens a second behind it."""
     from llama_cpp import Llama
 
@@ -335,15 +332,15 @@ def main() -> None:
         return write_page(Path(asked.model), asked.write)
     if asked.out is None or asked.texts is None:
         words.error("expected MODEL OUT --texts DIRECTORY")
-    study = opened(asked.model, asked.texts, asked.out, asked.device)
-    budgets, seeds = asked.budgets.split(","), [int(seed) for seed in asked.seeds.split(",")]
     prices = None if asked.prices is None else PriceTable.from_json(asked.prices.read_text(encoding="utf-8"))
+    study = opened(asked.model, asked.texts, asked.out, asked.device, asked.third, prices)
+    budgets, seeds = asked.budgets.split(","), [int(seed) for seed in asked.seeds.split(",")]
     for length in asked.lengths:
         if asked.speed:
             names = [f"{budget} {seed}" for seed in seeds for budget in budgets]
             speed_of(study, length, names, [int(one) for one in asked.rows.split(",")], asked.llama)
         for seed in () if asked.speed else seeds:
-            rows_of(study, length, budgets, seed, asked.third, prices, **asked.settings)
+            rows_of(study, length, budgets, seed, **asked.settings)
     return None
 
 
