@@ -46,7 +46,6 @@ class Asked(Source):
             model and the text can fill.
         prices: Prices measured before: the plan is then the same byte for byte.
         dtype: Of the weights; auto: the checkpoint's.
-        device: cpu, cuda, cuda:1. Default: cuda where there is one.
         resume: Go on with the interrupted run in the plan's directory.
         verbose: Print nats, levels and versions, too.
         quiet: No progress.
@@ -59,7 +58,6 @@ class Asked(Source):
     lengths: tuple[int, ...] = field(default=(), metadata={"read": tokens})
     prices: Path | None = None
     dtype: str = field(default="auto", metadata=DTYPE)
-    device: str | None = None
     resume: bool = False
     verbose: bool = False
     quiet: bool = False
