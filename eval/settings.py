@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from adaattn_hf.errors import UsageError, unknown
 
+FROM = ("revision", "gguf_file", "trust_remote_code")
 RECIPES = ("rolling", "strided")
 PADDINGS = ("none", "right", "left")
 DTYPE = {"choices": ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")}
@@ -23,7 +24,7 @@ class Settings:
     Attributes:
         attn_implementation: Attention implementation under test.
         baseline: Stock implementation that it replaces. Default: sdpa; with --baseline-plan the one under test.
-        plan: File or directory of the plan that is run; none: without the plan that MODEL carries.
+        plan: File, directory or hub id of the plan that is run; none: without the plan that MODEL carries.
         baseline_plan: Compare with this plan (or none: with exact attention of ours), paired.
         cache: Read windows in pieces over a cache, as decoding does, that stores the model's numbers or codes; the
             other arms read over Transformers' own.
@@ -120,21 +121,23 @@ class Settings:
 
 @dataclass(frozen=True)
 class Source:
-    """Which checkpoint is read.
+    """Which checkpoint is read, and where it runs.
 
     Attributes:
+        device: cpu, cuda, cuda:1. Default: cuda where there is one.
         revision: Revision of a hub model.
         gguf_file: GGUF file within MODEL.
         trust_remote_code: Let the model bring code.
     """
 
+    device: str | None = None
     revision: str | None = None
     gguf_file: str | None = None
     trust_remote_code: bool = False
 
     def source(self) -> dict[str, Any]:
-        """Those of them that are given, as Transformers takes them."""
-        return {one.name: value for one in fields(Source) if (value := getattr(self, one.name))}
+        """What says which checkpoint, where it is given, as Transformers takes it."""
+        return {name: value for name in FROM if (value := getattr(self, name))}
 
 
 @dataclass(frozen=True)
@@ -143,13 +146,11 @@ class Loading(Source):
 
     Attributes:
         dtype: Of the weights; auto: the checkpoint's. Default: float32.
-        device: cpu, cuda, cuda:1. Default: cuda where there is one.
         tokenizer: Tokenizer, where it is not the model's own.
         objective: How the model is read; auto: as its configuration says.
     """
 
     dtype: str | None = field(default=None, metadata=DTYPE)
-    device: str | None = None
     tokenizer: str | None = None
     objective: str = field(default="auto", metadata={"choices": ("auto", "causal", "masked")})
 

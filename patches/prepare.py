@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -20,13 +19,10 @@ from adaattn_hf.attention.tap import tracing
 
 from .cache.caches import GrowingCache, check_stored, convert, holds_tokens, stored_as
 from .models.cache_keyword import cache_in, cache_keyword
-from .models.support import Model, model_in, refuse_no_model, towers_of
+from .models.support import Holder, Model, model_in, refuse_no_model, towers_of
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
-
-if TYPE_CHECKING:
-    from transformers import Pipeline
 
 _SLOT = "_adaattn_prepared"
 _ON_PADDED = ("run", "raise")
@@ -175,7 +171,7 @@ def restore(model: Model) -> Model:
     return model
 
 
-def unpad_calls(model: nn.Module | Pipeline) -> dict[str, int]:
+def unpad_calls(model: Holder) -> dict[str, int]:
     """How many forward passes of a prepared model ran `"unpadded"`, and how many as they came, by the reason.
 
     Calls inside a traced graph run as they came and are not counted.

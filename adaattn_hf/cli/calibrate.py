@@ -47,7 +47,6 @@ class Asked(Source):
         risks: Plan, its directory or file, whose risks are taken: made on these weights and this text, on any machine.
         prices: Prices measured before: the plan is then the same byte for byte.
         dtype: Of the weights; auto: the checkpoint's.
-        device: cpu, cuda, cuda:1. Default: cuda where there is one.
         resume: Go on with the interrupted run in the plan's directory.
         verbose: Print nats, levels and versions, too.
         quiet: No progress.
@@ -61,7 +60,6 @@ class Asked(Source):
     risks: Path | None = field(default=None, metadata={"option": "--from"})
     prices: Path | None = None
     dtype: str = field(default="auto", metadata=DTYPE)
-    device: str | None = None
     resume: bool = False
     verbose: bool = False
     quiet: bool = False

@@ -28,7 +28,7 @@ class Explained(Source):
         device: Explain for cpu or cuda, which need not be here. Default: cuda where there is one.
         cache: Explain for a cache that stores the model's numbers, or codes.
         streaming: Count the bytes of a cache whose heads keep the plan's windows alone.
-        plan: File or directory of a plan. Default: the one that MODEL carries.
+        plan: File, directory or hub id of a plan. Default: the one that MODEL carries.
         verbose: Print every reason of every backend, also of those for another device.
     """
 

@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -111,7 +111,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
         short = "<int>" if "least" in known else None  # the table of help has no room for bounds, nor for all choices
         if "choices" in known:
             every = (*known["choices"], *words)
-            chosen: Any = Enum(field.name, [(word, word) for word in every])
+            chosen = cast(Any, Enum)(field.name, [(word, word) for word in every])
             says, short = f"{says} One of {', '.join(every)}.", "<word>"
             kind, default = (chosen | None, None) if default is None else (chosen, chosen(default))
         elif words:

@@ -18,7 +18,7 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,29 +68,22 @@ def load_command(name: str) -> Any:
         group.command(name, cls=Command, context_settings=settings)(getattr(module, function))
     command = typer.main.get_command(group)
     command.name = name
-    panels = getattr(module, "PANELS", {})
+    panels = {name: panel for panel, names in getattr(module, "PANELS", {}).items() for name in names}
+    order = [*panels]
     narrow = shutil.get_terminal_size().columns < 80
     for one in (command, *getattr(command, "commands", {}).values()):
         if narrow and not hasattr(one, "commands"):  # a table would cut off the names of options
             one.rich_markup_mode = None
         one.context_settings.setdefault("help_option_names", ["--help", "-h"])
         parameters = without_types(one.get_params(typer.Context(one, **one.context_settings)))
-        if panels:
-            into_panels(parameters, panels)
-            order = [name for names in panels.values() for name in names]
-            one.params.sort(key=lambda known: order.index(known.name) if known.name in order else len(order))
+        for parameter in parameters if panels else ():
+            if parameter.param_type_name == "option":
+                parameter.rich_help_panel = panels.get(parameter.name, REST)
+        one.params.sort(key=lambda known: order.index(known.name) if known.name in order else len(order))
         # a paragraph is one line: it is the terminal that knows where it breaks
         text, codes, ends = re.sub(r"(?<=\S)\n(?=\S)", " ", one.help or "").partition("Exit codes:")
         one.help, one.epilog = text.rstrip(), codes + ends
     return command
-
-
-def into_panels(parameters: Iterable[Any], panels: Mapping[str, Sequence[str]]) -> None:
-    """Says of each option in which panel of the help it stands; those that no panel names stand in the last one."""
-    known = {name: panel for panel, names in panels.items() for name in names}
-    for parameter in parameters:
-        if parameter.param_type_name == "option":
-            parameter.rich_help_panel = known.get(parameter.name, REST)
 
 
 @contextlib.contextmanager

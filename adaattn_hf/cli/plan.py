@@ -24,14 +24,9 @@ if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when 
     from ..plans.plan import Plan
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True)
-PlanPath = Annotated[Path, typer.Argument(help="A plan, or the directory of a model that carries one.")]
-OwnPath = Annotated[
-    Path | None,
-    typer.Argument(
-        help=f"A plan, the directory that `adaattn calibrate` wrote, or a model that carries a plan. Default: "
-        f"{PLAN_DIRECTORY}."
-    ),
-]
+A_PLAN = "A plan (file, directory or id of the Hub), or the directory of a model that carries one."
+PlanPath = Annotated[Path, typer.Argument(help=A_PLAN)]
+OwnPath = Annotated[Path | None, typer.Argument(help=f"{A_PLAN} Default: {PLAN_DIRECTORY}.")]
 AsPlan = Annotated[Path | None, typer.Option("--plan", help="The same, as other commands name it.")]
 
 

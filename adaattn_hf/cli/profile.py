@@ -41,7 +41,7 @@ class Profile:
         rows: Query rows sampled per call.
         seed: Seed of that sample.
         maps: layer.head whose attention map is drawn. Several times.
-        plan: File or directory of a plan to run; none: without one.
+        plan: File, directory or hub id of a plan to run; none: without one.
         against: Plan whose errors are drawn beside each --map: exact weights minus its own.
         output_dir: Directory for profile.json and atlas.html. Default: only the table.
         figure: Picture to draw (.png, .svg, .pdf); needs matplotlib.

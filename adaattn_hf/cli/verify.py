@@ -27,14 +27,12 @@ class Proved(Source):
     Attributes:
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; each of several must keep the
             budget.
-        plan: File or directory of the plan. Default: the one that MODEL carries, else adaattn-plan.
-        device: cpu, cuda, cuda:1. Default: cuda where there is one.
+        plan: File, directory or hub id of the plan. Default: the one that MODEL carries, else adaattn-plan.
         quiet: No progress.
     """
 
     data: tuple[Path, ...] = ()
     plan: Path | None = None
-    device: str | None = None
     quiet: bool = False
 
 

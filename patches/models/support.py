@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,8 +22,10 @@ from .families import UnsupportedModel, family_of, modeling_source, unsupported
 if TYPE_CHECKING:
     from transformers import Pipeline
 
-Model = TypeVar("Model", bound="nn.Module | Pipeline")
-"""A model, or what holds models: what is given to a function that changes it, and comes back."""
+Holder: TypeAlias = "nn.Module | Pipeline"
+"""A model, or what holds models: a pipeline, PEFT, sentence-transformers."""
+Model = TypeVar("Model", bound=Holder)
+"""The same, of a function that changes it and returns it."""
 _OWN_TABLE = re.compile(r"_CLASSES\[")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
@@ -73,7 +75,7 @@ def refuse_no_model(model: Any, *others: type) -> None:
         )
 
 
-def check(model: nn.Module | Pipeline | PreTrainedConfig) -> None:
+def check(model: Holder | PreTrainedConfig) -> None:
     """Raise if a model would not run on adaattn, though Transformers accepts the name for it.
 
     Args:

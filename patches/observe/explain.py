@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,8 @@ from adaattn_hf.plans.wording import legend
 from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, with_cache
-from ..models.support import model_in, refuse_other_attention, runs_ours, towers_of
+from ..models.support import Holder, model_in, refuse_other_attention, runs_ours, towers_of
 from ..plans.attach import plan_of
-
-if TYPE_CHECKING:
-    from transformers import Pipeline
 
 _LENGTH = 8
 
@@ -121,7 +118,7 @@ def _why_not(refused: Mapping[str, tuple[str, ...]], before: Mapping[str, tuple[
 
 
 def explain(
-    model: nn.Module | Pipeline,
+    model: Holder,
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
     device: str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -19,12 +19,9 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY
 
-from ..models.support import model_in
+from ..models.support import Holder, model_in
 from ..plans.attach import plan_of, program_of
 from ..plans.layers import attention_modules
-
-if TYPE_CHECKING:
-    from transformers import Pipeline
 
 _SLOT = "_adaattn_monitor"
 _shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
@@ -50,7 +47,7 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
 
 
 @contextmanager
-def monitoring(model: nn.Module | Pipeline, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
+def monitoring(model: Holder, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
     """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
 
     Args:
@@ -79,7 +76,7 @@ def monitoring(model: nn.Module | Pipeline, *, sample_rows: bool = True, factor:
         yield monitor
 
 
-def statistics(model: nn.Module | Pipeline) -> list[dict[str, Any]]:
+def statistics(model: Holder) -> list[dict[str, Any]]:
     """Returns the counters of each layer, activation rate included: of the last `monitoring` block, or of the
     monitor that `config.adaattn["monitor"]` asks for; empty where nothing was watched."""
     found = (module.__dict__[_SLOT][1] for module in model_in(model).modules() if _SLOT in module.__dict__)

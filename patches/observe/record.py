@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,9 @@ from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
-from ..models.support import model_in, refuse_other_attention
+from ..models.support import Holder, model_in, refuse_other_attention
 from ..plans.attach import programs_for
 from .maps import head_map, plan_map
-
-if TYPE_CHECKING:
-    from transformers import Pipeline
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is reported."""
@@ -270,7 +267,7 @@ def _rounded(values: Tensor) -> Any:
 
 @contextmanager
 def record(
-    model: nn.Module | Pipeline,
+    model: Holder,
     *,
     rows: int = 64,
     seed: int = 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -17,14 +17,11 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY, layer_tensors
 
-from ..models.support import Model, implementations, is_ours, model_in
+from ..models.support import Holder, Model, implementations, is_ours, model_in
 from . import fit
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
-
-if TYPE_CHECKING:
-    from transformers import Pipeline
 
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
@@ -96,7 +93,7 @@ def remove_plan(model: Model) -> Model:
     return model
 
 
-def plan_of(model: nn.Module | Pipeline) -> Plan | None:
+def plan_of(model: Holder) -> Plan | None:
     """Returns the plan that a model carries, or `None`."""
     data = _data_of(model_in(model))
     return None if data is None else Plan.from_dict(data)

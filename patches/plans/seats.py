@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -15,13 +14,10 @@ from torch import nn
 from adaattn_hf.attention.tap import SEATED, Seat, Seated, seating
 from adaattn_hf.plans.plan import Plan
 
-from ..models.support import model_in
+from ..models.support import Holder, model_in
 from . import attach
 from .hashes import pretrained
 from .replaced import replacements
-
-if TYPE_CHECKING:
-    from transformers import Pipeline
 
 MOST = 8
 """Plans per model whose checks are remembered, the newest ones."""
@@ -31,9 +27,7 @@ _lock = Lock()
 
 
 @contextmanager
-def use_plan(
-    model: nn.Module | Pipeline, plan: Plan | str | Path | None, *, unverified: bool = False
-) -> Iterator[None]:
+def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool = False) -> Iterator[None]:
     """Runs a model by another plan inside the `with` block, or exactly; its own plan stays and is back behind it.
 
     The block belongs to the thread, or the asyncio task, that opens it: two requests may run one model by two plans at
