@@ -1,8 +1,9 @@
 """Pass one of calibration: estimates the loss of every choice for every unit from a few backward passes.
 
 For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with
-respect to the attention output, and do the change of that output by a choice. One way back gives g for all heads
-of all layers and all labels, computing each layer again once; do is computed on sampled rows by the code that will run the plan. Cross terms between rows are left out.
+respect to the attention output, and do the change of that output by a choice. One way back gives g for all heads of
+all layers and all labels, and computes each layer again once; do is computed on sampled rows by the code that will run
+the plan. Cross terms between rows are left out.
 """
 
 from __future__ import annotations
