@@ -1,8 +1,9 @@
 """Pass one of calibration: estimates the loss of every choice for every unit from a few backward passes.
 
 For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with
-respect to the attention output, and do the change of that output by a choice. One backward pass gives g for all heads
-of all layers; do is computed on sampled rows by the code that will run the plan. Cross terms between rows are left out.
+respect to the attention output, and do the change of that output by a choice. One way back gives g for all heads of
+all layers and all labels, and computes each layer again once; do is computed on sampled rows by the code that will run
+the plan. Cross terms between rows are left out.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..attention.request import AttentionRequest
-from ..attention.tap import Tap, tapping
+from ..attention.tap import tapping
 from ..plans.choices import EXACT, PRECISE_ROWS, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
@@ -83,14 +83,13 @@ def in_pieces(
 
 @dataclass(eq=False)
 class FisherRecorder:
-    """Records the gradients and changes of one layer at a time, as backward passes compute the layers again.
+    """Records the gradients and changes of one layer at a time, as layers are computed again on the way back.
 
     Attributes:
         rows: Sampled query rows.
         choices: See `measure`, as for `tensors` and `report`.
-        labels: Backward passes to come; the last one brings the changes.
-        gradients: By layer index: `[heads, rows, head_dim_v]` of each backward pass so far.
-        found: The outputs of the layer that was computed again last.
+        labels: Gradients to come of each layer.
+        left: Indices of the layers that are not reported yet.
         forward: Whether the forward pass is still under way.
     """
 
@@ -99,34 +98,31 @@ class FisherRecorder:
     tensors: Mapping[int, LayerTensors]
     labels: int
     report: Callable[[int, Tensor, Tensor], None]
-    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
-    found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
     forward: bool = True
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Computes exact attention; listens to its gradient, or measures what each choice would change."""
+        """Computes exact attention; on the way back, measures what each choice would change and hears its gradients."""
         index = layer_of(module, request)
-        if not self.forward:
-            # before exact attention: a layer is not computed again beyond the last tensor that autograd saved of it
-            if self.labels == 1:
-                query, key, value = (one.detach() for one in (request.query, request.key, request.value))
-                bare = replace(request, query=query, key=key, value=value)
-                every, tensors = [EXACT, *self.choices], self.tensors.get(index, LayerTensors())
-                self.found[index] = in_pieces(bare, self.rows, every, tensors)
+        if self.forward:
+            if index in self.left:
+                raise ValueError(
+                    f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
+                )
+            self.left.add(index)
             return exact_tap(module, request)
-        if index in self.gradients:
-            raise ValueError(f"layer {index} attends twice in one forward pass; plans serve one attention per layer")
-        self.gradients[index] = []
+        query, key, value = (one.detach() for one in (request.query, request.key, request.value))
+        bare = replace(request, query=query, key=key, value=value)
+        outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
+        changes, products = outputs[1:] - outputs[:1], []
         out = exact_tap(module, request)
 
         def note(gradient: Tensor) -> None:
             rows = self.rows.to(gradient.device)
-            self.gradients[index].append(gradient[0, rows].transpose(0, 1).detach())
-            if self.labels == 1:  # all there is to know of the layer: it is reported, and let go
-                (outputs, dropped), gradients = self.found.pop(index), self.gradients.pop(index)
-                changes = outputs[1:] - outputs[:1]
-                products = torch.stack([(changes * one.float()).sum(-1) for one in gradients])
-                self.report(index, products, dropped[1:])
+            products.append((changes * gradient[0, rows].transpose(0, 1).float()).sum(-1))
+            if len(products) == self.labels:  # all there is to know of the layer: it is reported, and let go
+                self.left.discard(index)
+                self.report(index, torch.stack(products), dropped[1:])
 
         out.register_hook(note)  # type: ignore[no-untyped-call]
         return out
@@ -149,32 +145,129 @@ def differentiable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-@contextmanager
-def recomputed(layers: Sequence[nn.Module], tap: Tap) -> Iterator[None]:
-    """Lets the backward pass of what is computed here compute layers again: autograd holds one layer's activations.
+def learns(one: Any) -> bool:
+    """Whether gradients flow to an argument."""
+    return isinstance(one, Tensor) and one.requires_grad
 
-    Whatever thread computes a layer, its attention is answered by the tap: a tap that is open here alone is not known
-    to the threads in which CUDA's backward passes run.
+
+@dataclass(eq=False)
+class LayerCall:
+    """One call of a layer, whose graph is not kept: it is computed again when all gradients of its outputs are known.
+
+    Attributes:
+        forward: The layer.
+        given: Its arguments, flat.
+        spec: How they are put together.
+        gradients: By label and output, the gradients so far.
     """
 
-    def twice(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def once(*args: Any, **kwargs: Any) -> Any:
-            with tapping(tap):
-                return forward(*args, **kwargs)
+    forward: Callable[..., Any]
+    given: list[Any]
+    spec: TreeSpec
+    gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
-        return partial(checkpoint, once, use_reentrant=False, preserve_rng_state=False)
+    def outputs(self, given: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+        """Returns what the layer makes of some arguments, flat."""
+        args, kwargs = tree_unflatten(given, self.spec)
+        return tree_flatten(self.forward(*args, **kwargs))
 
-    own = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = twice(layer.forward)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, own, strict=True):
-            if forward is None:
-                del layer.forward
-            else:  # a hook of accelerate's, say
-                layer.forward = forward  # type: ignore[method-assign]
+    def back(self, way: WayBack) -> None:
+        """Computes the layer again, once for all labels, and hands their gradients on to the layers before it."""
+        given = [one.detach().requires_grad_() if learns(one) else one for one in self.given]
+        leaves = [(before, leaf) for before, leaf in zip(self.given, given, strict=True) if learns(before)]
+        found = [one for one in self.outputs(given)[0] if isinstance(one, Tensor)]
+        for label, gradients in sorted(self.gradients.items()):
+            outputs = {place: one for place, one in gradients.items() if found[place].requires_grad}
+            own = torch.autograd.grad(
+                [found[place] for place in outputs], [leaf for _, leaf in leaves], list(outputs.values()),
+                retain_graph=label + 1 < way.labels, allow_unused=True,
+            )  # fmt: skip
+            pairs = [(before, one) for (before, _), one in zip(leaves, own, strict=True) if one is not None]
+            way.push(label, [(before, one) for before, one in pairs if not before.is_leaf])
+
+
+class Cut(torch.autograd.Function):
+    """Computes a layer without a graph; the gradients of its outputs are kept with the call."""
+
+    @staticmethod
+    def forward(ctx: Any, way: WayBack, call: LayerCall, box: list[Any], _anchor: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors among the outputs; all of them are left in the box."""
+        ctx.way, ctx.call = way, call
+        ctx.set_materialize_grads(False)
+        box += call.outputs(call.given)
+        found = tuple(one.detach() for one in box[0] if isinstance(one, Tensor))
+        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
+        """Adds the gradients to those of the label whose turn it is."""
+        known = ctx.call.gradients.setdefault(ctx.way.label, {})
+        for place, one in enumerate(gradients):
+            if one is not None:
+                known[place] = known[place] + one if place in known else one
+        return None, None, None, None
+
+
+@dataclass(eq=False)
+class WayBack:
+    """The calls of a model's layers, in order, and the way back through them for several labels at once.
+
+    Autograd holds one layer's activations, and each layer is computed again once, whatever the number of labels.
+
+    Attributes:
+        labels: How many there are.
+        calls: The calls that are still to be gone back through.
+        label: Whose gradients are on their way.
+    """
+
+    labels: int
+    calls: list[LayerCall] = field(default_factory=list)
+    label: int = 0
+
+    @contextmanager
+    def kept(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Cuts the graph at every layer that is called meanwhile."""
+
+        def cut(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def once(*args: Any, **kwargs: Any) -> Any:
+                given, spec = tree_flatten((args, kwargs))
+                if not any(map(learns, given)):
+                    return forward(*args, **kwargs)
+                call, box = LayerCall(forward, given, spec), list[Any]()
+                self.calls.append(call)
+                anchor = torch.zeros((), requires_grad=True, device="cpu")
+                tensors = iter(Cut.apply(self, call, box, anchor))  # type: ignore[no-untyped-call]
+                flat, form = box
+                return tree_unflatten([next(tensors) if isinstance(one, Tensor) else one for one in flat], form)
+
+            return once
+
+        own = [layer.__dict__.get("forward") for layer in layers]
+        for layer in layers:
+            layer.forward = cut(layer.forward)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, own, strict=True):
+                if forward is None:
+                    del layer.forward
+                else:  # a hook of accelerate's, say
+                    layer.forward = forward  # type: ignore[method-assign]
+
+    def push(self, label: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Sends gradients of some tensors to the calls that made them."""
+        self.label = label
+        if pairs:
+            tensors, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, gradients, retain_graph=True)
+
+    def go(self) -> None:
+        """Goes back through all calls, the last one first."""
+        while self.calls:
+            call = self.calls.pop()
+            if call.gradients:
+                call.back(self)
 
 
 def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) -> Tensor:
@@ -237,17 +330,18 @@ def measure(
         ValueError: If the loss does not depend on a layer.
     """
     sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
-    recorder = FisherRecorder(sampled, choices, tensors, labels, report)
-    with differentiable(arms.model):
-        with recomputed(arms.layers, recorder.tap):
+    recorder, way = FisherRecorder(sampled, choices, tensors, labels, report), WayBack(labels)
+    with differentiable(arms.model), tapping(recorder.tap):
+        with way.kept(arms.layers):
             hidden = arms.hidden(given)
         recorder.forward = False
-        for gradient in label_gradients(arms, hidden, generator, labels):
-            torch.autograd.backward(hidden, gradient, retain_graph=recorder.labels > 1)
-            recorder.labels -= 1
-    if recorder.gradients:
+        for label, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
+            way.push(label, [(hidden, gradient)])
+        del hidden
+        way.go()
+    if recorder.left:
         raise ValueError(
-            f"model: no prediction depends on the attention of layers {sorted(recorder.gradients)}, expected that of "
+            f"model: no prediction depends on the attention of layers {sorted(recorder.left)}, expected that of "
             "every layer to count: risks of these would be 0; leave them out of the model"
         )
     return labels * len(sampled)

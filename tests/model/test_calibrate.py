@@ -428,24 +428,66 @@ def test_rows_that_have_no_room_together_are_measured_in_pieces(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, sizes = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0)), []
+    room = [30]
 
     def few(request: Any, rows: Tensor, *more: Any) -> Any:
         sizes.append(len(rows))
-        if len(rows) > most:
+        if len(rows) > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return row_outputs(request, rows, *more)
 
     whole = _measured(model, tokens, 100, 1)
     monkeypatch.setattr(fisher, "row_outputs", few)
-    most = 30
     pieces = _measured(model, tokens, 100, 1)
     assert sizes == [100, 50, 25, 25, 50, 25, 25] * 2
     for layer, parts in whole.items():
         for one, other in zip(parts, pieces[layer], strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-    most = 3
+    room[0] = 3
     with pytest.raises(torch.OutOfMemoryError):
         _measured(model, tokens, 100, 1)
+
+
+@pytest.mark.parametrize("labels", [1, 2, 3])
+def test_a_layer_is_computed_again_once_for_all_labels(labels: int) -> None:
+    model, calls = _model(), []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    _measured(model, torch.arange(40)[None] % 128, 40, labels)
+    assert calls[-4:] == [False, False, True, True]
+    assert sum(calls) == 2
+
+
+def test_layers_that_pass_on_or_change_what_they_are_given_keep_their_gradients() -> None:
+    """A tensor that comes back as it is, one that is changed in place behind a layer, and one that two layers read."""
+
+    class Body(torch.nn.Module):
+        def forward(self, hidden: Tensor, first: Tensor) -> dict[str, Any]:
+            return {"hidden": (hidden * first).tanh() * 3, "first": first, "words": "as they are"}
+
+    body, way, start = Body(), fisher.WayBack(2), torch.linspace(0.1, 1.0, 6, requires_grad=True)
+
+    def run() -> tuple[Tensor, Tensor]:
+        x = start * 2
+        one = body(x, x + 1)
+        one["hidden"] += one["first"]
+        two = body(one["hidden"], first=one["first"])
+        assert two["words"] == "as they are"
+        return x, two["hidden"] * one["hidden"]
+
+    x, out = run()
+    gradients = [torch.ones(6), torch.arange(6.0)]
+    wanted = [torch.autograd.grad(out, x, gradient, retain_graph=True)[0] for gradient in gradients]
+    heard: list[Tensor] = []
+    with way.kept([body]):
+        x, out = run()
+    x.register_hook(heard.append)
+    assert len(way.calls) == 2
+    for label, gradient in enumerate(gradients):
+        way.push(label, [(out, gradient)])
+    way.go()
+    for label, one in enumerate(wanted):
+        torch.testing.assert_close(sum(heard[label::2]), one)
 
 
 def _peak(run: Callable[[], object]) -> int:

@@ -217,16 +217,22 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts the passes that measure risks."""
+    calls = Mock(side_effect=fisher.measure)
+    monkeypatch.setattr(fisher, "measure", calls)
+    return calls
+
+
 def test_budgets_of_one_run_are_measured_once_and_make_the_plans_that_each_makes_alone(
     made: Path, model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = fisher.measure, []
-    monkeypatch.setattr(fisher, "measure", lambda *words, **more: (calls.append(words), real(*words, **more))[1])
+    calls = counted(monkeypatch)
     out = tmp_path / "plans"
     both = ("--budget", "1e-9", "--budget", "1%", "--output-dir", str(out))
     done = run(model, material, *both, "--json")
     assert done.exit_code == BUDGET_NOT_MET, done.output
-    assert len(calls) == 2, "one pass for each sequence"
+    assert calls.call_count == 2, "one pass for each sequence"
     told = json.loads(done.stdout)
     assert list(told) == ["1e-09nats", "1pct"]
     assert told["1e-09nats"]["plan"]["layers"] == []
@@ -499,10 +505,9 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     where: str, doing: str, measured: tuple[int, int],
 ) -> None:  # fmt: skip
-    real, calls = fisher.measure, []
+    calls = counted(monkeypatch)
     table = price_table(LENGTH, {"exact": 1.0, "bf16": 0.5, "r16": 2.0, "r32": 2.0, "r48": 2.0})
     priced = Mock(return_value=table)
-    monkeypatch.setattr(fisher, "measure", lambda *words, **more: (calls.append(words), real(*words, **more))[1])
     monkeypatch.setattr(pricing, "measure_prices", priced)
     words = [word for word in arguments(model, material) if word not in ("--prices", material[1], "--in-place")]
     words[words.index("--families") + 1] = "bf16,rank"
@@ -514,11 +519,11 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     assert "what would fit: " in done.stderr
     kept = (tmp_path / "plan" / FILE).is_file()
     assert kept == ("--resume goes on" in done.stderr) == (measured[0] == 0), done.stderr
-    calls.clear()
+    calls.reset_mock()
     priced.reset_mock()
     resumed = CliRunner().invoke(app, [*words, "--resume"])
     assert resumed.exit_code == 0, resumed.output
-    assert (len(calls), priced.call_count) == measured
+    assert (calls.call_count, priced.call_count) == measured
 
 
 def test_no_room_for_prices_or_weights_names_what_would_help(
