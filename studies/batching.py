@@ -69,7 +69,8 @@ def answered(manager: Any, prompts: list[list[int]], new: int) -> tuple[float, l
     Raises:
         RuntimeError: The engine stopped, or answered with an error.
     """
-    started, found = time.perf_counter(), []
+    found: list[Any] = []
+    started = time.perf_counter()
     manager.add_requests(prompts, max_new_tokens=new, record_timestamps=True)
     while len(found) < len(prompts):
         one = manager.get_result(timeout=1)

@@ -361,7 +361,7 @@ CASES = (
             read_index=[],
         ),
         ValueError,
-        ("attention_mask", "got a mask", "expected none", "use 'adaattn' for everything else"),
+        ("attention_mask", "got a mask", "expected none", "'adaattn' serves everything else"),
     ),
     Case(
         "makes a request of several dtypes",

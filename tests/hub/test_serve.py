@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ if not is_serve_available():
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLANNED, FLASH = "adaattn/adaattn", "adaattn/flash-adaattn"
 PROMPT = "It was a dark and stormy night, and the rain fell in torrents upon the town"
+PAGE = Path(__file__).parents[2] / "docs" / "hub_kernel.md"
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -42,6 +44,18 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
         raise
     except OSError:
         return None
+
+
+def transcript(command: list[str], log: str, body: dict[str, Any], answer: dict[str, Any]) -> str:
+    """What a server said of one request, and the answer, without what differs between runs."""
+    told = [line for line in log.splitlines() if any(one in line for one in ("startup complete", "received]", "POST"))]
+    told = [re.sub(r"127\.0\.0\.1:\d+ - ", "", line) for line in told]
+    kept = {name: answer[name] for name in ("object", "model", "choices", "usage")}
+    ask = "$ curl localhost:8000/v1/completions -H 'content-type: application/json' \\\n    "
+    said = [
+        f"$ transformers {' '.join(command)}", told[0], f"{ask}-d '{json.dumps(body)}'", *told[1:], json.dumps(kept)
+    ]  # fmt: skip
+    return "\n".join(said).replace(body["model"], "MODEL")
 
 
 def written(path: Path, prompt: dict[str, Any], planned: bool) -> list[int]:
@@ -72,10 +86,16 @@ def test_the_server_answers_with_a_planned_model_or_in_batches(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     engine = ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64"]
-    command = ["-m", "transformers.cli.transformers", "serve", str(tmp_path), "--attn-implementation", name]
-    where = ["--device", "cpu", "--port", str(port), *(engine if name == FLASH else [])]
+    command = ["serve", str(tmp_path), "--attn-implementation", name, "--device", "cpu"]
+    where = ["--port", str(port), *(engine if name == FLASH else [])]
     body = {"model": str(tmp_path), "prompt": PROMPT, "max_tokens": 8, "temperature": 0.0}
-    with subprocess.Popen([sys.executable, *command, *where]) as server:
+    log = tmp_path / "server.log"
+    with (
+        log.open("w") as lines,
+        subprocess.Popen(
+            [sys.executable, "-m", "transformers.cli.transformers", *command, *where], stdout=lines, stderr=lines
+        ) as server,
+    ):
         try:
             waited = time.monotonic() + 120
             while ask(port, "/health") is None and server.poll() is None and time.monotonic() < waited:
@@ -86,3 +106,5 @@ def test_the_server_answers_with_a_planned_model_or_in_batches(
     assert answer["choices"][0]["text"] == tokenizer.decode(
         exact if name == FLASH else planned, skip_special_tokens=True
     )
+    if name == PLANNED:
+        assert transcript(command, log.read_text(), body, answer) in PAGE.read_text(encoding="utf-8")

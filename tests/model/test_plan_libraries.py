@@ -49,7 +49,7 @@ def test_tensor_parallelism_is_refused_by_name() -> None:
 @torch.no_grad()
 def test_sequence_parallelism_by_heads_is_exact_and_refused_under_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ulysses hands a process all tokens of some heads, without a mask, and nothing says which heads they are."""
-    whole = AttentionInterface._global_mapping["adaattn"]
+    whole: Any = AttentionInterface._global_mapping["adaattn"]
 
     def shared_out(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         halves = zip(*(tensor.chunk(2, dim=1) for tensor in (query, key, value)), strict=True)
