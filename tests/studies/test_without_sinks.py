@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -24,6 +26,6 @@ def test_a_window_that_holds_every_key_costs_nothing_and_a_narrow_one_does(monke
 
 def test_the_kept_page_is_of_the_kept_figures() -> None:
     place = ROOT / "docs" / "results"
-    data = without_sinks.json.loads((place / "without_sinks.json").read_text("utf-8"))
+    data = json.loads((place / "without_sinks.json").read_text("utf-8"))
     assert without_sinks.page(data) == (place / "without_sinks.md").read_text("utf-8")
     assert torch.tensor(data["rise"]["0"]).mean() > 10 * torch.tensor(data["rise"]["16"]).mean()
