@@ -1,4 +1,4 @@
-"""`adaattn plan`: shows a plan as a picture, compares two plans, and draws what other budgets would buy."""
+"""`adaattn plan`: shows a plan as a picture, compares two, writes one for others, and draws what budgets would buy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AsPlan = Annotated[Path | None, typer.Option("--plan", help="The same, as other 
 
 @app.callback()
 def plan() -> None:
-    """Show a plan as a picture of layers by heads, or what two plans differ in."""
+    """Show a plan as a picture of layers by heads, compare two, or write one for flex_attention."""
 
 
 @app.command()
@@ -114,6 +114,28 @@ def diff(
         tell(console, line)
     for name, (_, words) in figures[0].items():
         tell(console, f"{name}: {words} -> {figures[1][name][1]}")
+
+
+@app.command()
+def export(
+    path: OwnPath = None,
+    *,
+    plan: AsPlan = None,
+    to: Annotated[str, typer.Option(help="flex: windows and first keys per layer and key/value head, as JSON.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+) -> None:
+    """Write a plan's windows for flex_attention, where they compute the same function; other forms are refused.
+
+    Exit codes: 0 done; 2 wrong arguments, no plan, or a form that would not keep the budget.
+    """
+    from ..plans.export import exported
+    from ..plans.plan import Plan, PlanError
+
+    place = path or plan or Path(PLAN_DIRECTORY)
+    with ending(default=place, wrong=(PlanError, OSError)):
+        _refuse_both(path, plan)
+        _draw("--out", out, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
+    tell(Console(), f"written: {out}")
 
 
 @app.command()

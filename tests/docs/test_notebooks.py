@@ -1,17 +1,23 @@
-"""Every notebook runs from top to bottom, offline, and is kept without outputs."""
+"""Every notebook runs from top to bottom, offline, and is kept with what it showed."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from studies.notebooks import PATHS, cleaned
+
 from ..support.source_tree import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MOST_BYTES = 300_000
 
 
 def execute(notebook: nbformat.NotebookNode, place: Path) -> None:
@@ -38,11 +44,42 @@ def test_a_failing_cell_is_noticed(tmp_path: Path) -> None:
         execute(notebook, tmp_path)
 
 
+def wrong(notebook: Any) -> list[str]:
+    """What a stored notebook lacks: outputs, none of which is an error, a warning or a path of a machine."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    found = [] if outputs and all(cell.execution_count for cell in code) else ["cells that did not run"]
+    found += ["an error" for output in outputs if output.output_type == "error"]
+    found += ["stderr" for output in outputs if output.get("name") == "stderr"]
+    words = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+    return found + [path[0] for word in words for path in [PATHS.search(word)] if path]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_kept_without_outputs(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    kept = [cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(kept)
+def test_notebook_is_kept_with_its_outputs(path: Path) -> None:
+    assert wrong(nbformat.read(path, as_version=4)) == []
+    assert path.stat().st_size < MOST_BYTES
+
+
+def test_pictures_are_kept() -> None:
+    kinds = re.findall(r'"(image/\w+|text/html)"', "".join(path.read_text("utf-8") for path in NOTEBOOKS))
+    assert kinds
+
+
+def test_what_is_wrong_is_noticed_and_cleaned() -> None:
+    output = nbformat.v4.new_output
+    cell = nbformat.v4.new_code_cell("1 / 0", execution_count=1)
+    cell.outputs = [
+        output("stream", name="stdout", text="plan: /somewhere/on/a/disk/plan.json, at 1/2"),
+        output("stream", name="stderr", text="50%"),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    assert wrong(notebook) == ["stderr", "/somewhere/on/a/disk/"]
+    assert wrong(cleaned(notebook)) == []
+    assert json.loads(nbformat.writes(notebook))["cells"][0]["outputs"][0]["text"] == ["plan: plan.json, at 1/2"]
+    cell.outputs = [output("error", ename="ZeroDivisionError", evalue="", traceback=[])]
+    assert wrong(notebook) == ["an error"]
+    assert wrong(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])) == ["cells that did not run"]
 
 
 def test_there_are_notebooks() -> None:
