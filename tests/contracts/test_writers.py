@@ -39,6 +39,7 @@ def benched() -> dict[str, Any]:
         "cores": 1,
         "threads": 1,
         "device": NASTY,
+        "driver": NASTY,
         "python": NASTY,
     }
     return {
