@@ -154,8 +154,8 @@ def versions_table(record: Path) -> list[str]:
             {path.removeprefix("tests/") for name in own for path in name.split() if path.startswith("tests")}
         )
         rooms = sorted({path for path in paths if "/" not in path})
-        files = [path for path in paths if "/" in path]
-        named = ", ".join([f"`{room}`" for room in rooms] + [f"{len(files)} files of `model`"] * bool(files))
+        of = Counter(path.partition("/")[0] for path in paths if "/" in path)
+        named = ", ".join([f"`{room}`" for room in rooms] + [f"{n} of `{room}`'s files" for room, n in of.items()])
         for name, runs in [
             (named, own),
             *((k, {k: v}) for k, v in other.items()),
