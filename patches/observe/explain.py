@@ -84,9 +84,7 @@ class Explanation:
             said = last.refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if spec.dropout and spec.device == "cpu":
-                lines.append(
-                    "           dropout of attention keeps the whole score matrix on a CPU; without it nothing does"
-                )
+                lines.append("           dropout in attention keeps the whole score matrix on a CPU")
             if plan:
                 lines.append(f"           plan: {plan}")
         lines += _why_not(said or {}, before)
