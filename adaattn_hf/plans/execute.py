@@ -304,20 +304,9 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
     f"SymInt? own_window, float scaling, float? softcap, {OPERANDS}) -> Tensor",
     **_TAGS,
 )
-def planned_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sink_logits: Tensor | None,
-    program: int,
-    backend: str | None,
-    own_window: int | None,
-    scaling: float,
-    softcap: float | None,
-    *operands: Any,
-) -> Tensor:
+def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
+    bias, sink_logits, program, backend, own_window, scaling, softcap, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
     found = PROGRAMS.get(program)
     if found is None:

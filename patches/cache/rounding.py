@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def _write(
     schema="(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_scale, Tensor(c!) value_codes, "
     "Tensor(d!) value_scale, Tensor? mean, Tensor? along, Tensor(e!) held) -> ()",
 )
-def append(keys: Tensor, values: Tensor, *inputs: Tensor | None) -> None:
+def append(keys: Tensor, values: Tensor, *inputs: Any) -> None:
     """`write` as an operator of torch, for graphs that are traced and may be captured: `held` counts on its device."""
     *parts, mean, along, held = inputs
     write(keys, values, parts, mean=mean, along=along, at=held)

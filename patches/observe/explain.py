@@ -34,8 +34,8 @@ class LayerChoice:
 
     Attributes:
         layer: Name of the attention module in the model.
-        phase: `prefill`, `padded` (a batch with padding), `decode`, or on CUDA `compiled`: a decode step with a static
-            cache, which generation compiles.
+        phase: `prefill`, `padded` (a batch with padding), `decode`, on CUDA `compiled`: a decode step with a static
+            cache, which generation compiles, or of a model in training mode with attention dropout `training`.
         spec: The facts of the call.
         backend: Name of the backend that serves it.
         refused: Per other backend, all reasons why it cannot serve the call; empty for one that could, but comes later
@@ -88,6 +88,8 @@ class Explanation:
                 before |= said
             said = refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
+            if spec.dropout and spec.device == "cpu":
+                lines.append("           dropout in attention keeps the whole score matrix on a CPU")
             if plan:
                 lines.append(f"           plan: {plan}")
         lines += _why_not(said or {}, before)
@@ -166,7 +168,7 @@ def explain(
             from ..cache.streaming import spans_of
 
             spans = spans_of(tower, its)
-        phases = _phases(ghost, inputs, device or tower.device.type, cache, memories, spans)
+        phases = _phases(ghost, inputs, device or tower.device.type, cache, memories, spans, tower.training)
         layers += _choices(name, ghost, phases, its)
     shown = [choice for its in plans if its is not None for layer in its.layers for choice in layer.choices]
     return Explanation(
@@ -230,20 +232,28 @@ def _phases(
     stored: str,
     memories: list[CacheMemory],
     spans: Mapping[int, Any] | None,
+    training: bool,
 ) -> Iterator[tuple[str, Calls]]:
     """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step.
 
-    On CUDA the step follows once more, as generation with a static cache compiles it.
+    On CUDA the step follows once more, as generation with a static cache compiles it. Models that are trained with
+    attention dropout begin with a step of training.
     """
     inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
     cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
 
     def calls_of(**keywords: Any) -> tuple[Any, Calls]:
         seen = Recorder(dry=True)
-        with torch.no_grad(), recording(seen):
+        with torch.set_grad_enabled(ghost.training), recording(seen):
             out = ghost(**keywords)
         return out, [(module, spec._replace(device=device), forced) for module, spec, forced in seen.calls]
 
+    if training:
+        ghost.train()
+        _, calls = calls_of(**inputs)
+        if any(spec.dropout for _, spec, _ in calls):
+            yield "training", calls
+        ghost.eval()
     # with a cache Transformers does not look for packed documents, which would need data
     keywords: dict[str, Any] = {"use_cache": True} if cached else {}
     if stored != "model":

@@ -35,6 +35,18 @@ def test_adapters_of_peft() -> None:
     assert all(choice.layer in names for choice in found.layers)
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_dropout_in_training_is_said_to_keep_the_score_matrix(rate: float) -> None:
+    sizes: dict[str, int] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 50}
+    config = tf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, attn_pdrop=rate)
+    model = tf.GPT2LMHeadModel._from_config(config, attn_implementation="adaattn").train()
+    said = "dropout in attention keeps the whole score matrix on a CPU"
+    assert backends(model).count(("training", "sdpa")) == (2 if rate else 0)
+    assert (said in str(adaattn_hf.explain(model))) == bool(rate)
+    assert model.training
+    assert said not in str(adaattn_hf.explain(model.eval()))
+
+
 def test_pipelines_and_modules_that_hold_a_model() -> None:
     _, ours = fresh_pair("gpt2")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -255,9 +257,18 @@ def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.Monkey
     padding = torch.ones(2, N, dtype=torch.bool)
     padding[1, :60] = False
     calls: list[str] = []
-    for name, place in (("attend", select), ("_planned", execute)):
+
+    def note(place: Any, name: str) -> None:
         run = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
+
+        def noting(*arguments: Any) -> Any:
+            calls.append(name)
+            return run(*arguments)
+
+        monkeypatch.setattr(place, name, noting)
+
+    note(select, "attend")
+    note(execute, "_planned")
     for limit, expected in ((200, {"attend"}), (239, {"attend"}), (250, {"attend", "_planned"})):
         calls.clear()
         program = _program(CHOICES[0], limit)

@@ -146,7 +146,12 @@ def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch
 
     launches: list[tuple[int, ...]] = []
     merge = step.launch_combine
-    monkeypatch.setattr(step, "launch_combine", lambda grid, *more: (launches.append(grid), merge(grid, *more)))
+
+    def noting(grid: tuple[int, ...], *more: Any) -> None:
+        launches.append(grid)
+        merge(grid, *more)
+
+    monkeypatch.setattr(step, "launch_combine", noting)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
     for keys in (1500, 200):
         structure = CallStructure(1, 1, keys, causal=True, q_offset=keys - 1)

@@ -171,7 +171,7 @@ def _single(pairs, BLOCK_N: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _begin_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+def _begin_values(acc, pairs, v_ring, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Begins to add the values of the `count`-th tile by their weights; waits for the tile."""
     tiles, full, _empty, _boxes = v_ring
     stage = count % STAGES
@@ -193,7 +193,7 @@ def add_tile(  # type: ignore[no-untyped-def]
     acc, m, l, pairs = state
     k_ring, v_ring, turns = rings
     s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
-    added, weights = _begin_values(acc, pairs, v_ring, count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
+    added, weights = _begin_values(acc, pairs, v_ring, count - 1, BLOCK_N, STAGES, O_LAYOUT, dtype)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(1, deps=[s])
@@ -228,7 +228,7 @@ def first_tile(  # type: ignore[no-untyped-def]
 @gluon.jit
 def last_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Adds the values of an item's last tile, which is the `count`-th."""
-    added, weights = _begin_values(acc, pairs, v_ring, count, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
+    added, weights = _begin_values(acc, pairs, v_ring, count, BLOCK_N, STAGES, O_LAYOUT, dtype)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
     mbarrier.arrive(v_ring[2].index(count % STAGES))
     return acc
