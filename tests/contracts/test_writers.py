@@ -117,7 +117,6 @@ MARKDOWN: dict[str, Callable[[], str]] = {
     "benchmark": lambda: bench.markdown(benched(), NASTY),
 }
 TERMINAL: dict[str, Callable[[], str]] = {
-    "facts of a plan": lambda: "\n".join(grid.facts(planned())),
     "details of a plan": lambda: "\n".join(grid.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),
     "a plan": lambda: printed(lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)),

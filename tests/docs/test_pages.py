@@ -30,12 +30,18 @@ MARKED = [(page, number) for page in PAGES for number, block in enumerate(python
 WITH_RUN = [page for page in PAGES if any(block.run for block in blocks(page.read_text(encoding="utf-8")))]
 
 
+def unprinted(text: str, printed: str) -> list[str]:
+    """Blocks of outputs in a page that its programs did not print."""
+    return [block.code for block in blocks(text) if block.language == "output" and block.code not in printed]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
 def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, interpreter: WarmInterpreter) -> None:
     code = "\n".join(block.code for block in python_blocks(page) if not block.needs)
     done = interpreter.run(code, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert unprinted(page.read_text(encoding="utf-8"), done.stdout) == []
 
 
 @pytest.mark.slow
@@ -116,6 +122,11 @@ def test_blocks_are_found_with_their_marks() -> None:
     assert (second.code, second.needs) == ("b = 2\n", "cuda")
     assert (third.language, third.code, third.run) == ("bash", "adaattn --version\n", True)
     assert command_lines("```bash\nA=1 adaattn eval \\\n  M  # note\n```\n", "adaattn") == [["adaattn", "eval", "M"]]
+
+
+def test_an_output_that_is_not_printed_is_found() -> None:
+    page = "```output\n1\n2\n```\n"
+    assert (unprinted(page, "0\n1\n2\n3\n"), unprinted(page, "1\n3\n")) == ([], ["1\n2\n"])
 
 
 def test_a_need_that_nobody_knows_is_an_error() -> None:

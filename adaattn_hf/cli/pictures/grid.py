@@ -39,19 +39,6 @@ def layers_of(plan: Plan) -> list[int]:
     return list(plan.attention_layers or range(deepest + 1))[:MOST_ROWS]
 
 
-def facts(plan: Plan) -> list[str]:
-    """Returns lines that describe a plan."""
-    lines = [
-        f"{name_of(plan)}: {plan.model_type}, {plan.dtype}, lengths {', '.join(map(str, plan.lengths))}",
-        f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
-    ]
-    scoring = plan.protocol.get("scoring")
-    if isinstance(scoring, Mapping):
-        named = {"predicts": "scored on", "retrieval": "retrieval:"}
-        lines += [f"{words} {scoring[key]}" for key, words in named.items() if key in scoring]
-    return [printable(line) for line in lines]
-
-
 def notes(plan: Plan) -> list[str]:
     """Returns lines on what the picture does not show: layers, decode steps, the cache."""
     beyond = max((layer.layer for layer in plan.layers), default=-1) + 1
@@ -72,7 +59,15 @@ def notes(plan: Plan) -> list[str]:
 
 def details(plan: Plan) -> list[str]:
     """Returns lines on how a plan was made and proved, in nats and levels: what a headline leaves out."""
-    lines = [*facts(plan), f"budget {allowed(plan.budget)}, {in_nats(plan.budget)} nats/token"]
+    lines = [
+        f"{name_of(plan)}: {plan.model_type}, {plan.dtype}, lengths {', '.join(map(str, plan.lengths))}",
+        f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
+    ]
+    scoring = plan.protocol.get("scoring")
+    if isinstance(scoring, Mapping):
+        named = {"predicts": "scored on", "retrieval": "retrieval:"}
+        lines += [f"{words} {scoring[key]}" for key, words in named.items() if key in scoring]
+    lines.append(f"budget {allowed(plan.budget)}, {in_nats(plan.budget)} nats/token")
     speed = speed_of(plan)
     if speed is not None:
         lines.append(
@@ -91,20 +86,18 @@ def details(plan: Plan) -> list[str]:
 
 def heat_map(plan: Plan) -> Table:
     """Returns a table for the terminal, one row per layer, one cell per key/value head."""
-    rows, choices = layers_of(plan), grid(plan)
+    choices = grid(plan)
     table = Table(pad_edge=False)
     table.add_column("layer", justify="right")
     width = max((len(row) for row in choices), default=0)
-    if width > NAMED_COLUMNS:
-        codes = _codes(choices)
+    codes = _codes(choices) if width > NAMED_COLUMNS else None
+    if codes is not None:
         table.add_column(f"heads 0 to {width - 1}", overflow="fold")
-        for index, row in zip(rows, choices, strict=True):
-            table.add_row(str(index), Text().join(_cell(codes[c], c) for c in row))
-        return table
-    for head in range(width):
+    for head in range(0 if codes else width):
         table.add_column(str(head), justify="center")
-    for index, row in zip(rows, choices, strict=True):
-        table.add_row(str(index), *(_cell(f" {c.label} ", c) for c in row))
+    for index, row in zip(layers_of(plan), choices, strict=True):
+        cells = [_cell(codes[c] if codes else f" {c.label} ", c) for c in row]
+        table.add_row(str(index), *([Text().join(cells)] if codes else cells))
     return table
 
 

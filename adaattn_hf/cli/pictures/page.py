@@ -74,10 +74,21 @@ def _pages(plans: Sequence[tuple[str, Bought | None, Plan]], line: str | None, a
     for choice in (choice for one in grids for row in one for choice in row):
         choices.setdefault(choice, len(choices))
     width = max((len(row) for one in grids for row in one), default=1)
-    stops = [
-        {"name": name, "verdict": verdict(plan, buys), **_stop(plan, rows, one, choices, width)}
-        for (name, buys, plan), one in zip(plans, grids, strict=True)
-    ]
+    stops = []
+    for (name, buys, plan), shown in zip(plans, grids, strict=True):
+        risks = {(unit.layer, unit.head): unit.risk for unit in plan.units}
+        stops.append(
+            {
+                "name": name,
+                "verdict": verdict(plan, buys),
+                "picks": [choices[row[head]] if head < len(row) else None for row in shown for head in range(width)],
+                "risk": [rounded(risks.get((layer, head), 0.0)) for layer in rows for head in range(width)],
+                "time": list(map(rounded, time_shares(plan, rows, width))),
+                "loss": rounded(plan.predicted_loss),
+                "speed": rounded(speed_of(plan)) if plan.units else 1.0,
+                "proof": proof(plan),
+            }
+        )
     return page(
         {
             "title": name_of(plans[0][-1]),
@@ -93,22 +104,3 @@ def _pages(plans: Sequence[tuple[str, Bought | None, Plan]], line: str | None, a
             "compared": len(plans) > 1,
         }
     )
-
-
-def _stop(
-    plan: Plan,
-    rows: Sequence[int],
-    shown: list[list[Choice]],
-    choices: Mapping[Choice, int],
-    width: int,
-) -> dict[str, Any]:
-    """Returns one plan for the page; layers that it does not contain are exact."""
-    risks = {(unit.layer, unit.head): unit.risk for unit in plan.units}
-    return {
-        "picks": [choices[row[head]] if head < len(row) else None for row in shown for head in range(width)],
-        "risk": [rounded(risks.get((layer, head), 0.0)) for layer in rows for head in range(width)],
-        "time": list(map(rounded, time_shares(plan, rows, width))),
-        "loss": rounded(plan.predicted_loss),
-        "speed": rounded(speed_of(plan)) if plan.units else 1.0,
-        "proof": proof(plan),
-    }
