@@ -71,8 +71,8 @@ def test_rows_are_measured_once_and_speed_is_that_of_their_plans(
     assert set(found["steps 2"]) == {"stock", "exact", "int8", "60% 0"}
     assert found["steps 2"]["int8"]["bytes_per_token"] < found["steps 2"]["exact"]["bytes_per_token"]
     read: list[int] = []
-    other = SimpleNamespace(eval=lambda ids: read.append(len(ids)), reset=lambda: None)
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=lambda *_, **__: other))
+    peer = SimpleNamespace(eval=lambda ids: read.append(len(ids)), reset=lambda: None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=lambda *_, **__: peer))
     real_models.speed_of(study, LENGTH, ["60% 0"], [2], tmp_path / "model.gguf")
     assert read == [64, LENGTH, *[1] * 18]
     again_found = json.loads(speed.read_text())
