@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -299,10 +300,10 @@ def _captured(call: partial[Any]) -> Callable[[], None]:
 
 def llama(file: Path, ids: Sequence[int], _: Mapping[str, Plan]) -> dict[str, float]:
     """Seconds of a prompt in llama.cpp's Python binding, and tokens a second behind it."""
-    from llama_cpp import Llama
-
     threads, here = torch.get_num_threads(), torch.device("cpu")
-    made = Llama(str(file), n_ctx=len(ids) + 64, n_threads=threads, n_threads_batch=threads, verbose=False)
+    made = import_module("llama_cpp").Llama(
+        str(file), n_ctx=len(ids) + 64, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
     made.eval(list(ids[:64]))
     made.reset()
     prompt = timed(partial(made.eval, list(ids)), here)[1].wall
