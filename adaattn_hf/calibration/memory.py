@@ -71,7 +71,7 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     def hold(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         held[storage._cdata] = storage.nbytes()  # not by address: wrappers of quantised weights have none
-        return tensor
+        return tensor.detach()  # a result that is saved by what made it would hold that, and be held by it for good
 
     for weight in (*arms.model.parameters(), *arms.model.buffers()):
         hold(weight)
