@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -97,16 +98,16 @@ def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -
     Of windows that look both ways it counts no end of a run.
     """
     total = 0
-    for window, sinks in windows:
+    for (window, sinks), heads in Counter(windows).items():
         for run in structure.derived(runs_of, least):
             if structure.causal:
                 # a query at p sees keys from 0 to p, less those before its window, of which sinks stay
                 behind = (0, run.k_len, window + sinks, window + run.k_len)
                 first, last = run.offset + 1, run.offset + run.q_len
                 seen = [_triangle(last - n) - _triangle(first - 1 - n) for n in behind]
-                total += max(0, seen[0] - seen[1] - seen[2] + seen[3])
+                total += heads * max(0, seen[0] - seen[1] - seen[2] + seen[3])
             else:
-                total += run.q_len * min(run.k_len, 2 * window - 1 + sinks)
+                total += heads * run.q_len * min(run.k_len, 2 * window - 1 + sinks)
     return total
 
 
