@@ -23,11 +23,11 @@ def _has_tma(device: torch.device) -> bool:
 
 
 @functools.cache
-def _layout() -> Any:
+def _layout(bits: int) -> Any:
     """How TMA lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory, for kernels in Gluon."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4)
 
 
 def descriptor_of(tensor: Tensor, rows: int, columns: int | None = None, gluon: bool = False) -> Any:
@@ -40,7 +40,7 @@ def descriptor_of(tensor: Tensor, rows: int, columns: int | None = None, gluon: 
         gluon: Whether a kernel in Gluon reads it.
     """
     width, size, strides = tensor.shape[3], tensor.element_size(), tensor.stride()
-    if size != 2 or width != padded(width) or width < 32 or not aligned(tensor) or not _has_tma(tensor.device):
+    if size > 2 or width != padded(width) or width < 32 or not aligned(tensor) or not _has_tma(tensor.device):
         return None
     if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]):
         return None
@@ -48,7 +48,7 @@ def descriptor_of(tensor: Tensor, rows: int, columns: int | None = None, gluon: 
     if gluon:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OfGluon
 
-        return OfGluon(*place, _layout())
+        return OfGluon(*place, _layout(8 * size))
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(*place)

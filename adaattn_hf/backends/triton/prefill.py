@@ -215,7 +215,7 @@ def run(
         query, scaling = -query, -scaling  # the kernels take the largest score by the largest product
     batch, heads, q_len, dim = query.shape
     device, dtype = query.device, query.dtype
-    out = query.new_empty((batch, q_len, heads, value.shape[3]))
+    out = value.new_empty((batch, q_len, heads, value.shape[3]))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
     kind = Kind(heads, key.shape[1], dim, value.shape[3], dtype, softcap, sink is not None, with_lse)
     even = aligned(query, key, value)

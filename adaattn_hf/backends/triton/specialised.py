@@ -202,19 +202,21 @@ def _consume(  # type: ignore[no-untyped-def]
     """
     q_ptr, out_ptr, lse_ptr, sink_ptr = tensors
     _q_b, _q_h, _q_n, o_b, o_n, o_h, l_b, l_h = strides
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // q_ptr.dtype.element_ty.primitive_bitwidth])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # lines of 16 bytes a thread, as memory is read and written
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = 128 // q_ptr.dtype.element_ty.primitive_bitwidth
+    Q_LINES: gl.constexpr = gl.BlockedLayout([1, WIDE], [32 * WIDE // HEAD, HEAD // WIDE], [4, 1], [1, 0])
     line = gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     d = gl.arange(0, HEAD, gl.SliceLayout(0, LINES))
     count = 0
     following = _entry(tables, 0)
     if AHEAD:
         place, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        _begin_queries(q_tiles.index(2 * WHICH), q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
+        _begin_queries(q_tiles.index(2 * WHICH), q_ptr, strides, place, WHICH, TOGETHER, HEAD, Q_LINES)
     for turn in range(0, _turns(tables)):
         entry, following = following, _entry(tables, turn + 1)
         place, rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
@@ -223,10 +225,10 @@ def _consume(  # type: ignore[no-untyped-def]
             bring_all()
             then, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
             to = q_tiles.index(2 * WHICH + (turn + 1) % 2)
-            _begin_queries(to, q_ptr, strides, then, WHICH, TOGETHER, HEAD, LINES)
+            _begin_queries(to, q_ptr, strides, then, WHICH, TOGETHER, HEAD, Q_LINES)
         else:
             q = q_tiles.index(WHICH)
-            _begin_queries(q, q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
+            _begin_queries(q, q_ptr, strides, place, WHICH, TOGETHER, HEAD, Q_LINES)
             bring_all()
         row, q_start, q_len, _k_start, _kv_head, head, first = place
         _k_len, offset, _window, _sinks, _apart = rules
@@ -291,7 +293,7 @@ def specialised(  # type: ignore[no-untyped-def]
     q_tiles = gl.allocate_shared_memory(
         dtype,
         [GROUPS_OF_WARPS * (2 if AHEAD else 1), 64, HEAD],
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=2),
     )
     k_ring = ring(k_bulk, BLOCK_N, HEAD, STAGES, GROUPS_OF_WARPS)
     v_ring = ring(v_bulk, BLOCK_N, HEAD, STAGES, GROUPS_OF_WARPS)

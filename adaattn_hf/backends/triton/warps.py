@@ -40,7 +40,7 @@ def ring(  # type: ignore[no-untyped-def]
     CHANNELS_OF_BOX: gl.constexpr = like.block_type.shape[3]
     BOXES: gl.constexpr = BLOCK_N // ROWS_OF_BOX * (HEAD // CHANNELS_OF_BOX)
     boxes = gl.allocate_shared_memory(like.dtype, [STAGES * BOXES, 1, 1, ROWS_OF_BOX, CHANNELS_OF_BOX], like.layout)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=like.dtype.primitive_bitwidth, rank=2)
     tiles = _as(boxes, like.dtype, [STAGES, BLOCK_N, HEAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
