@@ -28,7 +28,7 @@ RESULTS = ROOT / "docs" / "results"
 ASSETS = ROOT / "docs" / "assets"
 README, FIGURES, COMPARISON = ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "comparison.md"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
-REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans")
+REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans", "real_models")
 
 Reports = Mapping[str, Any]
 Measured = tuple[float, str, Mapping[str, Any]]

@@ -7,6 +7,7 @@ from typing import Any
 
 from .budget.report import elsewhere, inside
 from .pages import commit, loss, machine, percent, table
+from .real_page import GAINS, cells
 
 
 def tables(reports: Mapping[str, Any]) -> dict[str, str]:
@@ -15,6 +16,7 @@ def tables(reports: Mapping[str, Any]) -> dict[str, str]:
         "losses": losses([reports["budget"], reports["budget_cuda"]]),
         "times": speed([reports["budget"], reports["budget_cuda"]]),
         "generation": generation(reports["gpu_plans"]),
+        "real": real(reports["real_models"]),
     }
     return {name: "\n".join(lines[:-1]) for name, lines in found.items()}
 
@@ -86,6 +88,27 @@ def _ratios(timed: Mapping[str, Any], shape: str, budget: str) -> Iterator[str]:
             else:
                 plan = arms.get(budget) or arms[f"plan-{budget}".replace(" ", "")]
                 yield f"{arms[base]['seconds'] / plan['seconds']:.2f}"
+
+
+def real(report: Mapping[str, Any]) -> list[str]:
+    """What budgets brought a model of 1.8 billion parameters, where whole passes were timed."""
+    shown = {name: GAINS[name] for name in ("kept", "third kind, %", "inside", "whole pass × stock", "× exact")}
+    rows = []
+    for device in report.values():
+        timed = {(one["model"], one["length"]) for one in device["speed"]}
+        own = [one for one in device["rows"] if one["met"] and (one["model"], one["length"]) in timed]
+        made = own[0]["provenance"]
+        keys = {(one["model"], one["length"], one["budget"]) for one in own}
+        all_seeds = [one for one in device["rows"] if (one["model"], one["length"], one["budget"]) in keys]
+        rows += [
+            (tokens, budget, *cell, f"{machine(made)}, {commit(made)}")
+            for _, tokens, budget, *cell in cells(all_seeds, device["speed"], shown)
+        ]
+    head = (
+        "tokens", "budget", "plans that kept it", "increase on a third kind of text, %", "inside the budget",
+        "whole pass: times stock", "times exact AdaAttn", "measured on, commit",
+    )  # fmt: skip
+    return table(head, rows)
 
 
 def generation(report: Mapping[str, Any]) -> list[str]:
