@@ -38,7 +38,7 @@ def prompt_of(tokenizer: Any, document: str, most: int) -> torch.Tensor:
 
 def calibrated(directory: str) -> str:
     """Makes a plan for the packaged model."""
-    words = ["-m", "adaattn_hf", "calibrate", "--budget", "1%", "--out", directory, "--quiet"]
+    words = ["-m", "adaattn_hf", "calibrate", "--budget", "1%", "--output-dir", directory, "--quiet"]
     subprocess.run([sys.executable, *words], check=True)  # noqa: S603
     return directory
 
@@ -58,7 +58,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="adaattn").eval()
     with tempfile.TemporaryDirectory() as place:
-        plan = adaattn_hf.load_plan(model, options.plan or calibrated(place))
+        adaattn_hf.load_plan(model, options.plan or calibrated(place))
+    plan = adaattn_hf.plan_of(model)
     document = "\n\n".join(heldout_pages()) if options.document is None else options.document.read_text("utf-8")
     ids = prompt_of(tokenizer, document, options.tokens)
 

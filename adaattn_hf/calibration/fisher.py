@@ -236,7 +236,7 @@ class WayBack:
                     return forward(*args, **kwargs)
                 call, box = LayerCall(forward, given, spec), list[Any]()
                 self.calls.append(call)
-                anchor = torch.zeros((), requires_grad=True, device="cpu")
+                anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
                 tensors = iter(Cut.apply(self, call, box, anchor))  # type: ignore[no-untyped-call]
                 flat, form = box
                 return tree_unflatten([next(tensors) if isinstance(one, Tensor) else one for one in flat], form)

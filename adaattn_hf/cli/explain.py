@@ -116,7 +116,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
         if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
             auto = AutoModel
         with torch.device("meta"):
-            ghost = auto.from_config(config, attn_implementation=asked.attn_implementation)
+            ghost = auto.from_config(config, attn_implementation=asked.attn_implementation).eval()
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
         return adaattn_hf.explain(
             ghost,

@@ -122,7 +122,8 @@ def export(
     *,
     plan: AsPlan = None,
     to: Annotated[str, typer.Option(help="flex: windows and first keys per layer and key/value head, as JSON.")],
-    out: Annotated[Path, typer.Option(help="The file to write.")],
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+    as_json: AsJson = False,
 ) -> None:
     """Write a plan's windows for flex_attention, where they compute the same function; other forms are refused.
 
@@ -134,8 +135,11 @@ def export(
     place = path or plan or Path(PLAN_DIRECTORY)
     with ending(default=place, wrong=(PlanError, OSError)):
         _refuse_both(path, plan)
-        _draw("--out", out, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
-    tell(Console(), f"written: {out}")
+        _draw("--output", output, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
+    if as_json:
+        print_json({"written": str(output)})
+        return
+    tell(Console(), f"written: {output}")
 
 
 @app.command()

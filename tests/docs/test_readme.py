@@ -31,7 +31,7 @@ ROOMS = (
     "notebooks",
     "recipe",
 )
-NAMED = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`|`([\w./-]+\.(?:py|hpp|cpp|yaml))`")
+NAMED = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`|`((?!llama\.cpp`)[\w./-]+\.(?:py|hpp|cpp|yaml))`")
 COMMIT = re.compile(r"(?<![\w./#-])((?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}|[0-9a-f]{40})(?:\+dirty)?(?![\w-])")
 """Seven digits and letters or more, as git shortens them, or all forty."""
 

@@ -86,7 +86,7 @@ def test_what_the_form_cannot_say_is_refused(plan: Plan) -> None:
 
 def test_the_command_writes_the_file(plan: Plan, tmp_path: Path) -> None:
     plan.save_pretrained(tmp_path)
-    words = ["plan", "export", str(tmp_path), "--out", str(tmp_path / "windows.json"), "--to"]
+    words = ["plan", "export", str(tmp_path), "--output", str(tmp_path / "windows.json"), "--to"]
     done = CliRunner().invoke(app, [*words, "flex"])
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "windows.json").read_text()) == exported(plan, "flex")
