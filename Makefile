@@ -67,10 +67,9 @@ hub-speed: .venv-hub/.ready hub-kernel ## a model under the kernel's name beside
 	.venv-hub/bin/python hub/speed.py --write docs/results
 
 # In an environment of its own: the package refuses it as a dependency, and nothing refuses it at run time.
-.PHONY: canary
-canary: ## the tests of models under the newest Transformers, pre-releases too: what comes
+canary: ## the tests of models under the newest Transformers, pre-releases too, and what of its engine is missing; NEXT='==5.25.0' for one
 	$(MAKE) venv VENV=.venv-canary
-	.venv-canary/bin/python -m pip install -q --pre --upgrade transformers
+	.venv-canary/bin/python -m pip install -q --pre --upgrade 'transformers$(NEXT)'
 	.venv-canary/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/unit tests/contracts tests/model
 
 search: $(READY) ## property tests on new random examples instead of the fixed ones
@@ -103,10 +102,6 @@ conformance: $(READY) ## Transformers' own model tests, sdpa beside adaattn; ADA
 matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.17.0 for a part
 	$(PYTHON) tests/conformance/matrix.py $(if $(PAIRS),--pairs $(PAIRS)) --torch $(TORCH)
 	$(if $(PAIRS),,$(PYTHON) tests/conformance/matrix.py --engine --torch $(TORCH))
-
-canary: $(READY) ## which names that we rely on the newest Transformers, pre-releases included, lacks; NEXT='==5.25.0' for one
-	$(BIN)/python -m pip install -q --upgrade --pre --target build/transformers-next 'transformers$(NEXT)'
-	PYTHONPATH=build/transformers-next $(BIN)/pytest -q -p no:cacheprovider tests/model/test_versions.py -k 'engine'
 
 lowest: $(READY) ## the tests of the core with the lowest torch and Transformers of pyproject.toml; kernels with the lowest Triton that has Gluon
 	$(PYTHON) tests/conformance/matrix.py --lowest
