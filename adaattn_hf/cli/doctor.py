@@ -51,12 +51,12 @@ class Finding:
 
 
 def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that was looked at, in tables.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print everything, in tables.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, CPU, GPU, backends and packages in a line each; what is missing, and how to get it.
+    """Show versions, CPU, GPU, backends and packages; what is missing, and how to install it.
 
-    Exit codes: 0 AdaAttn can run here; 1 something that it cannot do without is missing.
+    Exit codes: 0 AdaAttn can run here; 1 something that it needs is missing.
     """
     findings = [*versions(), *processor(), *devices(), *backends(), *packages()]
     if as_json:

@@ -29,13 +29,12 @@ PANELS = {
     "Proof": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
 }
 HELP = f"""
-Measure an attention implementation against stock attention on real text.
+Compare an attention implementation with stock attention on real text.
 
-Without MODEL the three small models that come with the package are measured on their held-out text, offline.
-Both arms read the same tokens in the same batches. The report gives perplexity (token, word, byte), the
-paired difference with a confidence interval over documents, KL, top-1 agreement, the activation rate, speed
-and memory. An interrupted run (Ctrl-C) goes on with --resume. Started by `accelerate launch` or `torchrun`,
-each process measures its share of the batches.
+Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All arms
+read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference with a
+confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume continues an
+interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
 
 Exit codes: {"; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())}.
 """
@@ -53,7 +52,7 @@ def evaluate(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure an attention implementation against stock attention on real text."""
+    """Compare an attention implementation with stock attention on real text."""
     directory = output.directory
     with (
         ending(

@@ -15,7 +15,7 @@ import typer
 
 from .._files import json_text
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")]
 
 
 def libraries_aside() -> None:

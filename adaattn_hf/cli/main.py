@@ -207,7 +207,7 @@ def adaattn(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Attention for Transformers models that is exact by default, and the evidence that it is."""
+    """Faster attention for Transformers: exact by default, or within a loss budget that you set."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,8 +15,8 @@ from ..errors import UsageError
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..policy.prices import PriceTable
 
-Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Print nats, levels and versions, too.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads for torch.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, levels and versions.")]
 
 
 def nats(budget: str) -> float:

@@ -22,7 +22,7 @@ class Place:
 
     Attributes:
         output_dir: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
-        in_place: Write the plan into MODEL, a directory: its config.json carries it then, and whoever loads it runs it.
+        in_place: Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.
     """
 
     output_dir: Path | None = None

@@ -33,18 +33,18 @@ class Profile:
     """What is read, and what is drawn.
 
     Attributes:
-        data: What `adaattn eval` reads. Default: wikitext, or the package's text for its model.
-        length: Tokens of a sequence. Default: 2048, or the model's maximum.
-        sequences: Sequences that are read.
-        decode: Tokens generated behind the first sequence.
-        padded: Read a batch of two lengths, too.
+        data: Text, as for `adaattn eval`. Default: wikitext, or the package's text for its model.
+        length: Tokens per sequence. Default: 2048, or the model's maximum.
+        sequences: Number of sequences.
+        decode: Tokens to generate after the first sequence.
+        padded: Also read a padded batch of two lengths.
         rows: Query rows sampled per call.
         seed: Seed of that sample.
-        maps: layer.head whose attention map is drawn. Several times.
-        plan: File, directory or hub id of a plan to run; none: without one.
-        against: Plan whose errors are drawn beside each --map: exact weights minus its own.
+        maps: Draw the attention map of this layer.head. May be given several times.
+        plan: File, directory or hub id of a plan to run; none runs without one.
+        against: Next to each --map, draw the error of this plan: exact weights minus the plan's.
         output_dir: Directory for profile.json and atlas.html. Default: only the table.
-        figure: Picture to draw (.png, .svg, .pdf); needs matplotlib.
+        figure: Picture to save (.png, .svg, .pdf); needs matplotlib.
     """
 
     data: tuple[str, ...] = ()
@@ -92,10 +92,9 @@ def profile(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure entropy, attention sinks, distances, block density, score ranks and rounding per layer and head.
+    """Measure what each head attends to: entropy, sinks, distances, block density, score ranks, rounding.
 
-    Rows are sampled and no attention matrix is made, so that 8k tokens and more fit. The page of --output-dir needs
-    no network.
+    It samples rows and makes no attention matrix, so 8k tokens and more fit. The page in --output-dir works offline.
 
     Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
     """
