@@ -57,14 +57,14 @@ class Bench:
 
     @property
     def named(self) -> list[str]:
-        """Names of `baseline`."""
+        """The names in `baseline`."""
         return [name for name in self.baseline.split(",") if name]
 
     def page(self, output: Path) -> Path:
-        """Where the Markdown of a JSON file goes.
+        """Returns the path of the Markdown page for a JSON file.
 
         Raises:
-            UsageError: To the same file as the JSON.
+            UsageError: It is the JSON file itself.
         """
         page = self.table or output.with_suffix(".md")
         if page == output:

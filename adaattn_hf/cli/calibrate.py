@@ -33,7 +33,7 @@ PANELS = {
 
 @dataclass(frozen=True)
 class Asked(Source):
-    """A calibration as a user asks for it.
+    """Options of a calibration that are not settings.
 
     Attributes:
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; each source counts equally.

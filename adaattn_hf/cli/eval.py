@@ -1,4 +1,4 @@
-"""`adaattn eval`: perplexity of one attention against another on real text, with its exit codes."""
+"""`adaattn eval`: compares the perplexity of two attention implementations on real text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ evaluate.__doc__ = HELP
 def _run(
     model: str | None, text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output
 ) -> tuple[list[Path], list[str]]:
-    """Measure everything that was asked for; the files are the reports, the sentences the bounds that were broken."""
+    """Run the evaluation; returns report files, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
     from adaattn_hf.patches.checkpoint import resolve_device
 
@@ -133,7 +133,7 @@ def _run(
 
 
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:
-    """A model of the user's over each text; texts are looked at before weights are read."""
+    """Runs of the given model, one per text; texts are checked before weights are loaded."""
     import torch
 
     from adaattn_hf.eval import corpora, tasks
@@ -161,7 +161,7 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
 
 
 def _out_of_memory(settings: Settings, output: Output, said: str) -> str:
-    """What to say where there is no room: what would fit, and what is kept."""
+    """Returns the out-of-memory message: what would fit, and what is kept."""
     fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
     fits.append("shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}")
     return (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explained(Source):
-    """What is explained: which calls, and where.
+    """Options: which calls to explain, and on which device.
 
     Attributes:
         attn_implementation: Attention implementation.

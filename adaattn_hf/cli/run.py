@@ -77,7 +77,7 @@ def _refuse_no_plan(directory: Path) -> None:
 
 
 def environment(plan: Path | None = None) -> dict[str, str]:
-    """The environment of the program: ours, with the startup directory in front of `PYTHONPATH`, and the plan."""
+    """Returns the program's environment: ours, the startup directory first in `PYTHONPATH`, and the plan."""
     kept = os.environ.get("PYTHONPATH", "")
     given = {} if plan is None else {PLAN: str(plan.resolve() if plan.exists() else plan)}
     return {**os.environ, **given, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}

@@ -1,4 +1,4 @@
-"""`adaattn verify`: proves a stored plan again, on text of one's own."""
+"""`adaattn verify`: proves a saved plan again, on the user's text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PANELS = {"Basic": ("data", "plan", "device")}
 
 @dataclass(frozen=True)
 class Proved(Source):
-    """What is proved, and on what.
+    """Options: the plan to prove, and the text.
 
     Attributes:
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; the plan must pass on each.
