@@ -297,16 +297,17 @@ class CallStructure:
         """
         if self.key_padding is None and isinstance(self.q_offset, int):
             return self
-        return self.derived(CallStructure._settle)
+        return self.derived(CallStructure._settle) or self
 
-    def _settle(self) -> CallStructure:
+    def _settle(self) -> CallStructure | None:
+        """None for itself: one that remembers itself would wait for the garbage collector, with all its tables."""
         changes: dict[str, Any] = {}
         padding = self.padding_on_host()
         if padding is not None and not padding.is_meta and bool(padding.all()):
             changes = {"key_padding": None}
         if not isinstance(self.q_offset, int):
             changes["q_offset"] = self.offset()
-        return self.with_changes(**changes) if changes else self
+        return self.with_changes(**changes) if changes else None
 
     def padding_on_host(self) -> Tensor | None:
         """`key_padding` in the host's memory: on CUDA one synchronisation, after which nothing else need wait."""

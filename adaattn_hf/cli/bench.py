@@ -24,21 +24,21 @@ class Bench:
     """What is timed, and how.
 
     Attributes:
-        only: Regular expression; cells whose title it matches.
+        only: Regular expression: time only cells with a matching title.
         rounds: Samples per implementation and cell.
         threads: Threads of torch; 0 leaves them as they are.
         device: cpu, cuda, cuda:1.
-        baseline: Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math). By default all
-            stock ones of the grid.
-        attn_implementation: Our name: adaattn, adaattn_sdpa, say.
-        output: JSON to write, a `.md` beside it; cells that it holds stay where this machine and these versions
-            measured them.
-        overwrite: Begin again where others measured the cells of --output.
-        table: Where the Markdown goes instead, e.g. BENCHMARKS.md.
+        baseline: Names to compare with, comma-separated: stock ones, or sdpa:KERNEL (flash, efficient, cudnn, math).
+            Default: all stock ones of the grid.
+        attn_implementation: The implementation that is timed, such as adaattn or adaattn_sdpa.
+        output: JSON file to write, with a `.md` next to it. Cells in it that this machine and these versions
+            measured are kept.
+        overwrite: Start over if another machine or version measured the cells of --output.
+        table: Write the Markdown to this file instead, e.g. BENCHMARKS.md.
         gate: Exit with 1 if a cell is below its floor, twice.
         memory: Measure peak memory, too.
         profile: Directory for a torch.profiler trace of each cell and implementation, and a table of what took longest.
-        grid: Another grid than the one of the package for the device.
+        grid: File with another grid of cells. Default: the package's grid for the device.
     """
 
     only: str = ""
@@ -57,14 +57,14 @@ class Bench:
 
     @property
     def named(self) -> list[str]:
-        """Names of `baseline`."""
+        """The names in `baseline`."""
         return [name for name in self.baseline.split(",") if name]
 
     def page(self, output: Path) -> Path:
-        """Where the Markdown of a JSON file goes.
+        """Returns the path of the Markdown page for a JSON file.
 
         Raises:
-            UsageError: To the same file as the JSON.
+            UsageError: It is the JSON file itself.
         """
         page = self.table or output.with_suffix(".md")
         if page == output:
@@ -77,7 +77,7 @@ class Bench:
 def bench(*, asked: Bench, as_json: AsJson = False) -> None:
     """Measure the speed of attention and of whole models against stock attention.
 
-    Every implementation does the same work on the same numbers in one process, in turn. Ratios are taken per round.
+    All implementations take turns at the same work on the same numbers, in one process. Ratios are taken per round.
     Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 3 a file cannot be written; 130 interrupted, with
     finished cells in --output.
     """

@@ -52,7 +52,7 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     """The cells whose title matches.
 
     Raises:
-        UsageError: None does, or `only` is no regular expression.
+        UsageError: No title matches, or `only` is no regular expression.
     """
     try:
         pattern = re.compile(only)
@@ -69,11 +69,11 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
     """Measures, prints and writes; returns a line for each cell that is below its floor.
 
     Args:
-        cells: What is measured.
-        data: The grid that they are of.
+        cells: The cells to measure.
+        data: The grid of these cells.
         where: The device.
         asked: The options.
-        output: Where the JSON goes, a Markdown page beside it.
+        output: Path of the JSON file; the Markdown page goes next to it.
     """
     if asked.threads:
         torch.set_num_threads(asked.threads)
@@ -117,15 +117,15 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
 
 
 def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
-    """Returns what the grid, and no measurement, says of a cell."""
+    """Returns the fields of a cell that come from the grid and not from a measurement."""
     return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
 
 
 def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
-    """Cells that a file holds already, measured in the same way by the same machine and versions.
+    """Returns cells of an earlier file that the same machine and versions measured in the same way.
 
     Raises:
-        UsageError: They were measured otherwise, or the file holds something else, and is not to be overwritten.
+        UsageError: They were measured differently, or the file is no report, and --overwrite is not given.
     """
     if output is None or not output.exists():
         return {}
@@ -212,7 +212,7 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
 
 
 def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference on rows that are no padding, relative to the largest value."""
+    """Returns the largest difference outside padding, relative to the largest value."""
     mine, theirs = mine.float(), theirs.float()
     if cell.padding is not None and mine.ndim > 1 and mine.shape[1] == cell.keys > 1:
         keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)

@@ -33,22 +33,22 @@ PANELS = {
 
 @dataclass(frozen=True)
 class Asked(Source):
-    """A calibration as a user asks for it.
+    """Options of a calibration that are not settings.
 
     Attributes:
-        data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; several sources count alike.
-            Default, for the packaged model: the packaged pages.
-        budget: Rise of the perplexity (0.1%) or nats/token (1e-3). Several are measured once, and each proved by
-            itself. Default: the preset's, or 0.1%; 1% for the packaged model.
-        preset: A preset whose budget is taken.
-        verify_data: Held-out text of other sources, each of them proved. Default: other parts of --data.
-        lengths: Length bins in tokens, rising (4096 or 4k); longer sequences are exact. Default: 4096, or what the
-            model and the text can fill.
-        risks: Plan, its directory or file, whose risks are taken: made on these weights and this text, on any machine.
-        prices: Prices measured before: the plan is then the same byte for byte.
+        data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; each source counts equally.
+            Default for the packaged model: the packaged pages.
+        budget: Allowed rise of perplexity (0.1%) or loss in nats/token (1e-3). Given several times: one measurement,
+            and a plan for each. Default: the preset's, or 0.1%; 1% for the packaged model.
+        preset: Take the budget of this preset.
+        verify_data: Held-out text from other sources; the plan must pass on each. Default: other parts of --data.
+        lengths: Lengths in tokens, rising (1k,4k or 4096); tokens beyond the longest are exact. Default: 4096, or
+            what the model and the text can fill.
+        risks: Reuse the risks of this plan (directory or file), made from the same weights and text on any machine.
+        prices: Use this adaattn_prices.json of an earlier run; the plan is then reproducible byte for byte.
         dtype: Of the weights; auto: the checkpoint's.
-        resume: Go on with the interrupted run in the plan's directory.
-        verbose: Print nats, levels and versions, too.
+        resume: Continue the interrupted run in the plan's directory.
+        verbose: Also print nats, levels and versions.
         quiet: No progress.
     """
 
@@ -79,14 +79,14 @@ def calibrate(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it.
+    """Make a plan for a loss budget, prove it on held-out text, and save it.
 
-    Without MODEL a small LLaMA and the pages that come with the package are used, offline and in about a minute.
+    Without MODEL it uses a small LLaMA and the pages that come with the package: offline, about a minute.
 
-    Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
+    Under `accelerate launch` or `torchrun` the processes share the work and make one plan.
 
-    Exit codes: 0 a plan passed, of several budgets one each; 2 wrong arguments; 3 a file cannot be read or written; 4 a
-    budget cannot be met and its plan is exact; 6 memory does not suffice; 130 interrupted.
+    Exit codes: 0 a plan passed for every budget; 2 wrong arguments; 3 a file cannot be read or written; 4 no plan
+    passed for a budget, so it stays exact; 6 out of memory; 130 interrupted.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.patches.checkpoint import resolve_device

@@ -1,4 +1,4 @@
-"""One calibration from the command line: run it on a device, store the plan, and show what came out."""
+"""Runs one calibration from the command line, stores the plan, and shows the result."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ BUDGET_NOT_MET = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What one call of the command does.
+    """One calibration with everything that it needs.
 
     Attributes:
         model: Hub id or directory.
         data: Calibration text.
         verify_data: Held-out text of another source.
-        target: Directory of the plan, or of the directories of several, where measured risks are kept meanwhile.
-        settings: How the plan is made; the budget is that of the first.
+        target: Directory of the plan, or of the directories of several plans; holds measured risks during the run.
+        settings: How the plan is made, with the first budget.
         prices: Prices measured before.
-        asked: What was asked for.
-        budgets: Losses in nats/token, by the directories of their plans.
+        asked: The options of the command.
+        budgets: Loss in nats/token of each plan, by directory.
         known: Risks of an earlier run.
     """
 
@@ -77,7 +77,7 @@ class Job:
 def job_of(
     model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path] = ()
 ) -> Job:
-    """Returns what was asked for; without a model the packaged one, and its pages where no text was named.
+    """Returns the job for the options; without a model the packaged one, without text its pages.
 
     `places` are the directories of the plans, by default the target.
 
@@ -113,7 +113,7 @@ def job_of(
 
 
 def fitted(job: Job, encode: Encode, positions: int | None, console: Console | None) -> Job:
-    """Returns the job with a length and folds that the model and the text can fill, told before the model loads."""
+    """Returns the job with a length and folds that the model and the text can fill, and prints them before loading."""
     settings, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
     if console is not None:
         tell(console, sentence)
@@ -121,9 +121,9 @@ def fitted(job: Job, encode: Encode, positions: int | None, console: Console | N
 
 
 def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> dict[str, float]:
-    """The work of each stage in tokens through the model, a backward pass as two; a plan that fails makes it longer.
+    """Returns the work of each stage in tokens, a backward pass as two; a failed plan adds to it.
 
-    Stages behind the prices are those of each budget, and end in its words.
+    The stages after pricing repeat for each budget; their names end with the budget.
     """
     s, tokens = settings, float(sum(settings.lengths))
     each = {
@@ -139,9 +139,9 @@ def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> di
 
 
 class Outcome(NamedTuple):
-    """What a calibration came to: an exit code, and plan and report as JSON, empty but where a process leads a team.
+    """Result of a calibration: exit code, plan and report as JSON (empty except on the leading process).
 
-    Of several budgets each has them under the name of its directory.
+    With several budgets, both are keyed by directory.
     """
 
     code: int
@@ -151,14 +151,14 @@ class Outcome(NamedTuple):
 def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Outcome:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
-    A plan of these weights that was proven before stays where no plan could be proven now.
+    An earlier proven plan of these weights is kept if no plan could be proven now.
 
     Args:
-        job: What is asked for.
+        job: What to calibrate.
         loaded: The checkpoint.
-        console: Where the outcome goes.
+        console: Where the result is printed.
         team: The processes that share the work.
-        rank: This process's place on its machine, which names its device.
+        rank: Local rank of this process, which selects its device.
     """
     device = resolve_device(job.asked.device)
     if device.type == "cuda" and device.index is None and team.size > 1:
@@ -225,7 +225,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
 
 
 def store(job: Job, measurement: Measurement, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
-    """Writes the plan of one budget with all that lies beside it; returns it as JSON, and what shows it to the user."""
+    """Writes the plan of one budget with its report and risks; returns it as JSON, and a function that shows it."""
     plan = result.plan.to_json()
     prices = result.report.pop("prices")
     report = json_text({**result.report, PLAN_HASH: digest(plan.encode())}, indent=1, sort_keys=True)
@@ -266,7 +266,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
 
 
 def _stored(place: Path) -> dict[str, Any]:
-    """Plan and report of a budget that was finished before, as JSON."""
+    """Returns plan and report of an already finished budget, as JSON."""
     failed = place / FAILED_FILE
     if failed.is_file():
         return dict(json.loads(failed.read_bytes()))
@@ -280,13 +280,13 @@ def _tell_all(console: Console, lines: Sequence[str]) -> None:
 
 
 def _of_passes(measured: Sequence[Mapping[str, Any]], verbose: bool) -> list[str]:
-    """Sentences on whole passes: all where they are asked for, and those that are slower in any case."""
+    """Returns sentences on the speed of whole passes: all if verbose, else only slower ones."""
     every = [Benefit(**one) for one in measured]
     return [one.sentence() for one in every if verbose or one.high < 1.0]
 
 
 def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
-    """What to say where a calibration has no room: what was being done, what would fit, and what is kept."""
+    """Returns the out-of-memory message: what was being done, what would fit, and what is kept."""
     longest, batch = job.settings.lengths[-1], job.settings.batch
     doing = {
         "": f"loading the weights of {job.model}",
@@ -325,7 +325,7 @@ def _proven(directory: Path, weights: str) -> bool:
 
 
 def evaluation(job: Job, dtype: str) -> str:
-    """The command that runs the plan of a calibration on the text that it was proved on, as one types it."""
+    """Returns the shell command that evaluates the plan on the text that it was proved on."""
     words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
     words += ["--dtype", dtype] if dtype != "float32" else []
     for name, value in job.asked.source().items():

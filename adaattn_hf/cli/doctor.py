@@ -1,4 +1,4 @@
-"""`adaattn doctor`: what this machine has for AdaAttn, what is missing, and how to get it."""
+"""`adaattn doctor`: what is installed on this machine, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finding:
 
     Attributes:
         about: `versions`, `cpu`, `gpu`, `backends` or `packages`.
-        name: What was looked at.
+        name: What was checked.
         state: What was found; empty where it is missing.
         remedy: How to get what is missing; empty where nothing is.
     """
@@ -51,12 +51,12 @@ class Finding:
 
 
 def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that was looked at, in tables.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print everything, in tables.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, CPU, GPU, backends and packages in a line each; what is missing, and how to get it.
+    """Show versions, CPU, GPU, backends and packages; what is missing, and how to install it.
 
-    Exit codes: 0 AdaAttn can run here; 1 something that it cannot do without is missing.
+    Exit codes: 0 AdaAttn can run here; 1 something that it needs is missing.
     """
     findings = [*versions(), *processor(), *devices(), *backends(), *packages()]
     if as_json:
@@ -67,7 +67,7 @@ def doctor(
 
 
 def summarise(findings: list[Finding], console: Console) -> None:
-    """Print a line per subject, and one for each remedy of what is no optional package."""
+    """Print a line per subject, and the remedy for each missing part that is not optional."""
     from rich.markup import escape
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -112,7 +112,7 @@ def show(findings: list[Finding], console: Console) -> None:
 
 
 def versions() -> Iterator[Finding]:
-    """This package, Python, and the packages that it cannot do without, against the bounds of its metadata."""
+    """This package, Python and required packages, compared with the bounds in the metadata."""
     from packaging.requirements import Requirement
 
     yield Finding("versions", "adaattn-hf", importlib.metadata.version("adaattn-hf"))

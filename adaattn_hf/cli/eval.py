@@ -1,4 +1,4 @@
-"""`adaattn eval`: perplexity of one attention against another on real text, with its exit codes."""
+"""`adaattn eval`: compares the perplexity of two attention implementations on real text."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ PANELS = {
     "Proof": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
 }
 HELP = f"""
-Measure an attention implementation against stock attention on real text.
+Compare an attention implementation with stock attention on real text.
 
-Without MODEL the three small models that come with the package are measured on their held-out text, offline.
-Both arms read the same tokens in the same batches. The report gives perplexity (token, word, byte), the
-paired difference with a confidence interval over documents, KL, top-1 agreement, the activation rate, speed
-and memory. An interrupted run (Ctrl-C) goes on with --resume. Started by `accelerate launch` or `torchrun`,
-each process measures its share of the batches.
+Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All arms
+read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference with a
+confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume continues an
+interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
 
 Exit codes: {"; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())}.
 """
@@ -53,7 +52,7 @@ def evaluate(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure an attention implementation against stock attention on real text."""
+    """Compare an attention implementation with stock attention on real text."""
     directory = output.directory
     with (
         ending(
@@ -81,7 +80,7 @@ evaluate.__doc__ = HELP
 def _run(
     model: str | None, text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output
 ) -> tuple[list[Path], list[str]]:
-    """Measure everything that was asked for; the files are the reports, the sentences the bounds that were broken."""
+    """Run the evaluation; returns report files, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
     from adaattn_hf.patches.checkpoint import resolve_device
 
@@ -134,7 +133,7 @@ def _run(
 
 
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:
-    """A model of the user's over each text; texts are looked at before weights are read."""
+    """Runs of the given model, one per text; texts are checked before weights are loaded."""
     import torch
 
     from adaattn_hf.eval import corpora, tasks
@@ -162,7 +161,7 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
 
 
 def _out_of_memory(settings: Settings, output: Output, said: str) -> str:
-    """What to say where there is no room: what would fit, and what is kept."""
+    """Returns the out-of-memory message: what would fit, and what is kept."""
     fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
     fits.append("shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}")
     return (

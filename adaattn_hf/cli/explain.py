@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explained(Source):
-    """What is explained: which calls, and where.
+    """Options: which calls to explain, and on which device.
 
     Attributes:
         attn_implementation: Attention implementation.
-        dtype: Explain for this dtype; auto: the config's.
-        device: Explain for cpu or cuda, which need not be here. Default: cuda where there is one.
-        cache: Explain for a cache that stores the model's numbers, or codes.
-        streaming: Count the bytes of a cache whose heads keep the plan's windows alone.
+        dtype: Explain for this dtype; auto takes the config's.
+        device: Explain for cpu or cuda, present or not. Default: cuda if there is one.
+        cache: Explain for a cache that stores the model's dtype, or quantised codes.
+        streaming: Count the bytes of a cache that keeps only the plan's windows.
         plan: File, directory or hub id of a plan. Default: the one that MODEL carries.
-        verbose: Print every reason of every backend, also of those for another device.
+        verbose: Print every reason of every backend, also those for other devices.
     """
 
     attn_implementation: str = "adaattn"
@@ -48,7 +48,7 @@ def explain(
     asked: Explained,
     as_json: AsJson = False,
 ) -> None:
-    """Print, per layer, which attention backend runs, and why others do not.
+    """Print which attention backend runs in each layer, and why the others do not.
 
     Exit codes: 0 done; 2 usage; 4 model unavailable, or the named backend refuses it.
     """

@@ -1,4 +1,4 @@
-"""Options from the fields of a dataclass: name, type, default and help of an option are said once, where it is kept.
+"""Makes command options from dataclass fields, so that name, type, default and help are written once.
 
     @dataclass(frozen=True)
     class Shown:
@@ -13,11 +13,11 @@
     @with_options(shown=Shown)
     def command(model: ..., shown: Shown) -> None: ...
 
-typer sees `--quiet` with that help in the place of `shown`, and the function is given a `Shown`. A field of a tuple is
-an option that may be given several times. What a type does not say, the metadata of a field may: `option`, its name,
-or None where it is no option; `least`, the least number; `read`, which makes a value of text and the option's name;
-`choices`, the words that are allowed, which the shell completes; and `names`, the files and the variable in them whose
-names help shows in the variable's place, and which are allowed, too, where there are `choices`.
+typer sees `--quiet` with that help instead of `shown`, and the function gets a `Shown`. A tuple field is an option that
+may be given several times. The metadata of a field may hold: `option`, the option's name, or None for no option;
+`least`, the smallest number; `read`, a function that parses text (given the text and the option's name); `choices`,
+the allowed words, which the shell completes; `names`, files and a variable in them: its names replace the variable
+in the help, and are allowed in addition to `choices`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def with_options(**groups: type[Any]) -> Callable[[Command], Command]:
-    """Returns a decorator: the fields of a dataclass become options in the place of the parameter of that name.
+    """Returns a decorator that replaces parameters by options, the fields of their dataclasses.
 
-    A mistake in the options of a group ends the command with its sentence and exit code 2.
+    A mistake in these options ends the command with an error and exit code 2.
     """
 
     def changed(function: Command) -> Command:
@@ -68,13 +68,13 @@ def with_options(**groups: type[Any]) -> Callable[[Command], Command]:
 
 
 def _options(group: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The fields that are options, those of a base behind its own."""
+    """The fields that are options, with those of base classes last."""
     found = [field for field in dataclasses.fields(group) if field.metadata.get("option", "") is not None]
     return sorted(found, key=lambda field: field.name not in inspect.get_annotations(group))
 
 
 def _made(group: type[Any], values: dict[str, Any]) -> Any:
-    """The group of what was given; its options are taken out of the values."""
+    """Builds a dataclass from its options, and removes these from the values."""
     types, given = get_type_hints(group), {}
     for field in _options(group):
         value = values.pop(field.name)
@@ -129,7 +129,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
 
 
 def described(group: type[Any]) -> dict[str, str]:
-    """What a dataclass and its bases say of each field, in the section Attributes of their docstrings."""
+    """Returns the description of each field, from the Attributes sections of a dataclass and its bases."""
     found: dict[str, str] = {}
     for one in reversed(group.__mro__):
         text = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nAttributes:\n")[2]
@@ -140,9 +140,9 @@ def described(group: type[Any]) -> dict[str, str]:
 
 
 def declared(files: str, name: str) -> tuple[str, ...]:
-    """Names that files of the package assign to a variable, `plans/choices/*.py` say.
+    """Returns the names that files of the package, such as `plans/choices/*.py`, assign to a variable.
 
-    They are read from the source, since help does not wait for what would import torch.
+    They are read from the source, because importing would load torch, and help must be fast.
     """
     found: list[str] = []
     for path in sorted(Path(__file__).parents[1].glob(files)):

@@ -25,13 +25,13 @@ def ending(
     kept: Callable[[], str] | None = None,
     wrong: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """While it lasts, errors end the command with a sentence and their exit code.
+    """Context manager: errors end the command with one sentence and their exit code.
 
     Args:
-        argument: What is named before a file that cannot be read or written.
-        default: The file that is meant where an error names none.
-        stays: What is said behind it: what is kept.
-        kept: What an interrupted command keeps; None for one that is not told to go on.
+        argument: Name printed before a file that cannot be read or written.
+        default: The file to name if the error names none.
+        stays: Sentence on what is kept, added to such an error.
+        kept: What an interrupted command keeps; None for a command without --resume.
         wrong: Errors that mean a mistake in the arguments.
     """
     try:
@@ -53,7 +53,7 @@ def ending(
 
 @contextmanager
 def terminate_like_interrupt() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does: finished work is kept, and the command that goes on is printed."""
+    """Let SIGTERM end a run as Ctrl-C does: finished work is kept, and the command to continue is printed."""
     try:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread: whoever started it keeps its signals
@@ -66,18 +66,18 @@ def terminate_like_interrupt() -> Iterator[None]:
 
 
 def interrupted(kept: str) -> NoReturn:
-    """Says on stderr what an interrupted command keeps, and ends it with exit code 130."""
+    """Prints on stderr what an interrupted command keeps, and exits with code 130."""
     tell(Console(stderr=True), f"interrupted: {kept}")
     raise typer.Exit(130) from None
 
 
 def of_file(error: OSError, default: object) -> str:
-    """The file that could not be read or written, `default` where the error names none, and why."""
+    """Returns the file that could not be read or written (`default` if the error names none), and why."""
     return f"{error.filename or default}: {error.strerror or error}"
 
 
 def leave(error: EvalError) -> NoReturn:
-    """Says what is wrong on stderr and ends a command with the error's exit code."""
+    """Prints an error on stderr and exits with its code."""
     for line in f"error: {error}".splitlines():
         tell(Console(stderr=True, style="red"), line)
     raise typer.Exit(error.exit_code) from error

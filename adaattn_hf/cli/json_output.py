@@ -15,11 +15,11 @@ import typer
 
 from .._files import json_text
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")]
 
 
 def libraries_aside() -> None:
-    """Send to stderr what libraries print to stdout past Python, for the rest of the process."""
+    """Redirect what libraries write to stdout outside Python to stderr, for the rest of the process."""
     try:
         if sys.stdout.fileno() != 1:
             return
@@ -33,7 +33,7 @@ def libraries_aside() -> None:
 
 @contextlib.contextmanager
 def tables_aside(asked: bool) -> Iterator[None]:
-    """Send what is printed to stderr while it lasts, where `--json` was given."""
+    """Context manager: print to stderr if `--json` was given."""
     if not asked:
         yield
         return
@@ -42,11 +42,11 @@ def tables_aside(asked: bool) -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as JSON, null for what is no finite number."""
+    """Prints a value as JSON, with null for numbers that are not finite."""
     typer.echo(json_text(value, indent=1))
 
 
 def print_reports(paths: list[Path]) -> None:
-    """Prints the reports of files: one as it is, several as a list."""
+    """Prints report files: a single one as it is, several as a list."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     print_json(reports[0] if len(reports) == 1 else reports)

@@ -2,7 +2,7 @@
 
 A new command is a line in `COMMANDS`: its name, and `adaattn_hf.cli.MODULE:function` of a function that typer can read
 (typed parameters, `typer.Option`, a docstring whose first line is the summary and whose last paragraph has the exit
-codes). A module with an `app` of its own is a group; one with `PANELS`, title to names, has its options in panels.
+codes). A module with an `app` is a group; one with `PANELS` (title to names) has its options in panels.
 
 Nothing of the package is imported here, so that version and completion do not wait for torch. Help of a subcommand and
 mistakes in its options do not either: a command's module imports what loads torch when its function is called.
@@ -105,7 +105,7 @@ def unopened() -> Iterator[None]:
 
 
 def outline(name: str) -> Any:
-    """The subcommand with its options and help, which imports the package once it is called.
+    """The subcommand with its options and help; the package is imported when it is called.
 
     Raises:
         KeyError: There is no such subcommand.
@@ -142,17 +142,17 @@ def without_types(parameters: Iterable[Any]) -> list[Any]:
 
 
 def no_foreign_bars() -> None:
-    """Turn off the progress bars of other libraries, in this process alone."""
+    """Turn off the progress bars of other libraries in this process."""
     from tqdm.std import tqdm
 
     tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
 
 class Command(TyperCommand):
-    """A subcommand that takes old names of its options, too."""
+    """A subcommand that also takes old names of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Like typer's; an option that was renamed is said by its name of today, with a warning."""
+        """Like typer's; replaces renamed options by their new names, with a warning."""
         known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         for place, word in enumerate(args):
             old, equals, value = word.partition("=")
@@ -207,7 +207,7 @@ def adaattn(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Attention for Transformers models that is exact by default, and the evidence that it is."""
+    """Faster attention for Transformers: exact by default, or within a loss budget that you set."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

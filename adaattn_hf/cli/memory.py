@@ -1,4 +1,4 @@
-"""Turns an allocator's error into a sentence: what was being done, and what would fit."""
+"""Turns an out-of-memory error into a sentence that says what was being done and what would fit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
 
 @contextmanager
 def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
-    """Runs device work; where memory does not suffice, the sentence is raised in place of the allocator's error.
+    """Context manager: replaces an out-of-memory error of the allocator by the given sentence.
 
     Args:
-        sentence: What to say, given what the allocator said.
+        sentence: Makes the message from the allocator's message.
 
     Raises:
         OutOfMemory: The device or the machine has no room.
@@ -31,7 +31,7 @@ def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """What an allocator wanted, without its advice on fragmentation and the addresses in its source."""
+    """Returns what the allocator wanted, without its advice on fragmentation and source addresses."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
     for advice in (" Including non-PyTorch", " Of the allocated memory", " If reserved", " Error code"):

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their text is read; mistakes are reported before a model is loaded."""
+"""Options that several commands share, and their parsing; mistakes are reported before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..errors import UsageError
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..policy.prices import PriceTable
 
-Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Print nats, levels and versions, too.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads for torch.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, levels and versions.")]
 
 
 def nats(budget: str) -> float:
@@ -38,7 +38,7 @@ def nats(budget: str) -> float:
 
 
 def folders(budgets: Sequence[str]) -> list[str]:
-    """Returns what the directories of budgets are called, in any shell and system: `0.1pct`, `0.001nats`.
+    """Returns the directory names of budgets, valid in every shell and system: `0.1pct`, `0.001nats`.
 
     Raises:
         ValueError: If one is no budget, or is named twice.
@@ -72,7 +72,7 @@ def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
 
 
 def writable(directory: Path, argument: str) -> None:
-    """Makes a directory, unless it is there, and refuses one that nothing can be written to.
+    """Makes a directory if needed, and refuses one that cannot be written to.
 
     Raises:
         UsageError: If it cannot be made or written.
@@ -111,7 +111,7 @@ def known_prices(path: Path | None) -> PriceTable | None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Gives torch so many threads; `None` leaves it as it is.
+    """Sets the number of torch's threads; `None` leaves it unchanged.
 
     Raises:
         UsageError: If it is less than 1.

@@ -22,20 +22,20 @@ class Place:
 
     Attributes:
         output_dir: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
-        in_place: Write the plan into MODEL, a directory: its config.json carries it then, and whoever loads it runs it.
+        in_place: Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.
     """
 
     output_dir: Path | None = None
     in_place: bool = False
 
     def directory(self, model: str | None) -> Path:
-        """Returns the directory that is written to.
+        """Returns the directory to write to.
 
         Args:
             model: Hub id or directory as it was named; None for the packaged model.
 
         Raises:
-            UsageError: It is the model's own and was not asked for, or must not be written to.
+            UsageError: It is the model's directory without `in_place`, or must not be written to.
         """
         own = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
@@ -60,10 +60,10 @@ class Place:
         return target
 
     def each(self, model: str | None, names: Sequence[str]) -> list[Path]:
-        """Returns the directory of each of several plans, one of its name in that of `directory`; that itself for one.
+        """Returns the directory of each plan: subdirectories for several plans, `directory` itself for one.
 
         Raises:
-            UsageError: As of `directory`; or several would be written into a model.
+            UsageError: As for `directory`, or several plans would go into a model.
         """
         target = self.directory(model)
         if len(names) < 2:
@@ -76,17 +76,17 @@ class Place:
         return [replace(self, output_dir=target / name).directory(model) for name in names]
 
     def sentence(self, target: Path, model: str | None) -> str:
-        """Returns where the plan will go, said before any work."""
+        """Returns the sentence that says where the plan will go."""
         if self.in_place:
             return f"the plan will be written into the model {target}: its config.json will carry it"
         return f"the plan will be written to {target}; {model or 'the packaged model'} is not changed"
 
 
 def _refuse_kept(target: Path, argument: str) -> None:
-    """Refuses a directory of the hub's cache, and files that are links or may not be written.
+    """Refuses a directory in the hub's cache, and files that are links or read-only.
 
     Raises:
-        UsageError: It is one, or holds some. Writing would replace them: a rename asks for no permission of the file.
+        UsageError: It is in the cache or holds such files, which a rename would replace whatever their permissions.
     """
     whole = target.resolve()
     remedy = "copy the model to a directory of your own, or leave --in-place out"
@@ -107,7 +107,7 @@ def _refuse_kept(target: Path, argument: str) -> None:
 
 
 def _refuse_checkpoint(target: Path) -> None:
-    """Refuses a directory whose `config.json` a calibration did not write and would overwrite.
+    """Refuses a directory whose `config.json` was not written by a calibration.
 
     Raises:
         UsageError: It holds a checkpoint, or a configuration.
@@ -128,10 +128,10 @@ def refuse_other_plan(target: Path, model: Any) -> None:
 
     Args:
         target: The directory.
-        model: The model that is calibrated, on which the plan is to run.
+        model: The model that is calibrated.
 
     Raises:
-        UsageError: It does.
+        UsageError: It holds another model's plan.
     """
     from adaattn_hf.patches.plans.hashes import model_hash
 

@@ -27,26 +27,26 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 A_PLAN = "A plan (file, directory or id of the Hub), or the directory of a model that carries one."
 PlanPath = Annotated[Path, typer.Argument(help=A_PLAN)]
 OwnPath = Annotated[Path | None, typer.Argument(help=f"{A_PLAN} Default: {PLAN_DIRECTORY}.")]
-AsPlan = Annotated[Path | None, typer.Option("--plan", help="The same, as other commands name it.")]
+AsPlan = Annotated[Path | None, typer.Option("--plan", help="Same as PATH.")]
 
 
 @app.callback()
 def plan() -> None:
-    """Show a plan as a picture of layers by heads, compare two, or write one for flex_attention."""
+    """Show a plan, compare two, export one for flex_attention, or explore other budgets."""
 
 
 @app.command()
 def show(
     path: OwnPath = None,
     plan: AsPlan = None,
-    png: Annotated[Path | None, typer.Option(help="Also write the picture to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also draw it on this page.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also save the picture to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan as a picture of layers by heads, with what it costs and buys.
+    """Show a plan as a picture of layers by heads, with its loss and speed.
 
-    Files are written before anything is printed. Exit codes: 0 done; 2 wrong arguments, or no plan.
+    Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
     from ..plans.plan import Plan, PlanError
     from .pictures.grid import png as png_of
@@ -74,10 +74,10 @@ def show(
 def diff(
     path: PlanPath,
     other: PlanPath,
-    html: Annotated[Path | None, typer.Option(help="Also draw both plans on this page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with both plans.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the heads that two plans treat differently, and what each plan loses and buys.
+    """List the heads that differ between two plans, with the loss and speed of each plan.
 
     Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
@@ -121,13 +121,15 @@ def export(
     path: OwnPath = None,
     *,
     plan: AsPlan = None,
-    to: Annotated[str, typer.Option(help="flex: windows and first keys per layer and key/value head, as JSON.")],
-    output: Annotated[Path, typer.Option(help="The file to write.")],
+    to: Annotated[
+        str, typer.Option(help="flex: JSON with the window and first keys of each layer and key/value head.")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan's windows for flex_attention, where they compute the same function; other forms are refused.
+    """Export a plan's windows for flex_attention, which then computes the same function; other plans are refused.
 
-    Exit codes: 0 done; 2 wrong arguments, no plan, or a form that would not keep the budget.
+    Exit codes: 0 done; 2 wrong arguments, no plan, or a plan that would not keep its budget there.
     """
     from ..plans.export import exported
     from ..plans.plan import Plan, PlanError
@@ -147,16 +149,16 @@ def explore(
     path: OwnPath = None,
     *,
     plan: AsPlan = None,
-    html: Annotated[Path, typer.Option(help="The page to write.")],
+    html: Annotated[Path, typer.Option(help="HTML page to write.")],
     name: Annotated[str | None, typer.Option(help="Name of the model in the heading. Default: the plan's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw what every budget would buy: a page with a slider from exact to the cheapest plan.
+    """Write a page with a slider over budgets, from exact to the fastest plan.
 
-    Plans are the solver's, by the table that it used. Predicted losses are sums of the risks that calibration measured,
-    re-scaled by the loss of whole plans; what was proved on held-out text is marked. The page needs no network.
+    It shows the plan that the solver would choose for each budget. Losses are predicted from the risks that calibration
+    measured; what was proved on held-out text is marked. The page works offline.
 
-    Exit codes: 0 done; 2 wrong arguments, no plan, or no report beside it.
+    Exit codes: 0 done; 2 wrong arguments, no plan, or no report next to it.
     """
     from ..plans.plan import Plan, PlanError
     from ..plans.wording import at_most, rise, share, times

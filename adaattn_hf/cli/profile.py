@@ -30,21 +30,21 @@ PANELS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """What is read, and what is drawn.
+    """Options: what to read, and what to draw.
 
     Attributes:
-        data: What `adaattn eval` reads. Default: wikitext, or the package's text for its model.
-        length: Tokens of a sequence. Default: 2048, or the model's maximum.
-        sequences: Sequences that are read.
-        decode: Tokens generated behind the first sequence.
-        padded: Read a batch of two lengths, too.
+        data: Text, as for `adaattn eval`. Default: wikitext, or the package's text for its model.
+        length: Tokens per sequence. Default: 2048, or the model's maximum.
+        sequences: Number of sequences.
+        decode: Tokens to generate after the first sequence.
+        padded: Also read a padded batch of two lengths.
         rows: Query rows sampled per call.
         seed: Seed of that sample.
-        maps: layer.head whose attention map is drawn. Several times.
-        plan: File, directory or hub id of a plan to run; none: without one.
-        against: Plan whose errors are drawn beside each --map: exact weights minus its own.
+        maps: Draw the attention map of this layer.head. May be given several times.
+        plan: File, directory or hub id of a plan to run; none runs without one.
+        against: Next to each --map, draw the error of this plan: exact weights minus the plan's.
         output_dir: Directory for profile.json and atlas.html. Default: only the table.
-        figure: Picture to draw (.png, .svg, .pdf); needs matplotlib.
+        figure: Picture to save (.png, .svg, .pdf); needs matplotlib.
     """
 
     data: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Profile:
         self.heads()
 
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """Layer and head of each map.
+        """Returns layer and head of each map.
 
         Raises:
             UsageError: One is not of the form `3.7`.
@@ -92,10 +92,9 @@ def profile(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure entropy, attention sinks, distances, block density, score ranks and rounding per layer and head.
+    """Measure what each head attends to: entropy, sinks, distances, block density, score ranks, rounding.
 
-    Rows are sampled and no attention matrix is made, so that 8k tokens and more fit. The page of --output-dir needs
-    no network.
+    It samples rows and makes no attention matrix, so 8k tokens and more fit. The page in --output-dir works offline.
 
     Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
     """
@@ -110,10 +109,10 @@ def profile(
 
 
 def _refuse_unwritable(figure: Path) -> None:
-    """Refuses a picture of a kind that Matplotlib does not write.
+    """Refuses a picture format that Matplotlib cannot write.
 
     Raises:
-        UsageError: It is one, or has no suffix.
+        UsageError: It has such a format, or no suffix.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -178,20 +177,20 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
 
 
 def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
-    """Text of the tokens that each row or column of a map stands for, its beginning where it is long."""
+    """Returns the tokens of each row or column of a map as text, shortened if long."""
     borders = [-(-place * len(ids) // bins) for place in range(bins + 1)]
     texts = [tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(borders)]
     return [text if len(text) <= 32 else f"{text[:31]}…" for text in texts]
 
 
 def _generate(network: Any, prompt: Tensor, count: int, longest: int) -> None:
-    """Decode steps behind a prompt that leaves room for them."""
+    """Runs decode steps after a prompt that leaves room for them."""
     prompt = prompt[:, : max(1, longest - count)]
     network.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
 
 def _padded(network: Any, ids: Tensor, pad_token: int, keywords: dict[str, Any]) -> None:
-    """A batch of a whole and a half sequence, padded on the left."""
+    """Returns a left-padded batch of a whole and a half sequence."""
     import torch
 
     half = ids.shape[1] // 2
@@ -203,7 +202,7 @@ def _padded(network: Any, ids: Tensor, pad_token: int, keywords: dict[str, Any])
 
 
 def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[str, Tensor]:
-    """Name of the text and its first tokens.
+    """Returns the name of the text and its first tokens.
 
     Raises:
         DataUnavailable: There is no text.

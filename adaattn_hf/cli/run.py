@@ -26,20 +26,18 @@ def run(
     command: Annotated[list[str], typer.Argument(help="A program and its arguments, after `--`.")],
     plan: Annotated[
         Path | None,
-        typer.Option(
-            help="A plan (directory or id of the Hub) for every model of its type that carries none; others refuse it."
-        ),
+        typer.Option(help="Plan (directory or hub id) for models that carry none. Models of another type refuse it."),
     ] = None,
 ) -> None:
-    """Run a program in which `adaattn` is a known attention implementation; nothing else changes.
+    """Run a program in which `adaattn` is a registered attention implementation; nothing else changes.
 
-    `adaattn run -- trl sft --attn_implementation adaattn …`. The names are registered when the program imports
-    Transformers, in the Python processes that it starts as well. A Python that ignores its environment (`-E`, `-I`)
-    is not reached.
+    Example: `adaattn run -- trl sft --attn_implementation adaattn …`. The names are registered when the program imports
+    Transformers, also in Python processes that it starts. This does not reach a Python that ignores its environment
+    (`-E`, `-I`).
 
-    The program takes this one's place where the system can do that: a server that is stopped leaves nothing behind.
+    Where the system allows it, the program replaces this process, so signals reach it directly.
 
-    Exit codes: those of the program; 2 where there is none of that name.
+    Exit codes: those of the program; 2 if there is no such program.
     """
     if plan is not None:
         _refuse_no_plan(plan)
@@ -79,7 +77,7 @@ def _refuse_no_plan(directory: Path) -> None:
 
 
 def environment(plan: Path | None = None) -> dict[str, str]:
-    """The environment of the program: ours, with the startup directory in front of `PYTHONPATH`, and the plan."""
+    """Returns the program's environment: ours, the startup directory first in `PYTHONPATH`, and the plan."""
     kept = os.environ.get("PYTHONPATH", "")
     given = {} if plan is None else {PLAN: str(plan.resolve() if plan.exists() else plan)}
     return {**os.environ, **given, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}

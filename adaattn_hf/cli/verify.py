@@ -1,4 +1,4 @@
-"""`adaattn verify`: proves a stored plan again, on text of one's own."""
+"""`adaattn verify`: proves a saved plan again, on the user's text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ PANELS = {"Basic": ("data", "plan", "device")}
 
 @dataclass(frozen=True)
 class Proved(Source):
-    """What is proved, and on what.
+    """Options: the plan to prove, and the text.
 
     Attributes:
-        data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; each of several must keep the
-            budget.
-        plan: File, directory or hub id of the plan. Default: the one that MODEL carries, else adaattn-plan.
+        data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; the plan must pass on each.
+        plan: File, directory or hub id of the plan. Default: the one that MODEL carries, or adaattn-plan.
         quiet: No progress.
     """
 
@@ -44,14 +43,13 @@ def verify(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove a stored plan again, on text of your own, by the test that it was proved by.
+    """Prove a saved plan again on your text, by the same test as in calibration.
 
-    As many sequences are read as in the stored proof, the same ones where the text is the same, and the bound holds at
-    the level of that proof. What differs here from what the plan was made with is said: machine, torch, transformers.
-    A plan that names a format of the cache is proved over keys and values in that format.
+    It reads as many sequences as the saved proof (the same ones if the text is the same), at the same confidence level,
+    and reports if machine, torch or transformers differ. A plan with a cache format is proved over that cache.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
-    be read; 4 model unavailable; 6 memory does not suffice.
+    be read; 4 model unavailable; 6 out of memory.
     """
     from ..plans.plan import PlanError
     from .verify_job import prove

@@ -1,4 +1,4 @@
-"""Proves a stored plan on given text, by the code that proves plans in a calibration."""
+"""Proves a saved plan on given text, with the code of a calibration."""
 
 from __future__ import annotations
 
@@ -43,14 +43,13 @@ if TYPE_CHECKING:  # the command imports this module
 
 
 def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
-    """Returns what the text says of the plan, as JSON values: the verdict by length, and the stored one beside it.
+    """Returns the verdict by length as JSON values, next to the stored verdict.
 
-    A plan that names a format of the cache is proved over keys and values in that format. An exact plan without one
-    passes as it is: it changes nothing.
+    A plan with a cache format is proved over that cache. An exact plan without one passes: it changes nothing.
 
     Raises:
         ValueError: If there is no text, or too little.
-        PlanError: If there is no plan to prove, or one of another model.
+        PlanError: If there is no plan, or it belongs to another model.
     """
     device = resolve_device(asked.device)
     if not asked.data:
@@ -90,7 +89,7 @@ def _verdicts(
     asked: Proved,
     console: Console,
 ) -> dict[int, Verified]:
-    """The verdict by length: one look, at the level of the stored proof where there is one."""
+    """Returns the verdict by length: one look, at the level of the stored proof if there is one."""
     subject = Subject(loaded.model.to(device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
@@ -123,15 +122,15 @@ def _verdicts(
 
 
 def _format(plan: Plan) -> str:
-    """The format of the cache that the plan names."""
+    """Returns the plan's cache format."""
     return "model" if plan.cache is None else plan.cache[0]
 
 
 def stored_proof(plan: Plan) -> Verified | None:
-    """Returns the stored verdict on the plan, over its cache where it names a format; None where there is none.
+    """Returns the stored verdict on the plan, over its cache if it has a format; None if there is none.
 
     Raises:
-        PlanError: The verdict on the cache is none.
+        PlanError: The verdict on the cache is malformed.
     """
     if _format(plan) == "model":
         return plan.verified
@@ -140,10 +139,10 @@ def stored_proof(plan: Plan) -> Verified | None:
 
 
 def settings_of(plan: Plan) -> CalibrationSettings:
-    """Returns the settings that a plan was made by; those of a calibration by default where the plan holds none.
+    """Returns the settings that a plan was made with, or the defaults if it holds none.
 
     Raises:
-        PlanError: They are no settings.
+        PlanError: They are not valid settings.
     """
     kept = plan.protocol.get("settings", {})
     try:
@@ -158,9 +157,9 @@ def settings_of(plan: Plan) -> CalibrationSettings:
 def held_out(
     plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Loaded
 ) -> tuple[list[TokenSequence], bool]:
-    """Returns sequences of a text as a calibration draws them, and whether each source must keep the budget by itself.
+    """Returns sequences of a text, drawn as in a calibration, and whether each source must keep the budget.
 
-    Of the text that the plan was made on those are left out that chose it; of other text each source has equally many.
+    From the plan's own text, sequences that chose the plan are left out; from other text, sources give equally many.
 
     Raises:
         ValueError: A source has fewer than two.
@@ -183,10 +182,10 @@ def held_out(
 
 
 def looked_at(path: Path) -> dict[str, tuple[int, int]]:
-    """Returns the range of sequences that the stored proof read, by length; nothing where no report lies beside it.
+    """Returns the range of sequences that the stored proof read, by length; empty without a report.
 
     Raises:
-        PlanError: The report is none.
+        PlanError: The report is malformed.
     """
     report = (path if path.is_dir() else path.parent) / REPORT_FILE
     if not report.is_file():
@@ -203,7 +202,7 @@ def looked_at(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def differing(plan: Plan, device: torch.device) -> list[str]:
-    """Returns what is not as it was when the plan was made, in words: machine and versions."""
+    """Returns, in words, how machine and versions differ from those that made the plan."""
     known = (
         ("machine", plan.protocol.get("machine"), machine(device)),
         ("torch", plan.torch, torch.__version__),

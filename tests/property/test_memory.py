@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -90,3 +92,20 @@ def test_no_tensor_of_a_quarter_of_the_mask(name: str, case: str, gradient: bool
 def test_the_count_notices_a_dense_mask() -> None:
     """The backend that keeps the score matrix is caught."""
     assert largest("eager", KNOWN["causal"](LENGTH), gradient=False) >= LENGTH**2 // 4
+
+
+@pytest.mark.parametrize("case", list(KNOWN))
+@pytest.mark.parametrize("name", ["sdpa", "eager", "chosen"])
+def test_a_structure_goes_with_its_call(name: str, case: str) -> None:
+    """What was derived from it does not hold it, or tables of every pass would wait for the garbage collector."""
+    structure = KNOWN[case](64)
+    tensors = (torch.randn(structure.batch, 1, n, 4) for n in (structure.q_len, structure.kv_len, structure.kv_len))
+    request = AttentionRequest(*tensors, structure, 0.5)
+    choose(spec_of(request), None if name == "chosen" else name).attend(request)
+    gone = weakref.ref(structure)
+    gc.disable()
+    try:
+        del structure, request
+        assert gone() is None
+    finally:
+        gc.enable()
