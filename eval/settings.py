@@ -124,10 +124,10 @@ class Source:
     """Which checkpoint is read, and where it runs.
 
     Attributes:
-        device: cpu, cuda, cuda:1. Default: cuda where there is one.
+        device: cpu, cuda, cuda:1. Default: cuda if the machine has one.
         revision: Revision of a hub model.
         gguf_file: GGUF file within MODEL.
-        trust_remote_code: Let the model bring code.
+        trust_remote_code: Allow code from the model's repository.
     """
 
     device: str | None = None

@@ -93,7 +93,7 @@ class CalibrationSettings:
         most_held_out: Held-out sequences per length at the last look, where the first do not decide; never fewer than
             at the first.
         tries: Plans that may fail before the answer is exact.
-        bolder: Bolder plans that may follow one that passed with room.
+        bolder: Further plans to try, each closer to the budget, after one that passed with room to spare.
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
         top1: Least agreement on the likeliest token (99%). Default: as the budget.
@@ -107,7 +107,7 @@ class CalibrationSettings:
         captured: Price decode steps as in captured CUDA graphs, which generation with a static cache makes: by the
             device's time alone, with nothing of the host's.
         alpha: Significance level of the tests of all plans together.
-        minutes: Begin no further plan when so many minutes are over.
+        minutes: Start no new plan after this many minutes.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
         optimize: memory: the smallest cache inside the budget, windows alone.
         kv_bytes: Bytes of the cache at the longest length, as a share of the model's (0.4x).

@@ -33,7 +33,10 @@ def nats(budget: str) -> float:
             f"budget is {budget!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
         ) from error
     if not 0.0 < value < 1.0:
-        raise ValueError(f"budget is {budget!r}, expected more than 0 and less than 1 nat/token")
+        raise ValueError(
+            f"budget is {budget!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a %, "
+            "such as 1%"
+        )
     return value
 
 
