@@ -90,6 +90,18 @@ def prompt(arm: str, length: str) -> Callable[[Reports], Measured]:
     return find
 
 
+def on_cpu(part: str, model: str, length: int) -> Callable[[Reports], Measured]:
+    """A prompt (`passes`) or a step behind it (`steps 1`) of the study of real models, on a CPU."""
+
+    def find(reports: Reports) -> Measured:
+        (own,) = [
+            one for one in reports["real_models"]["cpu"]["speed"] if (one["model"], one["length"]) == (model, length)
+        ]
+        return own[part]["stock"]["median"] / own[part]["exact"]["median"], "sdpa", own["provenance"]
+
+    return find
+
+
 PADDED = Case("Padded batch, BERT-base", True, "float32", bench("BERT base batch 12-512, prepared (float32)"))
 PACKED = Case(
     "Packed documents, forward and backward", False, "bfloat16",
@@ -101,10 +113,10 @@ STATIC = Case(
 )  # fmt: skip
 LONG = Case("Prompt of 8k tokens, SmolLM2-135M", True, "float32", prompt("exact", "8192"))
 PLANNED = Case("The same, within a budget of 0.1 %", True, "float32", prompt("0.1 %", "8192"))
+READ = Case("Prompt of 4k tokens, Qwen2.5-Coder-0.5B", True, "bfloat16", on_cpu("passes", "qwen05", 4096))
+WRITTEN = Case("A token behind it", True, "bfloat16", on_cpu("steps 1", "qwen05", 4096))
 SHOWN = (
-    PADDED, PACKED, STATIC, LONG, PLANNED,
-    Case("Prompts padded on the left", False, "bfloat16", cuda("structures", "left-padded 8 × 4k", "triton")),
-    Case("Plain prompt of 16k tokens", False, "bfloat16", cuda("dense", "1 × 16k, 16/16 × 128", "triton")),
+    PADDED, PACKED, STATIC, READ, WRITTEN, LONG, PLANNED,
     Case("Short prompt, GPT-2, 32 tokens", True, "float32", bench("GPT-2 small 32 tokens (float32)")),
 )  # fmt: skip
 """The bars of the picture, at most eight."""
@@ -112,6 +124,7 @@ GAINS = (
     ("encoders, embeddings, rerankers on padded batches", [PADDED], "whole BERT-base", "encoders.md"),
     ("training on packed documents", [PACKED], "attention alone", "packing.md"),
     ("generation with a static cache", [STATIC], "whole 8B model, 32k tokens", "cuda.md#generation"),
+    ("a language model on a CPU", [WRITTEN], "whole 0.5B model, a token behind 4k", "cpu-servers.md"),
     ("long prompts on a CPU", [LONG, PLANNED], "whole 135M model, 8k tokens", "long-prompts.md"),
 )
 """Rows of the README's table: what people run, what was measured of it, how much of a model that is, and the guide."""

@@ -97,11 +97,10 @@ def real(report: Mapping[str, Any]) -> list[str]:
     for device in report.values():
         timed = {(one["model"], one["length"]) for one in device["speed"]}
         own = [one for one in device["rows"] if one["met"] and (one["model"], one["length"]) in timed]
-        made = own[0]["provenance"]
         keys = {(one["model"], one["length"], one["budget"]) for one in own}
         all_seeds = [one for one in device["rows"] if (one["model"], one["length"], one["budget"]) in keys]
         rows += [
-            (tokens, budget, *cell, f"{machine(made)}, {commit(made)}")
+            (tokens, budget, *cell, f"{machine(own[0]['provenance'])}, {commit(own[0]['provenance'])}")
             for _, tokens, budget, *cell in cells(all_seeds, device["speed"], shown)
         ]
     head = (

@@ -46,9 +46,9 @@ def test_the_picture_has_at_most_eight_bars_and_names_each(reports: Reports) -> 
 
 def test_every_figure_of_the_table_of_gains_is_in_the_picture(reports: Reports) -> None:
     figures = re.findall(r"\*\*([\d.]+)\*\*", headline.gains(reports))
-    assert len(figures) == 5
+    assert len(figures) == 6
     assert set(figures) <= set(texts(headline.picture(reports)))
-    assert len(re.findall(r"\]\(docs/guides/", headline.gains(reports))) == 4
+    assert len(re.findall(r"\]\(docs/guides/", headline.gains(reports))) == 5
 
 
 def test_peers_are_timed_refuse_or_have_their_reason(reports: Reports) -> None:
