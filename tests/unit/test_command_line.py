@@ -333,7 +333,7 @@ def test_doctor_says_in_ten_lines_what_is_here_and_the_remedy_of_what_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "PACKAGES", {**doctor.PACKAGES, "absent_package": "nothing"})
+    monkeypatch.setattr(doctor, "PACKAGES", {"scipy": "budgets", "absent_package": "nothing"})
     monkeypatch.setenv("COLUMNS", "80")
     output = CliRunner().invoke(main.app, ["doctor"]).output
     assert len(output.splitlines()) <= 10, output
