@@ -28,7 +28,7 @@ RESULTS = ROOT / "docs" / "results"
 ASSETS = ROOT / "docs" / "assets"
 README, FIGURES, COMPARISON = ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "comparison.md"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
-REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans")
+REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu", "gpu_plans")
 
 Reports = Mapping[str, Any]
 Measured = tuple[float, str, Mapping[str, Any]]
@@ -52,14 +52,14 @@ class Case:
     measured: Callable[[Reports], Measured]
 
 
-def bench(title: str) -> Callable[[Reports], Measured]:
-    """A cell of `adaattn bench`, beside the fastest stock implementation of the cell."""
+def bench(title: str, name: str = "bench") -> Callable[[Reports], Measured]:
+    """A cell of a report of `adaattn bench`, beside the fastest stock implementation of the cell."""
 
     def find(reports: Reports) -> Measured:
-        cells = [cell for cell in reports["bench"]["cells"] if cell["title"] == title]
+        cells = [cell for cell in reports[name]["cells"] if cell["title"] == title]
         if not cells or cells[0]["best"] is None:
-            raise UsageError(f"bench.json: no stock implementation was measured in the cell {title!r}")
-        made = {**reports["bench"]["provenance"], "commit": cells[0]["commit"]}
+            raise UsageError(f"{name}.json: no stock implementation was measured in the cell {title!r}")
+        made = {**reports[name]["provenance"], "commit": cells[0]["commit"]}
         return cells[0]["ratio_best"]["wall"]["median"], cells[0]["best"], made
 
     return find
@@ -103,8 +103,8 @@ LONG = Case("Prompt of 8k tokens, SmolLM2-135M", True, "float32", prompt("exact"
 PLANNED = Case("The same, within a budget of 0.1 %", True, "float32", prompt("0.1 %", "8192"))
 SHOWN = (
     PADDED, PACKED, STATIC, LONG, PLANNED,
-    Case("Prompts padded on the left", False, "bfloat16", cuda("structures", "left-padded 8 × 4k", "triton")),
-    Case("Plain prompt of 16k tokens", False, "bfloat16", cuda("dense", "1 × 16k, 16/16 × 128", "triton")),
+    Case("Prompts padded on the left", False, "bfloat16", bench("left-padded 8 x 4k, half real (bfloat16)", "gpu")),
+    Case("Plain prompt of 16k tokens", False, "bfloat16", bench("causal 16k (bfloat16)", "gpu")),
     Case("Short prompt, GPT-2, 32 tokens", True, "float32", bench("GPT-2 small 32 tokens (float32)")),
 )  # fmt: skip
 """The bars of the picture, at most eight."""

@@ -473,12 +473,10 @@ def test_names_that_cannot_be_measured_here_say_why() -> None:
     assert missing("eager", CPU) is None
 
 
-def kept_reports() -> list[Any]:
+def kept_reports() -> list[str]:
     """Names of the reports of `adaattn bench` in docs/results."""
     reports = {path.stem: path.read_text("utf-8") for path in (ROOT / "docs" / "results").glob("*.json")}
-    names = sorted(name for name, text in reports.items() if '"ours":' in text and '"ratio_best":' in text)
-    marks = {name: pytest.mark.xfail(strict=True, reason="older than the schema") for name in ("gpu", "gpu_small")}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+    return sorted(name for name, text in reports.items() if '"ours":' in text and '"ratio_best":' in text)
 
 
 @pytest.mark.parametrize("name", kept_reports())

@@ -66,6 +66,12 @@ def test_peers_are_timed_refuse_or_have_their_reason(reports: Reports) -> None:
         headline_peers.peers(reports)
 
 
+def test_a_report_of_a_gpu_has_columns_of_its_own(reports: Reports) -> None:
+    reports["gpu"]["cells"] = []
+    with pytest.raises(UsageError, match=r"gpu\.json"):
+        headline_peers.peers(reports)
+
+
 def forget_bench(reports: Reports) -> None:
     title = "BERT base batch 12-512, prepared (float32)"
     next(cell for cell in reports["bench"]["cells"] if cell["title"] == title)["commit"] = None
