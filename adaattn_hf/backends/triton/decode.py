@@ -32,7 +32,7 @@ def decode(  # type: ignore[no-untyped-def]
     """
     kv_head, share, shares, row, first, few, low, start, end = reading(
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, PER_HEAD or (TABLE and not HAS_REAL),
+        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL,
     )  # fmt: skip
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)

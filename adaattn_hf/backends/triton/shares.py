@@ -23,14 +23,15 @@ def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untype
 def reading(  # type: ignore[no-untyped-def]
     rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, BY_LENGTH: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
     Programs are (sequence, share and head), with `most` shares of each head. With PER_HEAD `rules` `[kv_heads, 2]` says each
-    head's window and sinks. With BY_LENGTH a head has as many shares as hold `span` keys each, no more than `most`: the
-    programs of the rest have nothing to do. A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else
-    all keys of the batch row of its number, with FIND from the first one that `real` `[batch, kv_len]` holds to be real.
+    head's window and sinks. There, and of sequences of a table without padding, a head has as many shares as hold `span`
+    keys each, no more than `most`: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
+    key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with FIND from the first one that
+    `real` `[batch, kv_len]` holds to be real.
     From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from
     the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
     `u - sinks + low`.
@@ -67,7 +68,7 @@ def reading(  # type: ignore[no-untyped-def]
             stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
     count = few + tl.maximum(stop - low, 0)
     shares = most
-    if BY_LENGTH:
+    if PER_HEAD or (TABLE and not HAS_REAL):
         shares = tl.minimum(most, tl.maximum(tl.cdiv(count, span), 1))
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
