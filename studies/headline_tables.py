@@ -7,7 +7,7 @@ from typing import Any
 
 from .budget.report import elsewhere, inside
 from .pages import commit, loss, machine, percent, table
-from .real_page import GAINS, cells
+from .real_page import GAINS, cells, key_of
 
 
 def tables(reports: Mapping[str, Any]) -> dict[str, str]:
@@ -93,16 +93,13 @@ def _ratios(timed: Mapping[str, Any], shape: str, budget: str) -> Iterator[str]:
 def real(report: Mapping[str, Any]) -> list[str]:
     """What budgets brought a model of 1.8 billion parameters, where whole passes were timed."""
     shown = {name: GAINS[name] for name in ("kept", "third kind, %", "inside", "whole pass × stock", "× exact")}
+    shown["measured on"] = lambda seeds, _: f"{machine(seeds[0]['provenance'])}, {commit(seeds[0]['provenance'])}"
     rows = []
     for device in report.values():
         timed = {(one["model"], one["length"]) for one in device["speed"]}
-        own = [one for one in device["rows"] if one["met"] and (one["model"], one["length"]) in timed]
-        keys = {(one["model"], one["length"], one["budget"]) for one in own}
-        all_seeds = [one for one in device["rows"] if (one["model"], one["length"], one["budget"]) in keys]
-        rows += [
-            (tokens, budget, *cell, f"{machine(own[0]['provenance'])}, {commit(own[0]['provenance'])}")
-            for _, tokens, budget, *cell in cells(all_seeds, device["speed"], shown)
-        ]
+        met = {key_of(one) for one in device["rows"] if one["met"]}
+        own = [one for one in device["rows"] if key_of(one) in met and key_of(one)[:2] in timed]
+        rows += [cell for _, *cell in cells(own, device["speed"], shown)]
     head = (
         "tokens", "budget", "plans that kept it", "increase on a third kind of text, %", "inside the budget",
         "whole pass: times stock", "times exact AdaAttn", "measured on, commit",

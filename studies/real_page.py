@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,15 @@ def _section(rows: Sequence[Row], speeds: Sequence[Row]) -> list[str]:
     return lines + _generation(speeds)
 
 
+key_of = itemgetter("model", "length", "budget")
+"""What a line of a table is of."""
+
+
 def cells(rows: Sequence[Row], speeds: Sequence[Row], columns: Mapping[str, Column]) -> list[list[str]]:
     """A line of a table for each model, length and budget: these, and the columns over all seeds."""
     by_model = {(one["model"], one["length"]): one for one in speeds}
     body = []
-    for (model, length, budget), group in groupby(rows, key=lambda one: (one["model"], one["length"], one["budget"])):
+    for (model, length, budget), group in groupby(rows, key=key_of):
         seeds = list(group)
         cell = [column(seeds, by_model.get((model, length), {})) for column in columns.values()]
         body.append([model, f"{length:,}", budget, *cell])

@@ -205,15 +205,14 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
                     about = words[place]
                     result = calibration.decided(measurement, budget)
                     one = replace(job, target=place)
-                    code = 0 if result.met else BUDGET_NOT_MET
-                    outcomes[place.name] = Outcome(code, {})
+                    code, found = 0 if result.met else BUDGET_NOT_MET, dict[str, Any]()
                     if team.leads:
                         found, show = store(one, measurement, result, console)
-                        outcomes[place.name] = Outcome(code, found)
                         shown.append(show)
                         if several:
                             state.finished[place.name] = code
                             state.save(job.target)
+                    outcomes[place.name] = Outcome(code, found)
     finally:
         for show in shown:
             show()
