@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,19 @@ import transformers as tf
 from torch import Tensor, nn
 
 import adaattn_hf
-from adaattn_hf.patches.plans import running
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
 from ..support.models import config_of, tokens
-from ..support.plans import give
+from ..support.plans import give, said
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore:.*cast from torch.float32 to float16:UserWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*cast from torch.float32 to float16:UserWarning"),
+    pytest.mark.usefixtures("heard"),
+]
 WINDOW = 2
 OTHER = "are not those that the plan was calibrated on"
-
-
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(running, "_said", set())
-    monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
-    caplog.set_level("WARNING", "adaattn_hf")
-    return caplog
 
 
 @pytest.fixture
@@ -107,10 +98,6 @@ def stepped(model: Any, steps: int = 3) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
-
-
-def said(heard: pytest.LogCaptureFixture, words: str) -> int:
-    return sum(words in record.getMessage() for record in heard.records)
 
 
 @pytest.mark.parametrize("loaded", [plain, in_codes, in_torchao, in_bytes], ids=lambda one: one.__name__)

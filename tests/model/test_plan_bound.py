@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,22 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.patches.plans import running
 from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
 from ..support.models import config_of, fresh_pair, tokens
-from ..support.plans import give, plan_for
+from ..support.plans import give, plan_for, said
 from ..support.versions import needs_tracing
 from .test_plugin_load import composite, composite_inputs
 from .test_training import arguments, examples
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's and Transformers' old names
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft's and Transformers' old names
+    pytest.mark.usefixtures("heard"),
+]
 WINDOW = 2
-
-
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(running, "_said", set())
-    monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
-    caplog.set_level("WARNING", "adaattn_hf")
-    return caplog
 
 
 def planned(family: str = "llama") -> Any:
@@ -57,10 +50,6 @@ def lora(model: Any, *targets: str, drawn: bool = False, **more: Any) -> Any:
         r=2, target_modules=list(targets), init_lora_weights=not drawn, task_type="CAUSAL_LM", **more
     )
     return peft.get_peft_model(model, config)
-
-
-def said(heard: pytest.LogCaptureFixture, words: str) -> int:
-    return sum(words in record.getMessage() for record in heard.records)
 
 
 @pytest.mark.parametrize("loaded", ["before", "after", "at the first call"])

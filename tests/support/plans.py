@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -54,3 +56,8 @@ def give(model: Any, choice: Choice, **where: Any) -> Plan:
     plan = plan_for(model, choice, **where)
     model.config.adaattn = {"plan": plan.to_dict()}
     return plan
+
+
+def said(heard: pytest.LogCaptureFixture, words: str) -> int:
+    """How many logged sentences hold some words."""
+    return sum(words in record.getMessage() for record in heard.records)
