@@ -124,7 +124,7 @@ class Source:
     """Which checkpoint is read, and where it runs.
 
     Attributes:
-        device: cpu, cuda, cuda:1. Default: cuda if the machine has one.
+        device: cpu, cuda, cuda:1, or auto: the layers on all GPUs. Default: cuda if the machine has one.
         revision: Revision of a hub model.
         gguf_file: GGUF file within MODEL.
         trust_remote_code: Allow code from the model's repository.

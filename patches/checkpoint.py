@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,17 +99,17 @@ def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
     """Returns the device of a name, by default CUDA if available, else the CPU.
 
     Args:
-        name: `cpu`, `cuda`, `cuda:1`, or another accelerator that torch sees here.
+        name: `cpu`, `cuda`, `cuda:1`, or another accelerator that torch sees here; `auto` is the default, see `placed`.
         here: Refuse a CUDA device that is missing.
 
     Raises:
         UsageError: There is no such device.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    if name is None:
+    if name is None or name == "auto":
         return torch.device(default)
     count = torch.cuda.device_count() if default == "cuda" else 0
-    known = ["cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
+    known = ["auto", "cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known += [other.type] if other is not None and other.type != "cuda" else []
     if name in known or (not here and re.fullmatch(r"cuda(:\d{1,2})?", name)):
@@ -119,6 +120,24 @@ def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
     else:
         wanted = "cpu, cuda or cuda:1, say"
     raise UsageError(f"device: got {name!r}, expected {wanted}; give --device {default}")
+
+
+def placed(model: Any, device: str | None) -> Any:
+    """Returns the model where `resolve_device` says; `auto` shares its layers out among all GPUs, by accelerate.
+
+    Raises:
+        UsageError: There are several GPUs, and accelerate is not installed.
+    """
+    if device != "auto" or torch.cuda.device_count() < 2:
+        return model.to(resolve_device(device))
+    if find_spec("accelerate") is None:
+        raise UsageError("device: got 'auto' for several GPUs without accelerate, expected it: pip install accelerate")
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole: dict[str, Any] = {"no_split_module_classes": sorted(model._no_split_modules or ())}
+    places = infer_auto_device_map(model, max_memory=get_balanced_memory(model, **whole), **whole)
+    return dispatch_model(model, places, skip_keys="past_key_values")
 
 
 def _objective(config: Any, asked: str, name: str) -> Objective:
@@ -218,7 +237,7 @@ def load(
     Args:
         model: Hub id or directory.
         dtype: A name of `DTYPES`, or `auto`, the checkpoint's own.
-        device: Where the weights go; see `resolve_device`.
+        device: Where the weights go; see `placed`.
         tokenizer: Hub id or directory of another tokenizer than the model's own.
         revision: Revision of a hub model.
         gguf_file: GGUF file within `model`.
@@ -236,7 +255,7 @@ def load(
 
     _refuse_impossible(implementation)
     name = Path(model).resolve().name if Path(model).exists() else str(model)
-    torch_dtype, where = resolve_dtype(dtype), resolve_device(device)
+    torch_dtype, _ = resolve_dtype(dtype), resolve_device(device)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     common = {key: value for key, value in common.items() if value}
     source = {**common, "gguf_file": gguf_file} if gguf_file else common
@@ -266,7 +285,7 @@ def load(
             "loss. Take the checkpoint that this one was made from; a plan of its goes with "
             "adaattn_hf.load_plan(model, directory)"
         )
-    return Checkpoint(name, loaded.eval().to(where), tokens, kind)
+    return Checkpoint(name, placed(loaded.eval(), device), tokens, kind)
 
 
 def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:

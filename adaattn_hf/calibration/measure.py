@@ -26,7 +26,7 @@ from ..policy.prices import PriceTable
 from . import fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
-from .memory import forecast, room_on
+from .memory import forecast, room_for
 from .scoring import Reading
 from .state import CalibrationState, Known
 
@@ -88,7 +88,7 @@ def measure(
         lacking = ", ".join(choice.label for choice in every if choice not in found.choices)
         inputs.say(f"risks: those of {known.path}{lacking and f', which lack {lacking}'}")
     else:
-        inputs.say(forecast(inputs, layers).sentence(room_on(inputs.arms.device)))
+        inputs.say(forecast(inputs, layers).sentence(room_for(inputs.arms.model)))
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, identity, directory, resume, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..attention.tap import tapping
@@ -91,8 +91,9 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     )
 
 
-def room_on(device: torch.device) -> int | None:
-    """Returns the bytes that this process may hold on a device, None for the machine's own memory."""
-    if device.type != "cuda":
+def room_for(model: nn.Module) -> int | None:
+    """Returns the bytes that this process may hold on a model's GPUs, None for the machine's own memory."""
+    devices = {weight.device for weight in model.parameters()}
+    if any(device.type != "cuda" for device in devices):
         return None
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    return sum(torch.cuda.mem_get_info(one)[0] + torch.cuda.memory_reserved(one) for one in devices)

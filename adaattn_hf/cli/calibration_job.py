@@ -15,7 +15,7 @@ from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.eval.progress import shown_progress, tell
-from adaattn_hf.patches.checkpoint import resolve_device
+from adaattn_hf.patches.checkpoint import placed, resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
 from .. import load_preset
@@ -160,9 +160,10 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
         team: The processes that share the work.
         rank: Local rank of this process, which selects its device.
     """
-    device = resolve_device(job.asked.device)
-    if device.type == "cuda" and device.index is None and team.size > 1:
-        device = resolve_device(f"cuda:{rank}")
+    wanted = job.asked.device
+    if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
+        wanted = f"cuda:{rank}"
+    device = resolve_device(wanted)
     several = len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
     about, outcomes, shown = "", {}, []
@@ -183,7 +184,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
 
             with room_or_sentence(no_room):
                 measurement = calibration.measured(
-                    Subject(loaded.model.to(device)),
+                    Subject(placed(loaded.model, wanted)),
                     loaded.encode,
                     job.data,
                     job.settings,

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from adaattn_hf.eval.progress import shown_progress
-from adaattn_hf.patches.checkpoint import resolve_device
+from adaattn_hf.patches.checkpoint import placed, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
 
@@ -90,7 +90,7 @@ def _verdicts(
     console: Console,
 ) -> dict[int, Verified]:
     """Returns the verdict by length: one look, at the level of the stored proof if there is one."""
-    subject = Subject(loaded.model.to(device))
+    subject = Subject(placed(loaded.model, asked.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
     programs = {index: one for index, (_, one) in found.items() if one is not None}

@@ -1,4 +1,4 @@
-"""The house has floors, and imports go down: the direction that docs/architecture.md draws."""
+"""Imports go down the layers that docs/architecture.md lists."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +21,15 @@ from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, refusals_of
+from adaattn_hf.calibration.calibrate import decided, measured
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.patches.checkpoint import placed
 from adaattn_hf.patches.plans import attach
+from adaattn_hf.patches.plans.subject import Subject
 
 from ..support.choices import make_choice
 from ..support.head_rules import rules
+from ..support.letters import encode, lettered_llama, random_words
 from ..support.plans import plan_for
 
 pytestmark = [
@@ -238,6 +245,24 @@ def test_training_a_model_on_two_devices() -> None:
         grads.append([layers[i].self_attn.q_proj.weight.grad.float().cpu() for i in range(4)])
     for ours, theirs in zip(*grads, strict=True):
         assert (ours - theirs).norm() <= 5e-2 * theirs.norm()
+
+
+def test_calibrating_a_model_on_two_devices(tmp_path: Path) -> None:
+    """Layers are measured where they lie: risks are those of one device, and the plan passes."""
+    pytest.importorskip("accelerate")
+    text, found = random_words(tmp_path / "text.txt"), []
+    settings = CalibrationSettings(
+        budget=0.2, lengths=(192,), sequences=2, rows=48, labels=2, held_out=4, most_held_out=8, tries=1, needles=2,
+        haystacks=1, bolder=0, windows=(32, 64),
+    )  # fmt: skip
+    for device in ("auto", SECOND):
+        model = placed(lettered_llama(layers=4), device)
+        measurement = measured(Subject(model), encode, [text], settings)
+        found.append((measurement.risks(), decided(measurement)))
+        assert len({weight.device for weight in model.parameters()}) == 1 + (device == "auto")
+    (both, plan), (one, _) = found
+    np.testing.assert_allclose(both, one, rtol=1e-3, atol=1e-9)
+    assert plan.met or "no choice saves time" in plan.sentence
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own imports

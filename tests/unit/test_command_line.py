@@ -440,11 +440,11 @@ def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
 @pytest.mark.parametrize(
     ("count", "says"),
     [
-        (0, "device: got 'cuda:2', expected cpu, since torch sees no CUDA devices here; give --device cpu"),
-        (1, "expected cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
+        (0, "device: got 'cuda:2', expected auto or cpu, since torch sees no CUDA devices here; give --device cpu"),
+        (1, "expected auto or cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
         (
             2,
-            "expected cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; give --device cuda",
+            "expected auto or cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; give --device cuda",
         ),
     ],
 )
@@ -454,7 +454,7 @@ def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, mon
     with pytest.raises(UsageError) as refused:
         resolve_device("cuda:2")
     assert str(refused.value).endswith(says)
-    assert resolve_device(None).type == ("cuda" if count else "cpu")
+    assert resolve_device(None).type == resolve_device("auto").type == ("cuda" if count else "cpu")
     if count:
         assert resolve_device(f"cuda:{count - 1}") == torch.device("cuda", count - 1)
 
