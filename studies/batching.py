@@ -2,7 +2,8 @@
 
 A model shaped like LLaMA-8B with random weights; as many requests of one length at once as have 64k tokens, at most 8.
 Stock attention runs as the engine runs it by default, with CUDA graphs under flash-attn; `eager` is left out, whose
-scores of such steps fill a device. An engine answers twice: a call that warms, and the one that counts, whose tokens
+scores of such steps fill a device. Tokens a second are those of all requests together, once the last prompt is read;
+a step makes one token of each request. An engine answers twice: a call that warms, and the one that counts, whose tokens
 carry the time at which they came. So neither the making of the engine's cache nor the collection of garbage behind it
 is in a figure: `generate_batch` does both in every call.
 """
@@ -47,7 +48,8 @@ def serving(model: Any, n: int, engine: dict[str, Any]) -> Iterator[Any]:
     """The engine of a model at work, with room for the requests of a length."""
     blocks = -(-(n + NEW) // PAGE) + 1
     asked = {
-        "num_blocks": requests_of(n) * blocks, "page_size": PAGE, "block_size": PAGE, "max_batch_tokens": length(8192),
+        # the engine reads no further prompt where less than a fifth of its blocks is free
+        "num_blocks": requests_of(n) * blocks * 3 // 2, "page_size": PAGE, "block_size": PAGE, "max_batch_tokens": length(8192),
         "max_requests_per_batch": 8, "max_blocks_per_request": blocks if ON_CUDA else None,
         "allow_block_sharing": False, "auto_switch_to_flash": False, **engine,
     }  # fmt: skip
@@ -92,6 +94,8 @@ def measured(row: Cell, model: Any, n: int, engine: dict[str, Any]) -> None:
         started, times = answered(manager, prompts, NEW)
     read, end = max(one[0] for one in times), max(one[-1] for one in times)
     later = [at for one in times for at in one if at > read]
+    if 2 * len(later) < (NEW - 1) * len(times):
+        raise RuntimeError(f"the engine served its requests in turn: {len(later)} tokens came behind the last prompt")
     row |= {"prompt": n, "requests": len(prompts), "s": read - started, "tokens/s": len(later) / (end - read)}
     row["ms a step"] = (end - read) * 1e3 / (NEW - 1)
 
