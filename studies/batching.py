@@ -1,11 +1,10 @@
-"""Continuous batching: seconds until prompts are read, then tokens a second, `python -m studies.batching --write DIR`.
+"""Continuous batching: seconds to read prompts, then tokens per second, `python -m studies.batching --write DIR`.
 
-A model shaped like LLaMA-8B with random weights; as many requests of one length at once as have 64k tokens, at most 8.
-Stock attention runs as the engine runs it by default, with CUDA graphs under flash-attn; `eager` is left out, whose
-scores of such steps fill a device. Tokens a second are those of all requests together, once the last prompt is read;
-a step makes one token of each request. An engine answers twice: a call that warms, and the one that counts, whose tokens
-carry the time at which they came. So neither the making of the engine's cache nor the collection of garbage behind it
-is in a figure: `generate_batch` does both in every call.
+A model with the shape of LLaMA-8B and random weights. Requests of one length arrive together, at most 8 and at most 64k
+tokens in all. Tokens per second are those of all requests, after the last prompt is read; a step makes one token for
+each request. Stock attention runs with the engine's defaults (CUDA graphs with flash-attn). `eager` is not measured, as
+its scores would fill the device. The engine answers twice and the second answer counts, so making its cache is not in
+the figures; `generate_batch` does that in every call.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def serving(model: Any, n: int, engine: dict[str, Any]) -> Iterator[Any]:
     blocks = -(-(n + NEW) // PAGE) + 1
     asked = {
         # the engine reads no further prompt where less than a fifth of its blocks is free
-        "num_blocks": requests_of(n) * blocks * 3 // 2, "page_size": PAGE, "block_size": PAGE, "max_batch_tokens": length(8192),
+        "num_blocks": requests_of(n) * blocks * 3 // 2,
+        "page_size": PAGE, "block_size": PAGE, "max_batch_tokens": length(8192),
         "max_requests_per_batch": 8, "max_blocks_per_request": blocks if ON_CUDA else None,
         "allow_block_sharing": False, "auto_switch_to_flash": False, **engine,
     }  # fmt: skip

@@ -444,7 +444,8 @@ def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
         (1, "expected auto or cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
         (
             2,
-            "expected auto or cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; give --device cuda",
+            "expected auto or cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; "
+            "give --device cuda",
         ),
     ],
 )
