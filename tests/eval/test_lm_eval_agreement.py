@@ -12,7 +12,7 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from adaattn_hf.eval import corpora, lm_eval_hook, lm_eval_model, runner
+from adaattn_hf.eval import corpora, lm_eval_model, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
@@ -98,33 +98,6 @@ def test_our_model_runs_our_attention(llama: Path) -> None:
         pretrained=loaded.model, tokenizer=loaded.tokenizer, attn_implementation="adaattn_eager", device="cpu"
     )
     assert wrapped.model.config._attn_implementation == "adaattn_eager"
-
-
-def test_their_command_line_knows_our_model(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    their_task("wikitext", "page", PAGES, tmp_path)
-    (tmp_path / "wikitext.yaml").rename(tmp_path / "own_pages.yaml")
-    text = (tmp_path / "own_pages.yaml").read_text(encoding="utf-8").replace("task: wikitext", "task: own_pages")
-    (tmp_path / "own_pages.yaml").write_text(text, encoding="utf-8")
-    arguments = ["--model", "adaattn", "--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"]
-    arguments += [
-        "--tasks",
-        "own_pages",
-        "--include_path",
-        str(tmp_path),
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
-    monkeypatch.setattr("sys.argv", ["lm_eval", *arguments])
-    lm_eval_hook.main()
-    (written,) = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(written.read_text(encoding="utf-8"))
-    expected = ours(llama, corpora.wikitext_corpus(PAGES, "own pages"))
-    assert results["results"]["own_pages"]["word_perplexity,none"] == pytest.approx(
-        expected["word_perplexity"], rel=1e-6
-    )
-    assert results["config"]["model"] == "adaattn"
 
 
 @pytest.mark.assets
