@@ -34,11 +34,7 @@ class Task:
 
 
 def check(corpus: Corpus, settings: Settings) -> None:
-    """Refuses settings that do not fit a text, which needs no model.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Refuses settings that do not fit a text, which needs no model (UsageError)."""
     if corpus.kind == "lastword" and settings.limit_tokens is not None:
         raise UsageError(
             f"limit_tokens: got {settings.limit_tokens} for {corpus.name}, whose last-word items are not cut; pass "
@@ -47,11 +43,7 @@ def check(corpus: Corpus, settings: Settings) -> None:
 
 
 def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
-    """The windows of a corpus for a model.
-
-    Raises:
-        UsageError: settings that do not fit the model or the text.
-    """
+    """The windows of a corpus for a model. Raises UsageError for settings that do not fit the model or the text."""
     check(corpus, settings)
     corpus = corpus.head(settings.limit_docs)
     context = _context(checkpoint, settings)

@@ -54,11 +54,7 @@ RENAMED = {
 
 
 def load_command(name: str) -> Any:
-    """The subcommand of a name, its module imported.
-
-    Raises:
-        KeyError: There is no such subcommand.
-    """
+    """The subcommand of a name, its module imported. Raises KeyError where there is no such subcommand."""
     module_name, _, function = COMMANDS[name].partition(":")
     module = importlib.import_module(module_name)
     group = getattr(module, "app", None)

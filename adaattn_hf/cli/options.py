@@ -114,11 +114,7 @@ def known_prices(path: Path | None) -> PriceTable | None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Sets the number of torch's threads; `None` leaves it unchanged.
-
-    Raises:
-        UsageError: If it is less than 1.
-    """
+    """Sets the number of torch's threads; `None` leaves it unchanged. Raises UsageError if it is less than 1."""
     import torch
 
     if threads is None:

@@ -62,11 +62,7 @@ class Profile:
         self.heads()
 
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """Returns layer and head of each map.
-
-        Raises:
-            UsageError: One is not of the form `3.7`.
-        """
+        """Returns layer and head of each map. Raises UsageError where one is not of the form `3.7`."""
         found = []
         for text in self.maps:
             layer, _, head = text.partition(".")
@@ -165,11 +161,7 @@ def _generate(network: Any, prompt: Tensor, count: int, longest: int) -> None:
 
 
 def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[str, Tensor]:
-    """Returns the name of the text and its first tokens.
-
-    Raises:
-        DataUnavailable: There is no text.
-    """
+    """Returns the name of the text and its first tokens. Raises DataUnavailable where there is no text."""
     import torch
 
     from adaattn_hf.eval import corpora

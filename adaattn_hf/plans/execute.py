@@ -264,11 +264,7 @@ class _OneWay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        """Raises.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises a ValueError, always."""
         raise ValueError(ctx.message)
 
 

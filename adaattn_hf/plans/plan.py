@@ -325,11 +325,7 @@ adaattn eval {shlex.quote(model)} --plan {shlex.quote(repository)} --dtype {shle
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Returns the plan written by `to_json`.
-
-        Raises:
-            PlanError: If the text is not JSON, or not a plan.
-        """
+        """Returns the plan written by `to_json`. Raises PlanError if the text is not JSON, or not a plan."""
         try:
             data = parse_json(text)
         except ValueError as error:

@@ -206,11 +206,7 @@ def layer_tensors(plan: PlanFiles, index: int, source: str | None, raw: Any) -> 
 
 
 def text_file(file: Path) -> str:
-    """Returns the text of a plan or report.
-
-    Raises:
-        PlanError: If it cannot be read, is too large, or is not text.
-    """
+    """Returns the text of a plan or report. Raises PlanError if it cannot be read, is too large, or is not text."""
     try:
         size = file.stat().st_size
         if size > MOST_BYTES:
@@ -282,11 +278,7 @@ def _held(source: str | Path, raw: Any) -> tuple[bytes, str] | None:
 
 
 def _kept(name: str, held: tuple[bytes, str]) -> dict[str, Tensor]:
-    """Keeps the tensors of a file whose hash a plan names.
-
-    Raises:
-        PlanError: It has another.
-    """
+    """Keeps the tensors of a file whose hash a plan names. Raises PlanError where it has another."""
     from safetensors.torch import load
 
     data, where = held

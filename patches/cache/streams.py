@@ -127,11 +127,7 @@ def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
 
 
 def _served(request: AttentionRequest | None, program: Program) -> CallStructure:
-    """The structure of a call that streaming heads can serve.
-
-    Raises:
-        ValueError: Names what they cannot.
-    """
+    """The structure of a call that streaming heads can serve. Raises ValueError, which names what they cannot."""
     where = f"cache: layer {program.plan.layer} has streaming heads, which keep no keys beyond their windows"
     structure = None if request is None else request.structure
     if (

@@ -88,11 +88,7 @@ def program_for(
 
 
 def _refuse_chunks(module: nn.Module, program: Program) -> None:
-    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show.
-
-    Raises:
-        ValueError: The plan has such a choice.
-    """
+    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show (ValueError)."""
     if any(choice.keys is not None for choice in program.plan.choices):
         raise ValueError(
             f"plan of layer {program.plan.layer}: counts keys from a sequence's first, which a traced graph of "

@@ -66,11 +66,7 @@ def check_call(
 
 
 def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN) -> None:
-    """Refuses keywords that nobody knows; options of a loss pass through attention on their way.
-
-    Raises:
-        ValueError: An unknown keyword has a value other than None.
-    """
+    """Refuses keywords that nobody knows; options of a loss pass through attention on their way (ValueError)."""
     for name, value in kwargs.items():
         if name in known or value is None:
             continue
@@ -84,11 +80,7 @@ def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collecti
 
 
 def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuses keys in a paged cache.
-
-    Raises:
-        ValueError: A keyword of continuous batching has a value.
-    """
+    """Refuses keys in a paged cache (ValueError: a keyword of continuous batching has a value)."""
     for name in PAGED:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -149,11 +141,7 @@ def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
 
 
 def check_untransformed(function: str) -> None:
-    """Refuses transforms around a function whose keys lie in a cache that others write to.
-
-    Raises:
-        BackendRefusal: A transform is at work.
-    """
+    """Refuses transforms around a function whose keys lie in a cache that others write to (BackendRefusal)."""
     if (transform := transform_at_work()) is not None:
         raise BackendRefusal(
             f"{function}: called under {transform}, which cannot follow keys in a cache that is written in place; call "

@@ -145,11 +145,7 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
 
 
 def refuse_stock_attention(model: nn.Module) -> None:
-    """Refuses a model whose attention cannot run plans.
-
-    Raises:
-        PlanError: If none of its towers is set to `adaattn…`.
-    """
+    """Refuses a model whose attention cannot run plans (PlanError)."""
     names = implementations(model)
     if names and not any(map(is_ours, names)):
         raise PlanError(

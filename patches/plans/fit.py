@@ -221,11 +221,7 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
 
 
 def refuse_unproven(plan: Plan) -> None:
-    """Refuses a plan that held-out text has not shown good.
-
-    Raises:
-        PlanError: It was never verified, or failed.
-    """
+    """Refuses a plan that held-out text has not shown good (PlanError: it was never verified, or failed)."""
     if plan.verified is None or not plan.verified.passed:
         why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
         raise PlanError(
@@ -236,11 +232,7 @@ def refuse_unproven(plan: Plan) -> None:
 
 
 def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None:
-    """Refuses a module of another dtype or with other weights than a layer of the plan.
-
-    Raises:
-        PlanError: It has.
-    """
+    """Refuses a module of another dtype or with other weights than a layer of the plan (PlanError)."""
     dtype = module_dtype(module)
     if dtype != plan.dtype:
         raise PlanError(
@@ -291,11 +283,7 @@ def check_model(module: nn.Module, raw: Any) -> None:
 
 
 def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
-    """Refuses a model whose weights have another hash than a plan names, and watches it from then on.
-
-    Raises:
-        PlanError: If they have.
-    """
+    """Refuses a model whose weights have another hash than a plan names, and watches it from then on (PlanError)."""
     model, weights = pretrained(model), str(data.get("weight_hash"))
     if model.__dict__.get(_CHECKED) is not data:
         if model_hash(model) != weights:
@@ -317,11 +305,7 @@ def _mark(model: nn.Module, name: str, data: Mapping[str, Any]) -> None:
 
 
 def check_versions(plan: Plan) -> None:
-    """Refuses a plan of another major version of Transformers.
-
-    Raises:
-        PlanError: If the major versions differ.
-    """
+    """Refuses a plan of another major version of Transformers (PlanError: the major versions differ)."""
     here = importlib.metadata.version("transformers")
     if here.split(".")[0] != plan.transformers.split(".")[0]:
         raise PlanError(

@@ -55,11 +55,7 @@ def readable(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[torch.dtype, int]) -> None:
-    """Refuse queries, keys and values that do not belong together.
-
-    Raises:
-        ValueError: Names the tensor, what it has and what it should have.
-    """
+    """Refuse queries, keys and values that do not belong together (ValueError)."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")

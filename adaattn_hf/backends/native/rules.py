@@ -94,11 +94,7 @@ class Rules:
         return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
 
     def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
-        """Refuse tensors that do not fit a call of these extents.
-
-        Raises:
-            ValueError: Names the rule, what it has and what it should have.
-        """
+        """Refuse tensors that do not fit a call of these extents (ValueError)."""
         if not self._tensors:
             return
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}

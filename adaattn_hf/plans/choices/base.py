@@ -35,11 +35,7 @@ class Choice:
 
     @classmethod
     def of(cls, *parts: Part) -> Choice:
-        """Returns the choice of these parts.
-
-        Raises:
-            PlanError: If two are of one aspect.
-        """
+        """Returns the choice of these parts. Raises PlanError if two are of one aspect."""
         aspects = [part.aspect for part in parts]
         if len(set(aspects)) < len(aspects):
             raise PlanError(f"choice: got parts {[part.label for part in parts]}, expected at most one of each aspect")
