@@ -74,17 +74,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Work:
-    """What every batch is put through.
-
-    Attributes:
-        models: of the arms.
-        calls: their forward passes.
-        planned: whether each arm carries a plan that may approximate.
-        task: what is scored.
-        batches: windows of each batch.
-        collate: windows to inputs.
-        device: where all lies.
-    """
+    """What every batch is put through."""
 
     models: Sequence[Any]
     calls: Sequence[Forward]
@@ -96,15 +86,7 @@ class _Work:
 
 
 class Run(NamedTuple):
-    """One evaluation of several that a command makes.
-
-    Attributes:
-        label: What is measured, for the eye.
-        checkpoint: Model and tokenizer.
-        corpus: The text.
-        settings: The rest.
-        name: Of its directory below the output.
-    """
+    """One evaluation of several that a command makes, with its label for the eye and the name of its directory."""
 
     label: str
     checkpoint: Checkpoint

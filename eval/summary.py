@@ -47,14 +47,7 @@ def gather(task: Task, batches: Sequence[Sequence[int]], records: Sequence[Batch
 
 
 def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: str) -> dict[str, Any]:
-    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock.
-
-    Args:
-        task: what was scored.
-        tokens: its scores.
-        roles: (role, implementation) of each arm, stock first.
-        kind: `pages` or `lastword`.
-    """
+    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock."""
     clusters, unit = tokens.document, "documents"
     if kind == "pages" and len(np.unique(tokens.document)) == 1:
         clusters, unit = tokens.window, "windows (there is one document only)"

@@ -176,10 +176,6 @@ def prefix_token(tokenizer: Any, name: str) -> int:
 def read_config(model: str | Path, **source: Any) -> Any:
     """Returns the configuration of a checkpoint that has weights.
 
-    Args:
-        model: Hub id or directory.
-        **source: `revision`, `gguf_file` and `trust_remote_code`, as `AutoConfig.from_pretrained` takes them.
-
     Raises:
         ModelUnavailable: there is no such model, or a plan alone.
     """

@@ -152,13 +152,6 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     An earlier proven plan of these weights is kept if no plan could be proven now.
-
-    Args:
-        job: What to calibrate.
-        loaded: The checkpoint.
-        console: Where the result is printed.
-        team: The processes that share the work.
-        rank: Local rank of this process, which selects its device.
     """
     device = resolve_device(job.asked.device)
     if device.type == "cuda" and device.index is None and team.size > 1:

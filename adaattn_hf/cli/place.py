@@ -31,9 +31,6 @@ class Place:
     def directory(self, model: str | None) -> Path:
         """Returns the directory to write to.
 
-        Args:
-            model: Hub id or directory as it was named; None for the packaged model.
-
         Raises:
             UsageError: It is the model's directory without `in_place`, or must not be written to.
         """
@@ -121,10 +118,6 @@ def _refuse_checkpoint(target: Path) -> None:
 
 def refuse_other_plan(target: Path, model: Any) -> None:
     """Refuses a directory that holds the plan of another model, before anything is measured.
-
-    Args:
-        target: The directory.
-        model: The model that is calibrated.
 
     Raises:
         UsageError: It holds another model's plan.

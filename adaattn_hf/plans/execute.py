@@ -29,10 +29,6 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
     """Maps the label of each choice to the name of its launch; choices with the same name share one launch.
 
     A choice that no backend computes together with others has a launch of its own.
-
-    Args:
-        choices: The choices.
-        request: A call.
     """
     spec = spec_of(request)
     found = {}

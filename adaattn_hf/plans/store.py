@@ -169,11 +169,6 @@ def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
 def tensors_of(plan: PlanFiles, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
     """Returns a plan's tensors: from memory, from their file, or from settings that carry them.
 
-    Args:
-        plan: A plan that has some.
-        source: Directory or repository that the plan's model came from.
-        raw: The model's settings.
-
     Raises:
         PlanError: They are nowhere, or others than the plan names.
     """

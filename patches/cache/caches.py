@@ -161,12 +161,6 @@ def convert_layers(
 ) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
 
-    Args:
-        cache: The cache.
-        stored: What its layers keep, one of `CACHES`.
-        spans: What heads keep, by layer, where some keep less than all.
-        reserve, growth, max_cache_len: As in `AdaAttnCache`.
-
     Raises:
         ValueError: The cache holds tokens already, codes are asked of a layer that is neither of full nor of sliding
             attention, or there is no room as asked.

@@ -240,14 +240,6 @@ def _check_layer(
 ) -> int:
     """Returns the sequences that a layer's tensors are of: a file is checked, not believed.
 
-    Args:
-        where: The layer, in words.
-        layer: An empty one, which they shall fill.
-        stored: How the cache keeps them.
-        held: The tensors by name, as saved.
-        length: Tokens that the layer has seen.
-        batch: Sequences of the layers before, None for the first.
-
     Raises:
         Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.
     """

@@ -176,12 +176,7 @@ def _find_starts(structure: CallStructure) -> tuple[int, ...]:
 
 
 def structure_of(structure: CallStructure, span: Span) -> CallStructure:
-    """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window.
-
-    Args:
-        structure: Of the call over a full cache: causal, perhaps with padding.
-        span: Of the heads.
-    """
+    """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window."""
     return structure.derived(_find_structure, *span)
 
 

@@ -29,13 +29,6 @@ def attend_streams(
 ) -> Tensor:
     """Returns what the layer's plan computes over a full cache, `[batch, q_len, heads, head_dim_v]`.
 
-    Args:
-        module: The attention module.
-        request: The call; its keys and values have the extents of a full cache and no memory.
-        layer: Holds the tokens, and those of this call, which are written here.
-        forced: Name of the backend that must serve every request.
-        wanted: Whether attention weights are asked for.
-
     Raises:
         ValueError: The plan is gone or another one, speaks for shorter sequences, or the call needs keys that are gone.
     """

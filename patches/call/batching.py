@@ -156,12 +156,7 @@ def _limit(module: nn.Module) -> int | None:
 
 
 class Part(NamedTuple):
-    """Requests that are computed together.
-
-    Attributes:
-        rows: Their queries among those of the step.
-        structure: What they see of the row of all keys.
-    """
+    """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
 
     rows: slice | Tensor
     structure: Runs

@@ -32,12 +32,6 @@ def check_call(
 ) -> None:
     """Refuses what a call may not ask for.
 
-    Args:
-        module: The attention module, which messages name.
-        query, key: `[batch, heads, length, head_dim]`.
-        attention_mask, position_bias, scaling, sliding_window: As Transformers hands them over.
-        kwargs: The keywords that the function does not name.
-
     Raises:
         ValueError: The message names the argument, what it is and what it should be.
     """
@@ -108,11 +102,6 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
 
 def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
     """Refuses what is no mask of the scores; a wider one, too, for nobody could tell which columns are the keys'.
-
-    Args:
-        module: The attention module, which messages name.
-        mask: What came as the mask.
-        extents: Batch, heads, queries and keys.
 
     Raises:
         TypeError: It is no tensor.

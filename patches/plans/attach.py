@@ -36,11 +36,6 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
 def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
     """Gives a model a plan and checks it against every layer at once.
 
-    Args:
-        model: A model whose attention modules know their `layer_idx`.
-        plan: The plan.
-        unverified: Run the plan though held-out text has not shown it good.
-
     Raises:
         PlanError: If the plan does not belong to the model, or names a layer that it does not have.
     """

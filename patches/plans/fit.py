@@ -69,13 +69,7 @@ class Resolved(NamedTuple):
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
-    """Returns what became of a module's part of a plan, None if settings or weights have changed since.
-
-    Args:
-        slots: Where the module keeps it: its own dictionary, or a seat's.
-        raw: The settings at work.
-        compiling: Whether a graph is being traced: weights are not looked at then.
-    """
+    """Returns what became of a module's part of a plan, None if settings or weights have changed since."""
     known: Resolved | None = slots.get(PROGRAM_SLOT)
     if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
         return None
@@ -84,11 +78,6 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
     """Returns an attention module's part of the plan, `None` if the module is exact.
-
-    Args:
-        module: An attention module; the result is cached in it.
-        tensors: Finds the layer's calibrated tensors if the plan has any.
-        compiling: Whether a graph is being traced: nothing is read then.
 
     Raises:
         PlanError: If the plan does not belong to the module.

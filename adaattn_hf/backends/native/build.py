@@ -61,10 +61,6 @@ def compiler() -> list[str] | None:
 def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     """Compiles the library into the directory `target` and writes a report beside it.
 
-    Args:
-        target: Directory that gets the library and the report.
-        extra: Further compiler and linker flags (sanitizers).
-
     Returns:
         The report: `built`, `reason` (why not), `compiler` and the instruction sets in `levels`.
     """

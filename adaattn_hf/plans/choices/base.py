@@ -92,14 +92,7 @@ class Choice:
         return asked
 
     def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
-        """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention.
-
-        Args:
-            first: Position of the first row.
-            stop: Position behind the last one.
-            kv_len: Keys of the sequence.
-            causal: Whether attention is causal.
-        """
+        """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention."""
         return 0 if self.keys is None else self.keys.rows_with_fewer_keys(first, stop, kv_len, causal)
 
     def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
