@@ -47,19 +47,7 @@ def _quiet(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run before it becomes a report.
-
-    Attributes:
-        task: what was scored.
-        roles: (role, implementation) of each arm, the one that others are compared with first.
-        plans: of each arm that carries a plan, where it came from and the hash of its content.
-        tokens: scores of every token.
-        quality: the report's part of that name.
-        records: every batch, in order.
-        planned: whether each arm carries a plan that may approximate.
-        memory: peak memory per arm.
-        fingerprint: what was measured.
-    """
+    """A finished run before it becomes a report."""
 
     task: tasks.Task
     roles: tuple[tuple[str, str], ...]

@@ -52,15 +52,9 @@ class Job:
     """One calibration with everything that it needs.
 
     Attributes:
-        model: Hub id or directory.
-        data: Calibration text.
-        verify_data: Held-out text of another source.
         target: Directory of the plan, or of the directories of several plans; holds measured risks during the run.
         settings: How the plan is made, with the first budget.
-        prices: Prices measured before.
-        asked: The options of the command.
         budgets: Loss in nats/token of each plan, by directory.
-        known: Risks of an earlier run.
     """
 
     model: str

@@ -75,24 +75,16 @@ def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
 
 
 def writable(directory: Path, argument: str) -> None:
-    """Makes a directory if needed, and refuses one that cannot be written to.
-
-    Raises:
-        UsageError: If it cannot be made or written.
-    """
+    """Makes a directory if needed; refuses one that cannot be made or written to (UsageError)."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{argument}: {directory} cannot be made ({error.strerror}); give a directory that can be written"
-        ) from error
-    try:
         # permissions do not say it all: nobody can make a file in /proc, on a full disk or on one mounted for reading
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
+        what = "written to" if directory.is_dir() else "made"
         raise UsageError(
-            f"{argument}: {directory} cannot be written to ({error.strerror}); give a directory that can"
+            f"{argument}: {directory} cannot be {what} ({error.strerror}); give a directory that can be written"
         ) from error
 
 
