@@ -243,11 +243,7 @@ def _measured(work: _Work, index: int) -> BatchRecord:
 
 
 def _memory(work: _Work) -> list[dict[str, Any]]:
-    """Peak bytes of each arm on the largest batch; these runs are also the arms' warm-up.
-
-    Raises:
-        ModelUnavailable: an arm refuses the call.
-    """
+    """Peak bytes of each arm on the largest batch, its warm-up, too; ModelUnavailable if an arm refuses the call."""
     windows = work.task.windows
     largest = max(work.batches, key=lambda b: len(b) * max(len(windows[w].input_ids) for w in b))
     inputs = work.collate([windows[w] for w in largest])

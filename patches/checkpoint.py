@@ -158,11 +158,7 @@ def is_masked(config: Any) -> bool:
 
 
 def prefix_token(tokenizer: Any, name: str) -> int:
-    """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness.
-
-    Raises:
-        UsageError: The tokenizer has neither.
-    """
+    """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness; UsageError without either."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -297,11 +293,7 @@ def known_implementations() -> list[str]:
 
 
 def _refuse_impossible(implementation: str | None) -> None:
-    """Refuses a backend that can serve nothing here; Transformers would say of its name that it is not supported.
-
-    Raises:
-        ModelUnavailable: Says all that the backend lacks.
-    """
+    """Refuses a backend that can serve nothing here (ModelUnavailable); Transformers would not say why."""
     forced = NAMES.get(implementation or "")
     if forced is not None:
         try:
@@ -350,11 +342,7 @@ def arms(
 
 
 def give_plan(model: Any, plan: str | None) -> None:
-    """Gives a model a plan (see `Plan.from_pretrained`), takes its own away (`NO_PLAN`), or leaves it as it is (None).
-
-    Raises:
-        ModelUnavailable: There is no plan there, or it belongs to another model.
-    """
+    """Gives a model a plan, takes its own away (`NO_PLAN`), or leaves it (None); ModelUnavailable for none."""
     if plan is None:
         return
     try:

@@ -101,11 +101,7 @@ def unopened() -> Iterator[None]:
 
 
 def outline(name: str) -> Any:
-    """The subcommand with its options and help; the package is imported when it is called.
-
-    Raises:
-        KeyError: There is no such subcommand.
-    """
+    """The subcommand with its options and help, or KeyError; the package is imported when it is called."""
     with contextlib.nullcontext() if PACKAGE in sys.modules else unopened():
         command = load_command(name)
     children = getattr(command, "commands", None)

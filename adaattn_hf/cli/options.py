@@ -20,11 +20,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, level
 
 
 def nats(budget: str) -> float:
-    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is nats/token.
-
-    Raises:
-        ValueError: If it is neither, or not above 0.
-    """
+    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is itself; ValueError for what is neither."""
     text = budget.strip()
     try:
         value = math.log1p(float(text[:-1]) / 100.0) if text.endswith("%") else float(text)
@@ -41,11 +37,7 @@ def nats(budget: str) -> float:
 
 
 def folders(budgets: Sequence[str]) -> list[str]:
-    """Returns the directory names of budgets, valid in every shell and system: `0.1pct`, `0.001nats`.
-
-    Raises:
-        ValueError: If one is no budget, or is named twice.
-    """
+    """Returns the directory names of budgets, `0.1pct`, `0.001nats`; ValueError if one is none, or is named twice."""
     names = []
     for text in budgets:
         nats(text)  # refuses what is none
@@ -57,11 +49,7 @@ def folders(budgets: Sequence[str]) -> list[str]:
 
 
 def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
-    """Returns length bins: `4096,8192`, or `4k,8k` for the same.
-
-    Raises:
-        ValueError: If a part is no number of tokens.
-    """
+    """Returns length bins: `4096,8192`, or `4k,8k` for the same; ValueError for what is no number of tokens."""
     found = []
     for part in text.split(","):
         number = part.strip().lower()
@@ -89,11 +77,7 @@ def writable(directory: Path, argument: str) -> None:
 
 
 def known_prices(path: Path | None) -> PriceTable | None:
-    """Returns the price table of a file, `None` without one.
-
-    Raises:
-        ValueError: If there is no such file, or it is no price table.
-    """
+    """Returns the price table of a file, `None` without one; ValueError for what is no such file."""
     from ..policy.prices import PriceTable
 
     if path is None:

@@ -80,11 +80,7 @@ class Place:
 
 
 def _refuse_kept(target: Path, argument: str) -> None:
-    """Refuses a directory in the hub's cache, and files that are links or read-only.
-
-    Raises:
-        UsageError: It is in the cache or holds such files, which a rename would replace whatever their permissions.
-    """
+    """Refuses a directory in the hub's cache, and files that are links or read-only, which a rename would replace."""
     whole = target.resolve()
     remedy = "copy the model to a directory of your own, or leave --in-place out"
     if argument == "output_dir":

@@ -138,11 +138,7 @@ def _in_ranges(
 
 
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
-    """Replaces a dense mask by the rules that it follows, which tell where sequences begin.
-
-    Raises:
-        ValueError: If the mask follows no known rules, and a choice counts keys.
-    """
+    """Replaces a dense mask by the rules that it follows; ValueError if it follows none and a choice counts keys."""
     read = legible(request, window)
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
     if read is None and counting:
@@ -155,11 +151,7 @@ def _read_mask(program: Program, request: AttentionRequest, window: int | None =
 
 
 def weights(program: Program, request: AttentionRequest) -> Tensor:
-    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan.
-
-    Raises:
-        ValueError: In a traced graph.
-    """
+    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
     if torch.compiler.is_compiling():
         raise ValueError(
             f"output_attentions: got True in a traced graph, and the plan of layer {program.plan.layer} decides by the "

@@ -253,11 +253,7 @@ class Plan(PlanFiles):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Returns the plan written by `to_dict`.
-
-        Raises:
-            PlanError: If a key is unknown or missing, the format is another, or a value is out of range.
-        """
+        """Returns the plan written by `to_dict`; PlanError for another format, other keys, or a value out of range."""
         if isinstance(data, Mapping) and data.get("format") != PLAN_FORMAT:
             raise PlanError(
                 f"plan format is {data.get('format')!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"

@@ -22,11 +22,7 @@ class PlanError(ValueError):
 
 
 def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
-    """Returns `data` as keyword arguments for the dataclass, refusing keys that it does not have.
-
-    Raises:
-        PlanError: If `data` is no mapping, or a key is unknown or missing.
-    """
+    """Returns `data` as keyword arguments for the dataclass; PlanError if it is no mapping, or has other keys."""
     if not isinstance(data, Mapping):
         raise PlanError(
             f"{where} is {type(data).__name__}, expected a mapping of {cls.__name__} fields; calibrate again"
@@ -35,11 +31,7 @@ def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
 
 
 def checked_keys(known: set[str], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Returns the mapping as a dictionary if it has exactly the known keys.
-
-    Raises:
-        PlanError: If a key is unknown or missing.
-    """
+    """Returns the mapping as a dictionary if it has exactly the known keys, else PlanError."""
     for name in data:
         if name not in known:
             raise PlanError(unknown(f"key of {where}", str(name), known))

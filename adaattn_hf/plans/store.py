@@ -142,11 +142,7 @@ class PlanFiles(ABC):
         return str(done.commit_url)
 
     def tensor_bytes(self) -> bytes | None:
-        """Returns the safetensors file of a plan whose tensors are in memory, `None` for a plan without any.
-
-        Raises:
-            PlanError: They are not.
-        """
+        """Returns a plan's safetensors file, `None` for a plan without; PlanError if its tensors are not in memory."""
         from safetensors.torch import save
 
         return save(tensors_of(self)) if self.tensors else None
@@ -223,11 +219,7 @@ def _json(file: Path) -> Any:
 
 
 def _settings_of(config: Path) -> Mapping[str, Any]:
-    """Returns this package's settings in a model's `config.json`.
-
-    Raises:
-        PlanError: If the file is not a configuration.
-    """
+    """Returns this package's settings in a model's `config.json`; PlanError if it is no configuration."""
     data = _json(config)
     settings = data.get("adaattn") if isinstance(data, Mapping) else None
     if not isinstance(data, Mapping) or not isinstance(settings, Mapping | None):

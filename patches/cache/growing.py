@@ -164,11 +164,7 @@ class GrowingTensor:
 
 
 def check_room(reserve: int, growth: float, max_cache_len: int | None = None) -> None:
-    """Refuse room that no tokens could be kept in.
-
-    Raises:
-        ValueError: `growth` is not larger than 1, a number of tokens is none, or `reserve` is more than there may be.
-    """
+    """Refuse room that no tokens could be kept in (ValueError)."""
     if not isinstance(growth, (int, float)) or not growth > 1:
         raise ValueError(f"growth: got {growth!r}, expected a factor larger than 1, such as 1.25")
     if not isinstance(reserve, int) or reserve < 0:

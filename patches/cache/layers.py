@@ -59,11 +59,7 @@ class KeptLayer:
 
     # ---------------- what is held
     def kept(self) -> Sequence[Tokens]:
-        """The storage; none where there are no tokens, and where keys and values are plain tensors.
-
-        Raises:
-            TypeError: Somebody has put keys in the place of codes.
-        """
+        """The storage; none where keys and values are plain tensors. TypeError if such stand for codes."""
         if self.tokens is not None and self._assigned():
             self.tokens = None
         return () if self.tokens is None else (self.tokens,)

@@ -102,11 +102,7 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
 
 
 def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
-    """The plan that the layer's heads stream by.
-
-    Raises:
-        ValueError: The module has no plan any more, or one with other windows.
-    """
+    """The plan that the layer's heads stream by; ValueError if the module has none any more, or another one."""
     program = program_of(module)
     if program is not None and program.handle == layer.program:
         return program

@@ -120,11 +120,7 @@ def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
 
 
 def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
-    """Returns the sum of an additive mask and a bias, at least in the query's precision.
-
-    Raises:
-        ValueError: The bias does not broadcast to the scores.
-    """
+    """Returns an additive mask and a bias, added in the query's precision at least; ValueError for other extents."""
     bias = broadcast_to_scores("position_bias", bias, (*query.shape[:3], kv_len))
     return mask.to(torch.promote_types(mask.dtype, query.dtype)) + bias
 

@@ -25,20 +25,12 @@ from .running import Allowed
 
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
-    """Returns an attention module's part of the plan, `None` if the module is exact.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
     return fit.program_of(module, layer_tensors, compiling)
 
 
 def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
-    """Gives a model a plan and checks it against every layer at once.
-
-    Raises:
-        PlanError: If the plan does not belong to the model, or names a layer that it does not have.
-    """
+    """Gives a model a plan and checks it against every layer at once; PlanError if it does not belong to the model."""
     raw, programs = programs_for(model, plan, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module, _ in programs.values()}
     for config in owners.values():

@@ -77,11 +77,7 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
 
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
-    """Returns an attention module's part of the plan, `None` if the module is exact.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
     seats = None if compiling else listening().seats
     seat = None if seats is None else seats.get(module)
     raw = getattr(getattr(module, "config", None), "adaattn", None) if seat is None else seat.raw
@@ -113,11 +109,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
 
 
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than the plan was proven in; what is trained has no proof to lose.
-
-    Raises:
-        PlanError: It is on where the weights are.
-    """
+    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose."""
     device = known.weights.tensors[0].device.type
     for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -129,11 +121,7 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
 
 
 def settled(module: nn.Module, slots: Mapping[str, Any], raw: Any, tensors: TensorsOf) -> Resolved:
-    """Resolves a module's part of the plan in its settings.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to it."""
     before: Resolved | None = slots.get(PROGRAM_SLOT)
     plan = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
     if before is not None and isinstance(plan, Trained) and before.plan == plan:
@@ -167,11 +155,7 @@ def _train(module: nn.Module, known: Resolved) -> None:
 
 
 def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
-    """Resolves and checks a module's part of the plan in its settings; `None` if the module is exact.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Resolves and checks a module's part of its plan, `None` if it is exact; PlanError if it does not fit."""
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
     if data is None:
         return None
@@ -236,11 +220,7 @@ def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
-    """Returns the key/value heads of this process under tensor parallelism by whole heads, else an empty range.
-
-    Raises:
-        PlanError: The weights are sharded in another way.
-    """
+    """Returns this process's key/value heads under tensor parallelism, else none; PlanError if heads are split."""
     split: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
     if not split:
         return range(0)
@@ -258,11 +238,7 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
 
 
 def check_model(module: nn.Module, raw: Any) -> None:
-    """Checks the weights of the whole model that a module belongs to, once.
-
-    Raises:
-        PlanError: If they are not those that the plan was calibrated on.
-    """
+    """Checks the weights of the whole model that a module belongs to, once (PlanError)."""
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
     if data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data:
         return

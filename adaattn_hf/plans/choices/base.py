@@ -163,11 +163,7 @@ class Choice:
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "choice") -> Choice:
-        """Returns the choice written by `to_dict`.
-
-        Raises:
-            PlanError: If a kind or key is unknown, or a value is out of range.
-        """
+        """Returns the choice written by `to_dict`; PlanError for an unknown kind or key, or a value out of range."""
         if not isinstance(data, Mapping):
             raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
         kinds = {kind.name: kind for kind in all_keys()}
