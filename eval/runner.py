@@ -93,7 +93,7 @@ def measure(
     overwrite: bool = False,
     progress: Progress = _quiet,
 ) -> Measured:
-    """Run all arms over a corpus; see `evaluate` for the arguments."""
+    """Run all arms over a corpus, as `evaluate` does."""
     if settings.cache is not None and checkpoint.objective != "causal":
         raise UsageError(
             f"cache: got {settings.cache!r} for {checkpoint.name}, which keeps no keys and values; leave --cache out"
@@ -155,14 +155,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure an attention implementation against stock, on the same tokens in the same batches.
 
-    Args:
-        checkpoint: model and tokenizer.
-        corpus: the text.
-        settings: the rest.
-        output: directory for the journal and `report.json`; without it nothing is written.
-        resume: go on with the journal that is there.
-        overwrite: begin again where a journal is there.
-        progress: told how far the run is.
+    An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
 
     Returns:
         The report (JSON values; see `adaattn_hf.eval.report` for tables of it).

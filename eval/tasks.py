@@ -16,15 +16,7 @@ from .windows import Window
 
 @dataclass(frozen=True)
 class Task:
-    """What is scored.
-
-    Attributes:
-        windows: model inputs, in the order of the documents.
-        protocol: how they were made, in words.
-        words: words of the original documents, None where one was cut short or only sampled.
-        bytes: their bytes, likewise.
-        context: tokens of a window at most.
-    """
+    """What is scored; words and bytes are None where a document was cut short or only sampled."""
 
     windows: tuple[Window, ...]
     protocol: str

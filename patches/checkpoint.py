@@ -35,14 +35,7 @@ _LOADING = (OSError, ValueError, KeyError, ImportError)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model with its tokenizer.
-
-    Attributes:
-        name: hub id, or the last part of a directory's path.
-        model: in evaluation mode, on its device.
-        tokenizer: Transformers' tokenizer.
-        objective: `causal` or `masked`.
-    """
+    """A loaded model with its tokenizer."""
 
     name: str
     model: Any
@@ -208,14 +201,6 @@ def load(
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     Args:
-        model: Hub id or directory.
-        dtype: A name of `DTYPES`, or `auto`, the checkpoint's own.
-        device: Where the weights go; see `resolve_device`.
-        tokenizer: Hub id or directory of another tokenizer than the model's own.
-        revision: Revision of a hub model.
-        gguf_file: GGUF file within `model`.
-        objective: `auto`, `causal` or `masked`.
-        trust_remote_code: Allow the model to run code of its own.
         implementation: The attention implementation; None leaves it to Transformers.
         prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 
@@ -315,8 +300,6 @@ def arms(
     are the same tensors, held in memory once.
 
     Args:
-        checkpoint: The weights.
-        implementations: One name per arm.
         plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for the model's own.
 
     Raises:

@@ -55,8 +55,6 @@ def attend(
     """Returns the output of the plan, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
     Args:
-        program: The layer's plan and tensors.
-        request: The call.
         backend: Name of the backend for every launch; chosen per launch if absent.
         window: The layer's own window, which one row of a dense mask, as traced graphs make it, does not show.
 

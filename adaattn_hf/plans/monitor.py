@@ -93,9 +93,6 @@ class Monitor:
         """Records one call of a layer; returns the program to run, with heads made exact that lose too much.
 
         Args:
-            index: Layer index.
-            program: Its plan.
-            request: The call.
             training: Whether the call may be repeated for its gradients, so that nothing may be made exact.
         """
         start = time.perf_counter()

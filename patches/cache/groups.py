@@ -45,11 +45,6 @@ class HeadGroup:
         """Write `[batch, heads, n, head_dim]`; returns keys, values and record as the call of these tokens reads them.
 
         One token reads all slots as they lie; more read the sinks, the ring from its oldest token on, and themselves.
-
-        Args:
-            keys, values: The tokens.
-            starts: Position of the first token of each sequence.
-            record_past: Whether `crop` may have to take these tokens back.
         """
         if self.span is not None and record_past:
             if self.before is None:

@@ -143,12 +143,7 @@ class KeptLayer:
         return copy.deepcopy(self)
 
     def change(self, tokens: Callable[[Tokens], None], plain: Callable[[Tensor], Tensor]) -> None:
-        """Change all tokens.
-
-        Args:
-            tokens: Changes storage in place.
-            plain: Returns the same change of keys or values that are a plain tensor.
-        """
+        """Change all tokens: storage in place, plain keys and values to what `plain` returns of them."""
         kept = self.kept()
         if kept:
             self.let_go()

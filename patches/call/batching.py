@@ -46,9 +46,6 @@ def attend_requests(
     """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
 
     Args:
-        backend: Name of the backend to use for every call, or None to choose one per kind of call.
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux: As
-            Transformers hands them over; new keys and values alone where a `cache` comes along.
         cache: The engine's paged cache, in Transformers before 5.24, whose models do not write to it themselves.
         kwargs: What the engine declares to hand over, and what models say of themselves.
 
