@@ -217,6 +217,13 @@ def test_changed_weights_are_refused_by_the_layer_that_has_them(anew: list[int])
         logits(model, rows)
 
 
+def test_weights_that_were_only_moved_are_checked_and_served(anew: list[int]) -> None:
+    model, rows = planned(), tokens()
+    before, moved = logits(model, rows), model.model.layers[1].self_attn.q_proj.weight
+    moved.data = moved.data.clone()
+    assert torch.equal(logits(model, rows), before)
+
+
 def test_gradients_go_the_long_way(anew: list[int]) -> None:
     model, rows = planned(), tokens()
     model(rows).logits.sum().backward()
