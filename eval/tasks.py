@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from adaattn_hf.errors import ModelUnavailable, UsageError
-from adaattn_hf.patches.checkpoint import Checkpoint
+from adaattn_hf.patches.checkpoint import Checkpoint, prefix_token
 
 from . import lambada, windows
 from .corpora import Corpus
@@ -109,7 +109,9 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
         )
         cut = cut or settings.mask_fraction < 1
     elif settings.windows == "rolling":
-        prefix = checkpoint.prefix_token() if settings.prefix_token is None else settings.prefix_token
+        prefix = settings.prefix_token
+        if prefix is None:
+            prefix = prefix_token(checkpoint.tokenizer, checkpoint.name)
         made = [w for i, t in enumerate(encoded) for w in windows.rolling(t, context, stride, prefix, i)]
         protocol = (
             f"rolling windows (lm-evaluation-harness): context {context}, stride {stride}, prefix token "

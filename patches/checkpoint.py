@@ -57,10 +57,6 @@ class Checkpoint:
         """The longest input that the configuration allows, in tokens; None if it does not say."""
         return trained_positions(self.model.config)
 
-    def prefix_token(self) -> int:
-        """Returns the token before a document, see `prefix_token`."""
-        return prefix_token(self.tokenizer, self.name)
-
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
