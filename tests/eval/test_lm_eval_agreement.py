@@ -17,6 +17,7 @@ from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES, PASSAGES
+from .test_planned import kept
 
 # what other packages warn of while they are used is not ours to mend
 pytestmark = pytest.mark.filterwarnings("default")
@@ -98,6 +99,23 @@ def test_our_model_runs_our_attention(llama: Path) -> None:
         pretrained=loaded.model, tokenizer=loaded.tokenizer, attn_implementation="adaattn_eager", device="cpu"
     )
     assert wrapped.model.config._attn_implementation == "adaattn_eager"
+
+
+def test_a_plan_is_handed_over_by_model_args(llama: Path, tmp_path: Path) -> None:
+    manager = their_task("wikitext", "page", PAGES, tmp_path)
+    plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "narrow", 2)
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+
+    def perplexity(plan: str) -> float:
+        arguments = f"pretrained={llama},dtype=float32,plan={plan}"
+        found = theirs(lm_eval_model.NAME, "wikitext", manager, model_args=arguments, device="cpu", batch_size=1)
+        return found["word_perplexity"]
+
+    exact, planned = perplexity("none"), perplexity(plan)
+    assert exact == pytest.approx(ours(llama, corpus)["word_perplexity"], rel=1e-6)
+    expected = ours(llama, corpus, attn_implementation="adaattn", plan=plan)["word_perplexity"]
+    assert planned == pytest.approx(expected, rel=1e-5)
+    assert abs(planned / exact - 1) > 1e-4
 
 
 @pytest.mark.assets
