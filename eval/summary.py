@@ -65,11 +65,7 @@ def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: 
 def _last_word(nll: Float, hit: Flag, tokens: Tokens) -> dict[str, Any]:
     right = compare.group_all(hit, tokens.document)
     words = compare.group_sums(nll, tokens.document)
-    return {
-        "items": len(right),
-        "accuracy": float(right.mean()),
-        "last_word_perplexity": math.exp(words.mean()),
-    }
+    return {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": math.exp(words.mean())}
 
 
 def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:

@@ -148,14 +148,7 @@ def _masked_pages(
     mask = checkpoint.tokenizer.mask_token_id
     for i, tokens in enumerate(encoded):
         yield from windows.masked(
-            tokens,
-            context,
-            mask,
-            first,
-            last,
-            fraction=settings.mask_fraction,
-            seed=settings.seed,
-            document=i,
+            tokens, context, mask, first, last, fraction=settings.mask_fraction, seed=settings.seed, document=i
         )
 
 

@@ -78,12 +78,7 @@ class _Prepared:
 
 
 def prepare(
-    model: Model,
-    *,
-    unpad: bool = True,
-    cache: str | None = None,
-    streaming: bool | None = None,
-    on_padded: str = "run",
+    model: Model, *, unpad: bool = True, cache: str | None = None, streaming: bool | None = None, on_padded: str = "run"
 ) -> Model:
     """The same model, which computes real tokens only and whose caches grow in place.
 

@@ -23,9 +23,7 @@ from .options import Threads, use_threads, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-PANELS = {
-    "Basic": ("data", "length", "plan", "maps", "output_dir", "dtype", "device"),
-}
+PANELS = {"Basic": ("data", "length", "plan", "maps", "output_dir", "dtype", "device")}
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ class Profile:
 @with_options(asked=Profile, loading=Loading)
 def profile(
     model: Annotated[
-        str | None,
-        typer.Argument(help="Hub id or directory. Default: the small LLaMA-class model of the package."),
+        str | None, typer.Argument(help="Hub id or directory. Default: the small LLaMA-class model of the package.")
     ] = None,
     *,
     asked: Profile,

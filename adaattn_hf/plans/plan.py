@@ -21,17 +21,7 @@ from .record import PlanError, read_list, read_record, real, share, text, whole
 from .store import PlanFiles
 from .wording import allowed
 
-__all__ = [
-    "EXACT",
-    "MOST_HEADS",
-    "PLAN_FORMAT",
-    "Choice",
-    "LayerPlan",
-    "Plan",
-    "PlanError",
-    "UnitRecord",
-    "Verified",
-]
+__all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", "PlanError", "UnitRecord", "Verified"]
 
 PLAN_FORMAT = 2
 WHOLE = "model:"

@@ -134,10 +134,7 @@ class PlanFiles(ABC):
             api.create_repo(repo_id, private=private, exist_ok=True)
             rest = [CARD_FILE] if api.file_exists(repo_id, "config.json") else None
             done = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=place,
-                commit_message="Upload a plan of attention",
-                ignore_patterns=rest,
+                repo_id=repo_id, folder_path=place, commit_message="Upload a plan of attention", ignore_patterns=rest
             )
         return str(done.commit_url)
 

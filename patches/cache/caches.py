@@ -124,15 +124,7 @@ class AdaAttnCache(DynamicCache):
             )
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        convert(
-            self,
-            model,
-            self.stored,
-            self.streaming,
-            reserve=reserve,
-            growth=growth,
-            max_cache_len=max_cache_len,
-        )
+        convert(self, model, self.stored, self.streaming, reserve=reserve, growth=growth, max_cache_len=max_cache_len)
 
 
 def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, **room: Any) -> Cache:

@@ -25,12 +25,7 @@ class StoredTensor:
     ndim = 4
 
     def __init__(
-        self,
-        codes: Tensor,
-        record: StoredKV | None,
-        head_dim: int,
-        dtype: torch.dtype,
-        streams: Any = None,
+        self, codes: Tensor, record: StoredKV | None, head_dim: int, dtype: torch.dtype, streams: Any = None
     ) -> None:
         """Stands for keys or values.
 

@@ -86,12 +86,7 @@ class HeadGroup:
         return [part.extend(sum(self.span) - len(part)) for part in self.tokens.parts]
 
     def _save(
-        self,
-        views: list[Tensor],
-        gone: range,
-        shift: int,
-        starts: Sequence[int],
-        source: list[Tensor] | None = None,
+        self, views: list[Tensor], gone: range, shift: int, starts: Sequence[int], source: list[Tensor] | None = None
     ) -> None:
         """Copy the tokens at positions `gone`, at `position - shift` of the source, that are sinks of their row."""
         assert self.span is not None

@@ -51,7 +51,7 @@ class KeptLayer:
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Be the layer of tokens shaped like these. Raises ValueError if values have too few channels for the format."""
+        """Be the layer of tokens shaped like these. ValueError if values have too few channels for it."""
         check_channels(self.stored, value_states.shape[3])
         super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
         self.dtype = key_states.dtype

@@ -143,12 +143,7 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
     if raw_settings(config) is not None:
         known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
     return CallStructure(
-        batch,
-        q_len,
-        kv_len,
-        q_offset=structure.q_offset,
-        key_padding=known,
-        mask=structure.visible(device=device),
+        batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=known, mask=structure.visible(device=device)
     )
 
 

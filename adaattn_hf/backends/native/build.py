@@ -26,11 +26,7 @@ FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi",
 ]  # fmt: skip
-GCC_FLAGS = [
-    "-Wno-maybe-uninitialized",
-    "-Wno-uninitialized",
-    "-Wno-ignored-attributes",
-]  # its own AVX-512 headers
+GCC_FLAGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-ignored-attributes"]  # its own AVX-512 headers
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 

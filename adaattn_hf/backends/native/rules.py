@@ -135,6 +135,7 @@ class Rules:
 
 
 def pointer(t: Tensor | None) -> int:
+    """The address of a tensor's numbers, 0 for none."""
     return 0 if t is None else t.data_ptr()
 
 
