@@ -24,10 +24,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
-FILES = {
-    "wikitext": TASKS / "wikitext" / "wikitext.yaml",
-    "lambada_openai": TASKS / "lambada" / "lambada_openai.yaml",
-}
+FILES = {"wikitext": TASKS / "wikitext" / "wikitext.yaml", "lambada_openai": TASKS / "lambada" / "lambada_openai.yaml"}
 
 
 def their_task(name: str, field: str, texts: tuple[str, ...], directory: Path) -> TaskManager:

@@ -99,10 +99,7 @@ def test_provenance_is_complete(reports: dict[str, Any]) -> None:
 
 def test_processors_of_one_name_are_told_apart_by_their_instructions(reports: dict[str, Any]) -> None:
     source = reports["pages"]["provenance"]
-    for level, words in (
-        ("avx2", f"Machine: {source['cpu']} (avx2), "),
-        ("none", f"Machine: {source['cpu']}, "),
-    ):
+    for level, words in (("avx2", f"Machine: {source['cpu']} (avx2), "), ("none", f"Machine: {source['cpu']}, ")):
         other = {**reports["pages"], "provenance": {**source, "instructions": level}}
         assert words in report.markdown([other])
     earlier = {name: value for name, value in source.items() if name != "instructions"}
@@ -224,11 +221,7 @@ def test_bars_of_the_showcase() -> None:
     def made(dtype: str, delta: float, anchor: float, half: float) -> dict[str, Any]:
         def entry(name: str, mean: float) -> dict[str, Any]:
             limits = {"mean": mean, "low": mean - half, "high": mean + half}
-            return {
-                "implementation": name,
-                "delta_nll": limits,
-                "perplexity_ratio": {"value": float(np.exp(mean))},
-            }
+            return {"implementation": name, "delta_nll": limits, "perplexity_ratio": {"value": float(np.exp(mean))}}
 
         quality = {"comparisons": [entry("adaattn", delta), entry("eager", anchor)]}
         return {"model": {"name": "m", "dtype": dtype}, "data": {"name": "d"}, "quality": quality}

@@ -17,17 +17,7 @@ import adaattn_hf
 from adaattn_hf.patches.unpad import PaddedCallError, hooks
 
 from ..support.families import configured
-from ..support.models import (
-    BATCH,
-    HIDDEN,
-    VOCABULARY,
-    assert_same,
-    build,
-    config_of,
-    fresh_pair,
-    padding,
-    tokens,
-)
+from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
 from .test_unpad import UNPADDED
 
 

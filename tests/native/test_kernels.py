@@ -41,11 +41,7 @@ def tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: int, s
 
 @st.composite
 def calls(draw: st.DrawFn) -> AttentionRequest:
-    batch, kv_heads, groups = (
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
-        draw(st.sampled_from([1, 2, 3, 8])),
-    )
+    batch, kv_heads, groups = (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8])))
     q_len = draw(st.one_of(st.integers(1, 8), st.integers(9, 80), st.just(533)))
     kv_len = draw(st.one_of(st.integers(1, 80), st.sampled_from([511, 512, 513, 1100])))
     dim, dim_v = draw(st.sampled_from([1, 7, 16, 33, 64, 80])), draw(st.sampled_from([1, 5, 16, 40, 64]))
@@ -250,13 +246,7 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
     for head, (window, sink) in enumerate(zip(windows.tolist(), sinks.tolist(), strict=True)):
         part = slice(2 * head, 2 * head + 2)
         structure = CallStructure(
-            1,
-            q_len,
-            700,
-            causal=True,
-            q_offset=700 - q_len,
-            window=None if window < 0 else window,
-            sinks=sink,
+            1, q_len, 700, causal=True, q_offset=700 - q_len, window=None if window < 0 else window, sinks=sink
         )
         asked = AttentionRequest(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
         truth = reference.attention(asked)

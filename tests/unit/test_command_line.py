@@ -113,10 +113,7 @@ def test_summaries_are_sentences() -> None:
 )
 def test_the_shell_completes(words: str, offered: str) -> None:
     done = python(
-        QUICK.format(words=[]),
-        _ADAATTN_COMPLETE="complete_bash",
-        COMP_WORDS=words,
-        COMP_CWORD=str(words.count(" ")),
+        QUICK.format(words=[]), _ADAATTN_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" "))
     )
     assert offered in done.stdout.split()
 
@@ -429,10 +426,7 @@ def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
     [
         (0, "device: got 'cuda:2', expected cpu, since torch sees no CUDA devices here; give --device cpu"),
         (1, "expected cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
-        (
-            2,
-            "expected cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; give --device cuda",
-        ),
+        (2, "expected cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; give --device cuda"),
     ],
 )
 def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,9 +86,7 @@ def tokens(length: int = 40, batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one request", "a request a choice"])
 @pytest.mark.parametrize(
-    "choice",
-    [WINDOW, make_choice("window", 8, 2, precision="int8")],
-    ids=["window", "window int8"],
+    "choice", [WINDOW, make_choice("window", 8, 2, precision="int8")], ids=["window", "window int8"]
 )
 def test_a_plan_gives_what_the_long_way_gives_to_the_last_bit(
     anew: list[int], choice: Any, backend: str | None

@@ -40,10 +40,7 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = BACKENDS["triton"]
     real = backend.refusals
     monkeypatch.setattr(
-        backend,
-        "refusals",
-        lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r),
-        raising=False,
+        backend, "refusals", lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r), raising=False
     )
     structured_mask._structures.clear()
     with registered(impossible=True):
@@ -64,9 +61,7 @@ def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
         LayerPlan(layer.layer, layer.weights, (make_choice("window", window, 2),) * 2)
         for layer, window in zip(plan.layers, windows, strict=True)
     )
-    model.config.adaattn = {
-        "plan": replace(plan, dtype="float16", layers=layers).to_dict(),
-    }
+    model.config.adaattn = {"plan": replace(plan, dtype="float16", layers=layers).to_dict()}
     return model
 
 
