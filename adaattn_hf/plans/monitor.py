@@ -75,11 +75,7 @@ class LayerStatistics:
 
 
 class Monitor:
-    """Counts and samples the calls of a plan, and makes heads exact that lose too much.
-
-    Attributes:
-        layers: Counters by layer index.
-    """
+    """Counts and samples the calls of a plan, and makes heads exact that lose too much."""
 
     def __init__(self, plan: Plan, *, sample_rows: bool = True) -> None:
         self.layers: dict[int, LayerStatistics] = {}

@@ -162,14 +162,7 @@ class Part(NamedTuple):
 def _parts(
     cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, window: int | None, limit: int | None
 ) -> tuple[Part, ...]:
-    """The parts of a step, made once for the layers that are handed the same lengths.
-
-    Args:
-        cu_q, cu_k: `[requests + 1]` running sums of queries and keys.
-        q_len, kv_len: Tokens of the step, and keys that its requests read.
-        window: Of the layer.
-        limit: Requests within the lengths of a plan, and those beyond, are computed apart.
-    """
+    """The parts of a step by running sums `[requests + 1]`, made once for all layers; beyond a limit they are apart."""
     (queries, known), (keys, _) = _read(cu_q), _read(cu_k)
     asked = id(keys), kv_len, window, limit
     if asked not in known:
