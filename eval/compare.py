@@ -36,27 +36,14 @@ def paired_difference(delta: Float, tokens: npt.NDArray[np.int64]) -> dict[str, 
     """
     found = clustered_ratio(delta, tokens)
     mean, clusters, error = found.mean, found.clusters, found.error
-    result: dict[str, Any] = {
-        "mean": mean,
-        "clusters": clusters,
-        "tokens": int(tokens.sum()),
-        "confidence": CONFIDENCE,
-    }
+    result: dict[str, Any] = {"mean": mean, "clusters": clusters, "tokens": int(tokens.sum()), "confidence": CONFIDENCE}
     limits = ("standard_error", "low", "high", "upper", "bootstrap_low", "bootstrap_high", "bootstrap_upper")
     if error is None:
         return {**result, **dict.fromkeys(limits)}
     two_sided = float(stats.t.ppf((1 + CONFIDENCE) / 2, clusters - 1)) * error
     drawn = np.sort(_resampled_means(delta, tokens))
     low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
-    values = (
-        error,
-        mean - two_sided,
-        mean + two_sided,
-        found.upper(CONFIDENCE),
-        float(low),
-        float(high),
-        float(upper),
-    )
+    values = (error, mean - two_sided, mean + two_sided, found.upper(CONFIDENCE), float(low), float(high), float(upper))
     return {**result, **dict(zip(limits, values, strict=True))}
 
 

@@ -52,15 +52,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, the way in which they are scored, and where they came from.
-
-    Attributes:
-        name: short name for tables.
-        kind: `pages` (perplexity of whole documents) or `lastword` (LAMBADA's task).
-        documents: the texts, in order.
-        origin: a repository or the names of files, for the record.
-        sha256: of all sources and texts, so that two runs can be told to have read the same.
-    """
+    """Documents, the way in which they are scored, and where they came from."""
 
     name: str
     kind: Kind

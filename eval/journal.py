@@ -1,15 +1,13 @@
 """The record of a run on disk, one line per finished batch: an interrupted run goes on where it stood.
 
-The first line names what is measured (the *fingerprint*: weights, data, settings). Every later line is a
-batch with its numbers and a checksum. A line is written in one piece and synced; a torn last line, from a
-machine that died in the middle of it, fails its checksum and is measured again. Numbers per token are kept as
-raw little-endian bytes, so that a report of a resumed run is the report of an uninterrupted one to the last
-bit.
+The first line names what is measured (the *fingerprint*: weights, data, settings). Every later line is a batch with its
+numbers and a checksum. A line is written in one piece and synced; a torn last line, from a machine that died in the
+middle of it, fails its checksum and is measured again. A report of a resumed run is that of an uninterrupted one to the
+last bit.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import os
@@ -27,10 +25,10 @@ from adaattn_hf.stats.stopwatch import Elapsed
 
 from .activation import Counts
 
-VERSION = 1
+VERSION = 2
 NAME = "journal.jsonl"
-_ARRAYS = {"nll": "<f8", "kl": "<f8", "hit": "?", "agree": "?"}
-"""Arrays of `TokenScores` with the types in which they are written."""
+_ARRAYS = {"nll": np.float64, "kl": np.float64, "hit": np.bool_, "agree": np.bool_}
+"""Arrays of `TokenScores`; JSON gives every number back to the last bit."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class BatchRecord:
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
         return {
-            **{key: _pack(getattr(self.scores, key), kind) for key, kind in _ARRAYS.items()},
+            **{key: getattr(self.scores, key).tolist() for key in _ARRAYS},
             "wall": [e.wall for e in self.elapsed],
             "process": [e.process for e in self.elapsed],
             "activation": [list(c) if c else None for c in self.activation],
@@ -53,7 +51,7 @@ class BatchRecord:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> BatchRecord:
         """The record of JSON values."""
-        scores = TokenScores(**{key: _unpack(value[key], kind) for key, kind in _ARRAYS.items()})
+        scores = TokenScores(**{key: np.asarray(value[key], kind) for key, kind in _ARRAYS.items()})
         elapsed = tuple(Elapsed(w, p) for w, p in zip(value["wall"], value["process"], strict=True))
         return cls(scores, elapsed, tuple(Counts(*c) if c else None for c in value["activation"]))
 
@@ -72,18 +70,6 @@ def _held(descriptor: int) -> bool:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # a network's disk
             raise
     return True
-
-
-def _pack(array: Any, kind: str) -> list[Any]:
-    return [
-        list(array.shape),
-        base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode("ascii"),
-    ]
-
-
-def _unpack(value: list[Any], kind: str) -> Any:
-    shape, text = value
-    return np.frombuffer(base64.b64decode(text), dtype=kind).reshape(shape)
 
 
 class Journal:

@@ -25,12 +25,7 @@ def split_passage(passage: str) -> tuple[str, str]:
 
 
 def causal_window(
-    tokenizer: Any,
-    passage: str,
-    context: int,
-    document: int,
-    prefix: int | None = None,
-    add_bos: bool | None = None,
+    tokenizer: Any, passage: str, context: int, document: int, prefix: int | None = None, add_bos: bool | None = None
 ) -> Window:
     """The window of one passage for a causal LM, tokenised as lm-evaluation-harness does.
 

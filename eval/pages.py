@@ -38,11 +38,5 @@ def filled(package: str, name: str, data: Mapping[str, Any]) -> str:
 
 
 def atlas(recorded: Mapping[str, Any], title: str, about: str) -> str:
-    """The atlas: what `record` saw on one page, for the keyboard and for any eye.
-
-    Args:
-        recorded: `AttentionRecord.to_dict()` of a record that saw calls.
-        title: Its heading.
-        about: A sentence below it.
-    """
+    """The atlas: what `record` saw on one page, for the keyboard and for any eye."""
     return filled("adaattn_hf.eval", "atlas.html", {**recorded, "title": title, "about": about})

@@ -16,14 +16,7 @@ from typing import Any
 
 
 def totals(nll: float, tokens: int, words: int | None = None, size: int | None = None) -> dict[str, Any]:
-    """All of it for one arm, as a report has it; None for what is not known.
-
-    Args:
-        nll: sum of -log p of the scored tokens, nats.
-        tokens: how many tokens were scored, at least one.
-        words: words of the original documents, None where they were cut short.
-        size: UTF-8 bytes of the original documents, likewise.
-    """
+    """All of it for one arm, as a report has it; None for what is not known."""
     return {
         "tokens": tokens,
         "words": words,

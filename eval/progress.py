@@ -27,13 +27,7 @@ def tell(console: Console, line: str) -> None:
 
 @contextmanager
 def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool = False) -> Iterator[None]:
-    """Says how far the work is every ten seconds while it lasts, however long one step of it takes.
-
-    Args:
-        sentence: What to say, given the seconds that are over.
-        console: Where to.
-        quiet: Say nothing.
-    """
+    """Says how far the work is every ten seconds while it lasts, however long one step of it takes."""
     if quiet:
         yield
         return
@@ -108,13 +102,7 @@ class Display:
 
 @contextmanager
 def shown_progress(work: Mapping[str, float], console: Console, *, quiet: bool = False) -> Iterator[Display]:
-    """Yields what is to be told of progress: bars on a terminal, elsewhere a line every ten seconds.
-
-    Args:
-        work: The work of each stage, in any unit.
-        console: Where bars and lines go.
-        quiet: Show nothing.
-    """
+    """Yields what is to be told of progress: bars on a terminal, elsewhere a line every ten seconds."""
     if quiet or not console.is_terminal:
         display = Display(work, console, None, quiet)
         with beating(display.line, console, quiet=quiet):

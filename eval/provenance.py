@@ -21,17 +21,7 @@ from adaattn_hf.backends import capability
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.errors import UsageError
 
-PACKAGES = (
-    "adaattn-hf",
-    "torch",
-    "transformers",
-    "numpy",
-    "scipy",
-    "tokenizers",
-    "datasets",
-    "lm-eval",
-    "flash-attn",
-)
+PACKAGES = ("adaattn-hf", "torch", "transformers", "numpy", "scipy", "tokenizers", "datasets", "lm-eval", "flash-attn")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

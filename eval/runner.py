@@ -47,19 +47,7 @@ def _quiet(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run before it becomes a report.
-
-    Attributes:
-        task: what was scored.
-        roles: (role, implementation) of each arm, the one that others are compared with first.
-        plans: of each arm that carries a plan, where it came from and the hash of its content.
-        tokens: scores of every token.
-        quality: the report's part of that name.
-        records: every batch, in order.
-        planned: whether each arm carries a plan that may approximate.
-        memory: peak memory per arm.
-        fingerprint: what was measured.
-    """
+    """A finished run before it becomes a report."""
 
     task: tasks.Task
     roles: tuple[tuple[str, str], ...]
@@ -74,17 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Work:
-    """What every batch is put through.
-
-    Attributes:
-        models: of the arms.
-        calls: their forward passes.
-        planned: whether each arm carries a plan that may approximate.
-        task: what is scored.
-        batches: windows of each batch.
-        collate: windows to inputs.
-        device: where all lies.
-    """
+    """What every batch is put through."""
 
     models: Sequence[Any]
     calls: Sequence[Forward]
@@ -96,15 +74,7 @@ class _Work:
 
 
 class Run(NamedTuple):
-    """One evaluation of several that a command makes.
-
-    Attributes:
-        label: What is measured, for the eye.
-        checkpoint: Model and tokenizer.
-        corpus: The text.
-        settings: The rest.
-        name: Of its directory below the output.
-    """
+    """One evaluation of several that a command makes, with its label for the eye and the name of its directory."""
 
     label: str
     checkpoint: Checkpoint
@@ -123,7 +93,7 @@ def measure(
     overwrite: bool = False,
     progress: Progress = _quiet,
 ) -> Measured:
-    """Run all arms over a corpus; see `evaluate` for the arguments."""
+    """Run all arms over a corpus, as `evaluate` does."""
     if settings.cache is not None and checkpoint.objective != "causal":
         raise UsageError(
             f"cache: got {settings.cache!r} for {checkpoint.name}, which keeps no keys and values; leave --cache out"
@@ -185,14 +155,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure an attention implementation against stock, on the same tokens in the same batches.
 
-    Args:
-        checkpoint: model and tokenizer.
-        corpus: the text.
-        settings: the rest.
-        output: directory for the journal and `report.json`; without it nothing is written.
-        resume: go on with the journal that is there.
-        overwrite: begin again where a journal is there.
-        progress: told how far the run is.
+    An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
 
     Returns:
         The report (JSON values; see `adaattn_hf.eval.report` for tables of it).
@@ -273,11 +236,7 @@ def _measured(work: _Work, index: int) -> BatchRecord:
 
 
 def _memory(work: _Work) -> list[dict[str, Any]]:
-    """Peak bytes of each arm on the largest batch; these runs are also the arms' warm-up.
-
-    Raises:
-        ModelUnavailable: an arm refuses the call.
-    """
+    """Peak bytes of each arm on the largest batch, its warm-up, too; ModelUnavailable if an arm refuses the call."""
     windows = work.task.windows
     largest = max(work.batches, key=lambda b: len(b) * max(len(windows[w].input_ids) for w in b))
     inputs = work.collate([windows[w] for w in largest])

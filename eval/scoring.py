@@ -78,11 +78,9 @@ def forward(
     """Logits `[batch, length, vocab]` without gradients.
 
     Args:
-        model: The arm.
         batch: Its inputs, unpadded where there is a cache.
         cache: What a cache stores over which the tokens are read in pieces (teacher-forced decoding), `dynamic` for
             Transformers' `DynamicCache`; None reads all at once, without a cache.
-        piece: Tokens of a piece.
         streaming: Heads with a window in the plan keep it alone in the cache.
     """
     if cache is not None:

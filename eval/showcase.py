@@ -42,11 +42,7 @@ def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits:
 
 
 def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> Iterator[runner.Run]:
-    """Yields each model in the package in each dtype over each text.
-
-    Raises:
-        UsageError: an argument that only makes sense with a model of the user's own.
-    """
+    """Yields each packaged model in each dtype over each text; UsageError for options of a model of the user's own."""
     logging.disable_progress_bar()  # six small models load in no time
     for name, value in _only_with_a_model(text, settings, loading, limits).items():
         if value is not None:

@@ -47,14 +47,7 @@ def gather(task: Task, batches: Sequence[Sequence[int]], records: Sequence[Batch
 
 
 def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: str) -> dict[str, Any]:
-    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock.
-
-    Args:
-        task: what was scored.
-        tokens: its scores.
-        roles: (role, implementation) of each arm, stock first.
-        kind: `pages` or `lastword`.
-    """
+    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock."""
     clusters, unit = tokens.document, "documents"
     if kind == "pages" and len(np.unique(tokens.document)) == 1:
         clusters, unit = tokens.window, "windows (there is one document only)"
@@ -72,11 +65,7 @@ def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: 
 def _last_word(nll: Float, hit: Flag, tokens: Tokens) -> dict[str, Any]:
     right = compare.group_all(hit, tokens.document)
     words = compare.group_sums(nll, tokens.document)
-    return {
-        "items": len(right),
-        "accuracy": float(right.mean()),
-        "last_word_perplexity": math.exp(words.mean()),
-    }
+    return {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": math.exp(words.mean())}
 
 
 def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from adaattn_hf.errors import ModelUnavailable, UsageError
-from adaattn_hf.patches.checkpoint import Checkpoint
+from adaattn_hf.patches.checkpoint import Checkpoint, prefix_token
 
 from . import lambada, windows
 from .corpora import Corpus
@@ -16,15 +16,7 @@ from .windows import Window
 
 @dataclass(frozen=True)
 class Task:
-    """What is scored.
-
-    Attributes:
-        windows: model inputs, in the order of the documents.
-        protocol: how they were made, in words.
-        words: words of the original documents, None where one was cut short or only sampled.
-        bytes: their bytes, likewise.
-        context: tokens of a window at most.
-    """
+    """What is scored; words and bytes are None where a document was cut short or only sampled."""
 
     windows: tuple[Window, ...]
     protocol: str
@@ -34,11 +26,7 @@ class Task:
 
 
 def check(corpus: Corpus, settings: Settings) -> None:
-    """Refuses settings that do not fit a text, which needs no model.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Refuses settings that do not fit a text, which needs no model (UsageError)."""
     if corpus.kind == "lastword" and settings.limit_tokens is not None:
         raise UsageError(
             f"limit_tokens: got {settings.limit_tokens} for {corpus.name}, whose last-word items are not cut; pass "
@@ -47,11 +35,7 @@ def check(corpus: Corpus, settings: Settings) -> None:
 
 
 def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
-    """The windows of a corpus for a model.
-
-    Raises:
-        UsageError: settings that do not fit the model or the text.
-    """
+    """The windows of a corpus for a model. Raises UsageError for settings that do not fit the model or the text."""
     check(corpus, settings)
     corpus = corpus.head(settings.limit_docs)
     context = _context(checkpoint, settings)
@@ -125,7 +109,9 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
         )
         cut = cut or settings.mask_fraction < 1
     elif settings.windows == "rolling":
-        prefix = checkpoint.prefix_token() if settings.prefix_token is None else settings.prefix_token
+        prefix = settings.prefix_token
+        if prefix is None:
+            prefix = prefix_token(checkpoint.tokenizer, checkpoint.name)
         made = [w for i, t in enumerate(encoded) for w in windows.rolling(t, context, stride, prefix, i)]
         protocol = (
             f"rolling windows (lm-evaluation-harness): context {context}, stride {stride}, prefix token "
@@ -162,14 +148,7 @@ def _masked_pages(
     mask = checkpoint.tokenizer.mask_token_id
     for i, tokens in enumerate(encoded):
         yield from windows.masked(
-            tokens,
-            context,
-            mask,
-            first,
-            last,
-            fraction=settings.mask_fraction,
-            seed=settings.seed,
-            document=i,
+            tokens, context, mask, first, last, fraction=settings.mask_fraction, seed=settings.seed, document=i
         )
 
 

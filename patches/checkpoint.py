@@ -36,14 +36,7 @@ _LOADING = (OSError, ValueError, KeyError, ImportError)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model with its tokenizer.
-
-    Attributes:
-        name: hub id, or the last part of a directory's path.
-        model: in evaluation mode, on its device.
-        tokenizer: Transformers' tokenizer.
-        objective: `causal` or `masked`.
-    """
+    """A loaded model with its tokenizer."""
 
     name: str
     model: Any
@@ -64,10 +57,6 @@ class Checkpoint:
     def max_length(self) -> int | None:
         """The longest input that the configuration allows, in tokens; None if it does not say."""
         return trained_positions(self.model.config)
-
-    def prefix_token(self) -> int:
-        """Returns the token before a document, see `prefix_token`."""
-        return prefix_token(self.tokenizer, self.name)
 
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
@@ -177,11 +166,7 @@ def is_masked(config: Any) -> bool:
 
 
 def prefix_token(tokenizer: Any, name: str) -> int:
-    """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness.
-
-    Raises:
-        UsageError: The tokenizer has neither.
-    """
+    """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness; UsageError without either."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -194,10 +179,6 @@ def prefix_token(tokenizer: Any, name: str) -> int:
 
 def read_config(model: str | Path, **source: Any) -> Any:
     """Returns the configuration of a checkpoint that has weights.
-
-    Args:
-        model: Hub id or directory.
-        **source: `revision`, `gguf_file` and `trust_remote_code`, as `AutoConfig.from_pretrained` takes them.
 
     Raises:
         ModelUnavailable: there is no such model, or a plan alone.
@@ -235,14 +216,6 @@ def load(
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     Args:
-        model: Hub id or directory.
-        dtype: A name of `DTYPES`, or `auto`, the checkpoint's own.
-        device: Where the weights go; see `placed`.
-        tokenizer: Hub id or directory of another tokenizer than the model's own.
-        revision: Revision of a hub model.
-        gguf_file: GGUF file within `model`.
-        objective: `auto`, `causal` or `masked`.
-        trust_remote_code: Allow the model to run code of its own.
         implementation: The attention implementation; None leaves it to Transformers.
         prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 
@@ -320,11 +293,7 @@ def known_implementations() -> list[str]:
 
 
 def _refuse_impossible(implementation: str | None) -> None:
-    """Refuses a backend that can serve nothing here; Transformers would say of its name that it is not supported.
-
-    Raises:
-        ModelUnavailable: Says all that the backend lacks.
-    """
+    """Refuses a backend that can serve nothing here (ModelUnavailable); Transformers would not say why."""
     forced = NAMES.get(implementation or "")
     if forced is not None:
         try:
@@ -346,8 +315,6 @@ def arms(
     are the same tensors, held in memory once.
 
     Args:
-        checkpoint: The weights.
-        implementations: One name per arm.
         plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for the model's own.
 
     Raises:
@@ -373,11 +340,7 @@ def arms(
 
 
 def give_plan(model: Any, plan: str | None) -> None:
-    """Gives a model a plan (see `Plan.from_pretrained`), takes its own away (`NO_PLAN`), or leaves it as it is (None).
-
-    Raises:
-        ModelUnavailable: There is no plan there, or it belongs to another model.
-    """
+    """Gives a model a plan, takes its own away (`NO_PLAN`), or leaves it (None); ModelUnavailable for none."""
     if plan is None:
         return
     try:

@@ -78,13 +78,7 @@ class _Prepared:
 
 
 def prepare(
-    model: Model,
-    *,
-    unpad: bool = True,
-    growing_cache: bool = True,
-    cache: str | None = None,
-    streaming: bool | None = None,
-    on_padded: str = "run",
+    model: Model, *, unpad: bool = True, cache: str | None = None, streaming: bool | None = None, on_padded: str = "run"
 ) -> Model:
     """The same model, which computes real tokens only and whose caches grow in place.
 
@@ -93,14 +87,13 @@ def prepare(
     (a cache that holds tokens already, attention weights asked for, a label scored at a padding position, a
     graph being traced) runs with it, as if unprepared; `unpad_calls` counts both kinds.
 
-    With `growing_cache`, every empty `DynamicCache` that the model is called with, or would make, writes behind
+    Every empty `DynamicCache` that the model is called with, or would make, writes behind
     the past instead of concatenating: plain `model.generate(...)` then does.
 
     Args:
         model: A Transformers model loaded with `attn_implementation="adaattn"`, or what holds such models (a
             pipeline, PEFT, sentence-transformers). Models that were prepared before are prepared anew.
         unpad: Take the padding out.
-        growing_cache: Let caches grow in place.
         cache: What caches keep: `"model"` (numbers), or quantised, in place as well, `"int8"` or `"k8v4"`; see
             `AdaAttnCache`. None: what the model's plan was proven with, numbers without such a proof.
         streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`. None: as
@@ -132,7 +125,7 @@ def prepare(
             if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
                 raise PrepareError(f"cache: got {stored!r} for {type(tower).__name__}, which keeps no keys and values")
             check_stored(tower, stored, streams)
-            if caches and (growing_cache or stored != "model" or streams):
+            if caches:
                 prepared.parts.append(_CacheHook(tower, caches, stored, streams).handle)
             if unpad:
                 prepared.unpadding = _unpadded(tower, on_padded)

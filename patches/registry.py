@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -14,7 +13,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf.backends.select import BACKENDS, possible
 from adaattn_hf.config import use_presets
-from adaattn_hf.errors import unknown, warn
 
 from .call.interface import AttentionFunction, attention_function
 from .mask.masks import adaattn_mask
@@ -24,27 +22,6 @@ if TYPE_CHECKING:
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
-
-
-def resolve(name: str) -> str | None:
-    """Returns the backend that a registered `attn_implementation` forces, None where one is chosen per kind of call.
-
-    Raises:
-        ValueError: The name is not one of `NAMES`; the message lists them and the nearest.
-    """
-    if name not in NAMES:
-        raise ValueError(unknown("attn_implementation", name, NAMES))
-    return NAMES[name]
-
-
-def _say_what_left() -> None:
-    """Warns of a setting of earlier versions that would otherwise be ignored in silence."""
-    if asked := os.environ.get("ADAATTN_TUNE"):
-        warn(
-            f"ADAATTN_TUNE: got {asked!r}, expected no such variable: backends are no longer measured on each machine, "
-            "and calls go by the built-in order; unset it, and delete the tables of earlier "
-            "versions (adaattn_hf/tuned-*.json in XDG_CACHE_HOME, else in ~/.cache)"
-        )
 
 
 def _budget_of(preset: str) -> float:
@@ -63,7 +40,6 @@ def register(*, impossible: bool = False) -> None:
     Args:
         impossible: Register those names, too: to explain what a model would run elsewhere.
     """
-    _say_what_left()
     use_presets(_budget_of)
     for name, backend in NAMES.items():
         if not (impossible or backend is None or possible(backend)):

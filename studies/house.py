@@ -136,11 +136,7 @@ def branches_on_a_kind(root: Path) -> list[str]:
 def line_counts(root: Path) -> dict[str, int]:
     """Lines of every Python file that the wheel holds."""
     files = (path for directory in INSTALLED for path in sorted((root / directory).rglob("*.py")))
-    return {
-        path.relative_to(root).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for path in files
-        if "/metric/" not in path.as_posix()
-    }
+    return {path.relative_to(root).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
 
 
 def lines_under(root: Path, directory: str) -> int:
@@ -214,9 +210,9 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
-        Limit("lines of Python in the wheel", sum(lines.values()), 34_600),
+        Limit("lines of Python in the wheel", sum(lines.values()), 33_590),
         Limit("lines of studies", lines_under(root, "studies"), 6_400),
-        Limit("lines of tests", lines_under(root, "tests"), 42_250),
+        Limit("lines of tests", lines_under(root, "tests"), 41_690),
         Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 37),
         Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 32),
     ]

@@ -68,8 +68,7 @@ class Asked(Source):
 @with_options(asked=Asked, place=Place, settings=CalibrationSettings, masking=Masking)
 def calibrate(
     model: Annotated[
-        str | None,
-        typer.Argument(help="Hub id or directory of a causal or masked LM. Default: the packaged LLaMA."),
+        str | None, typer.Argument(help="Hub id or directory of a causal or masked LM. Default: the packaged LLaMA.")
     ] = None,
     *,
     asked: Asked,

@@ -52,15 +52,9 @@ class Job:
     """One calibration with everything that it needs.
 
     Attributes:
-        model: Hub id or directory.
-        data: Calibration text.
-        verify_data: Held-out text of another source.
         target: Directory of the plan, or of the directories of several plans; holds measured risks during the run.
         settings: How the plan is made, with the first budget.
-        prices: Prices measured before.
-        asked: The options of the command.
         budgets: Loss in nats/token of each plan, by directory.
-        known: Risks of an earlier run.
     """
 
     model: str
@@ -152,13 +146,6 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     An earlier proven plan of these weights is kept if no plan could be proven now.
-
-    Args:
-        job: What to calibrate.
-        loaded: The checkpoint.
-        console: Where the result is printed.
-        team: The processes that share the work.
-        rank: Local rank of this process, which selects its device.
     """
     wanted = job.asked.device
     if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":

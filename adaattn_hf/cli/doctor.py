@@ -21,7 +21,6 @@ from .json_output import AsJson, print_json
 
 PACKAGES = {
     "datasets": "hub datasets in `adaattn eval`",
-    "evaluate": "the metric",
     "lm_eval": "lm-evaluation-harness",
     "gguf": "GGUF files",
     "accelerate": "Trainer, GGUF files, device maps",
@@ -147,10 +146,7 @@ def processor() -> Iterator[Finding]:
     yield Finding("cpu", "threads", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
     found = compiler()
     yield Finding(
-        "cpu",
-        "C++ compiler",
-        " ".join(found or ()),
-        "" if found else "apt install g++, or conda install cxx-compiler",
+        "cpu", "C++ compiler", " ".join(found or ()), "" if found else "apt install g++, or conda install cxx-compiler"
     )
     try:
         kernels = library()
@@ -210,8 +206,5 @@ def packages() -> Iterator[Finding]:
         name = module.replace("_", "-")
         there = importlib.util.find_spec(module) is not None
         yield Finding(
-            "packages",
-            name,
-            f"{installed(name)}, {use}" if there else use,
-            "" if there else f"pip install {name}",
+            "packages", name, f"{installed(name)}, {use}" if there else use, "" if there else f"pip install {name}"
         )

@@ -119,10 +119,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
         option = typer.Option(*names, help=says, min=known.get("least"), metavar=short)
         found.append(
             inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[kind, option],
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
             )
         )
     return found

@@ -38,13 +38,6 @@ def fit_to_text(
 
     The longest length is taken at which the text proves two plans, then one, then with fewer held-out sequences.
 
-    Args:
-        settings: What would be asked for of long text.
-        encode: Text to token ids.
-        data: Calibration text.
-        verify_data: Held-out text of another source.
-        positions: Most tokens that the model reads, `None` where it does not say.
-
     Raises:
         ValueError: If the text is too short for the shortest length.
     """

@@ -22,13 +22,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a calibration needs of a checkpoint.
-
-    Attributes:
-        model: With `attn_implementation="adaattn"`, in evaluation mode.
-        encode: Text to token ids, without special tokens.
-        scoring: What the model is scored on.
-    """
+    """What a calibration needs of a checkpoint: the model in evaluation mode, text to ids, what it is scored on."""
 
     model: nn.Module
     encode: Encode
@@ -37,10 +31,6 @@ class Loaded:
 
 def opened(name: str, **source: Any) -> tuple[Encode, int | None]:
     """Returns a checkpoint's tokenizer, and the most tokens that its configuration allows, None where it does not say.
-
-    Args:
-        name: Hub id or directory; its weights are not read.
-        **source: `revision`, `gguf_file` and `trust_remote_code`, those that are given.
 
     Raises:
         ModelUnavailable: If it cannot be read.
@@ -65,12 +55,6 @@ def _encoder(tokenizer: Any) -> Encode:
 
 def load(name: str, *, dtype: str, masking: Masking | None = None, **source: Any) -> Loaded:
     """Returns a checkpoint with the language-model head that it was saved with, on the CPU.
-
-    Args:
-        name: Hub id or directory.
-        dtype: `float32`, `bfloat16`, `float16` or `auto`, the checkpoint's own.
-        masking: How a masked-language model is read.
-        **source: As for `opened`.
 
     Raises:
         ModelUnavailable: If it cannot be loaded, or lacks the weights of its head.

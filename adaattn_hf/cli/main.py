@@ -54,11 +54,7 @@ RENAMED = {
 
 
 def load_command(name: str) -> Any:
-    """The subcommand of a name, its module imported.
-
-    Raises:
-        KeyError: There is no such subcommand.
-    """
+    """The subcommand of a name, its module imported. Raises KeyError where there is no such subcommand."""
     module_name, _, function = COMMANDS[name].partition(":")
     module = importlib.import_module(module_name)
     group = getattr(module, "app", None)
@@ -105,11 +101,7 @@ def unopened() -> Iterator[None]:
 
 
 def outline(name: str) -> Any:
-    """The subcommand with its options and help; the package is imported when it is called.
-
-    Raises:
-        KeyError: There is no such subcommand.
-    """
+    """The subcommand with its options and help, or KeyError; the package is imported when it is called."""
     with contextlib.nullcontext() if PACKAGE in sys.modules else unopened():
         command = load_command(name)
     children = getattr(command, "commands", None)

@@ -16,9 +16,6 @@ FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
 def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
     """Context manager: replaces an out-of-memory error of the allocator by the given sentence.
 
-    Args:
-        sentence: Makes the message from the allocator's message.
-
     Raises:
         OutOfMemory: The device or the machine has no room.
     """

@@ -20,11 +20,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, level
 
 
 def nats(budget: str) -> float:
-    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is nats/token.
-
-    Raises:
-        ValueError: If it is neither, or not above 0.
-    """
+    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is itself; ValueError for what is neither."""
     text = budget.strip()
     try:
         value = math.log1p(float(text[:-1]) / 100.0) if text.endswith("%") else float(text)
@@ -41,11 +37,7 @@ def nats(budget: str) -> float:
 
 
 def folders(budgets: Sequence[str]) -> list[str]:
-    """Returns the directory names of budgets, valid in every shell and system: `0.1pct`, `0.001nats`.
-
-    Raises:
-        ValueError: If one is no budget, or is named twice.
-    """
+    """Returns the directory names of budgets, `0.1pct`, `0.001nats`; ValueError if one is none, or is named twice."""
     names = []
     for text in budgets:
         nats(text)  # refuses what is none
@@ -57,11 +49,7 @@ def folders(budgets: Sequence[str]) -> list[str]:
 
 
 def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
-    """Returns length bins: `4096,8192`, or `4k,8k` for the same.
-
-    Raises:
-        ValueError: If a part is no number of tokens.
-    """
+    """Returns length bins: `4096,8192`, or `4k,8k` for the same; ValueError for what is no number of tokens."""
     found = []
     for part in text.split(","):
         number = part.strip().lower()
@@ -75,33 +63,21 @@ def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
 
 
 def writable(directory: Path, argument: str) -> None:
-    """Makes a directory if needed, and refuses one that cannot be written to.
-
-    Raises:
-        UsageError: If it cannot be made or written.
-    """
+    """Makes a directory if needed; refuses one that cannot be made or written to (UsageError)."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{argument}: {directory} cannot be made ({error.strerror}); give a directory that can be written"
-        ) from error
-    try:
         # permissions do not say it all: nobody can make a file in /proc, on a full disk or on one mounted for reading
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
+        what = "written to" if directory.is_dir() else "made"
         raise UsageError(
-            f"{argument}: {directory} cannot be written to ({error.strerror}); give a directory that can"
+            f"{argument}: {directory} cannot be {what} ({error.strerror}); give a directory that can be written"
         ) from error
 
 
 def known_prices(path: Path | None) -> PriceTable | None:
-    """Returns the price table of a file, `None` without one.
-
-    Raises:
-        ValueError: If there is no such file, or it is no price table.
-    """
+    """Returns the price table of a file, `None` without one; ValueError for what is no such file."""
     from ..policy.prices import PriceTable
 
     if path is None:
@@ -114,11 +90,7 @@ def known_prices(path: Path | None) -> PriceTable | None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Sets the number of torch's threads; `None` leaves it unchanged.
-
-    Raises:
-        UsageError: If it is less than 1.
-    """
+    """Sets the number of torch's threads; `None` leaves it unchanged. Raises UsageError if it is less than 1."""
     import torch
 
     if threads is None:

@@ -31,9 +31,6 @@ class Place:
     def directory(self, model: str | None) -> Path:
         """Returns the directory to write to.
 
-        Args:
-            model: Hub id or directory as it was named; None for the packaged model.
-
         Raises:
             UsageError: It is the model's directory without `in_place`, or must not be written to.
         """
@@ -83,11 +80,7 @@ class Place:
 
 
 def _refuse_kept(target: Path, argument: str) -> None:
-    """Refuses a directory in the hub's cache, and files that are links or read-only.
-
-    Raises:
-        UsageError: It is in the cache or holds such files, which a rename would replace whatever their permissions.
-    """
+    """Refuses a directory in the hub's cache, and files that are links or read-only, which a rename would replace."""
     whole = target.resolve()
     remedy = "copy the model to a directory of your own, or leave --in-place out"
     if argument == "output_dir":
@@ -107,11 +100,7 @@ def _refuse_kept(target: Path, argument: str) -> None:
 
 
 def _refuse_checkpoint(target: Path) -> None:
-    """Refuses a directory whose `config.json` was not written by a calibration.
-
-    Raises:
-        UsageError: It holds a checkpoint, or a configuration.
-    """
+    """Refuses a directory whose `config.json` was not written by a calibration (UsageError)."""
     weights = [
         file.name for kind in WEIGHTS for file in sorted(target.glob(kind)) if not file.name.startswith("adaattn_")
     ]
@@ -125,10 +114,6 @@ def _refuse_checkpoint(target: Path) -> None:
 
 def refuse_other_plan(target: Path, model: Any) -> None:
     """Refuses a directory that holds the plan of another model, before anything is measured.
-
-    Args:
-        target: The directory.
-        model: The model that is calibrated.
 
     Raises:
         UsageError: It holds another model's plan.

@@ -1,4 +1,4 @@
-"""`adaattn profile`: measures what each attention head does on a text; a table, JSON, a picture and an HTML page."""
+"""`adaattn profile`: measures what each attention head does on a text; a table, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from .options import Threads, use_threads, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-PANELS = {
-    "Basic": ("data", "length", "plan", "maps", "output_dir", "figure", "dtype", "device"),
-}
+PANELS = {"Basic": ("data", "length", "plan", "maps", "output_dir", "dtype", "device")}
 
 
 @dataclass(frozen=True)
@@ -37,28 +35,24 @@ class Profile:
         length: Tokens per sequence. Default: 2048, or the model's maximum.
         sequences: Number of sequences.
         decode: Tokens to generate after the first sequence.
-        padded: Also read a padded batch of two lengths.
         rows: Query rows sampled per call.
         seed: Seed of that sample.
         maps: Draw the attention map of this layer.head. May be given several times.
         plan: File, directory or hub id of a plan to run; none runs without one.
         against: Next to each --map, draw the error of this plan: exact weights minus the plan's.
         output_dir: Directory for profile.json and atlas.html. Default: only the table.
-        figure: Picture to save (.png, .svg, .pdf); needs matplotlib.
     """
 
     data: tuple[str, ...] = ()
     length: int | None = field(default=None, metadata={"least": 2})
     sequences: int = field(default=2, metadata={"least": 1})
     decode: int = field(default=8, metadata={"least": 0})
-    padded: bool = False
     rows: int = field(default=64, metadata={"least": 1})
     seed: int = 0
     maps: tuple[str, ...] = field(default=(), metadata={"option": "--map"})
     plan: str | None = None
     against: str | None = None
     output_dir: Path | None = None
-    figure: Path | None = None
 
     def __post_init__(self) -> None:
         if self.against is not None and not self.maps:
@@ -66,11 +60,7 @@ class Profile:
         self.heads()
 
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """Returns layer and head of each map.
-
-        Raises:
-            UsageError: One is not of the form `3.7`.
-        """
+        """Returns layer and head of each map. Raises UsageError where one is not of the form `3.7`."""
         found = []
         for text in self.maps:
             layer, _, head = text.partition(".")
@@ -83,8 +73,7 @@ class Profile:
 @with_options(asked=Profile, loading=Loading)
 def profile(
     model: Annotated[
-        str | None,
-        typer.Argument(help="Hub id or directory. Default: the small LLaMA-class model of the package."),
+        str | None, typer.Argument(help="Hub id or directory. Default: the small LLaMA-class model of the package.")
     ] = None,
     *,
     asked: Profile,
@@ -102,23 +91,7 @@ def profile(
         use_threads(threads)
         if asked.output_dir is not None:
             writable(asked.output_dir, "output_dir")
-        if asked.figure is not None:
-            writable(asked.figure.parent, "figure")
-            _refuse_unwritable(asked.figure)
         _run(model, loading, asked, as_json)
-
-
-def _refuse_unwritable(figure: Path) -> None:
-    """Refuses a picture format that Matplotlib cannot write.
-
-    Raises:
-        UsageError: It has such a format, or no suffix.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if figure.suffix.lower().removeprefix(".") not in kinds:
-        raise UsageError(f"figure: got {figure}, expected a file that ends with one of {', '.join(kinds)}")
 
 
 def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> None:
@@ -146,8 +119,6 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
             network(input_ids=row[None].to(checkpoint.device), **keywords)
         if asked.decode and generates:
             _generate(network, ids[:1].to(checkpoint.device), asked.decode, longest)
-        if asked.padded:
-            _padded(network, ids, checkpoint.pad_token(), keywords)
     console = Console(stderr=as_json)
     console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
     lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
@@ -169,9 +140,6 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
         page = pages.atlas(recorded, f"Attention of {checkpoint.name}", about)
         write_atomically(asked.output_dir / "atlas.html", page)
         tell(console, f"profile: {asked.output_dir / 'profile.json'}, {asked.output_dir / 'atlas.html'}")
-    if asked.figure is not None:
-        seen.figure().savefig(asked.figure)
-        tell(console, f"figure: {asked.figure}")
     if as_json:
         print_json(recorded)
 
@@ -189,24 +157,8 @@ def _generate(network: Any, prompt: Tensor, count: int, longest: int) -> None:
     network.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
 
-def _padded(network: Any, ids: Tensor, pad_token: int, keywords: dict[str, Any]) -> None:
-    """Returns a left-padded batch of a whole and a half sequence."""
-    import torch
-
-    half = ids.shape[1] // 2
-    mask = torch.ones(2, ids.shape[1], dtype=torch.long, device="cpu")
-    mask[1, :half] = 0
-    rows = torch.stack([ids[0], ids[0].masked_fill(mask[1] == 0, pad_token)])
-    device = network.device
-    network(input_ids=rows.to(device), attention_mask=mask.to(device), **keywords)
-
-
 def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[str, Tensor]:
-    """Returns the name of the text and its first tokens.
-
-    Raises:
-        DataUnavailable: There is no text.
-    """
+    """Returns the name of the text and its first tokens. Raises DataUnavailable where there is no text."""
     import torch
 
     from adaattn_hf.eval import corpora

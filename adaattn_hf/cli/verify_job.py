@@ -127,11 +127,7 @@ def _format(plan: Plan) -> str:
 
 
 def stored_proof(plan: Plan) -> Verified | None:
-    """Returns the stored verdict on the plan, over its cache if it has a format; None if there is none.
-
-    Raises:
-        PlanError: The verdict on the cache is malformed.
-    """
+    """Returns the stored verdict, over the plan's cache if it has one, None without; PlanError if it is malformed."""
     if _format(plan) == "model":
         return plan.verified
     kept = plan.protocol[PROTOCOL].get("verified")
@@ -139,11 +135,7 @@ def stored_proof(plan: Plan) -> Verified | None:
 
 
 def settings_of(plan: Plan) -> CalibrationSettings:
-    """Returns the settings that a plan was made with, or the defaults if it holds none.
-
-    Raises:
-        PlanError: They are not valid settings.
-    """
+    """Returns the settings that a plan was made with, else the defaults; PlanError if they are not valid."""
     kept = plan.protocol.get("settings", {})
     try:
         words: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()}
@@ -182,11 +174,7 @@ def held_out(
 
 
 def looked_at(path: Path) -> dict[str, tuple[int, int]]:
-    """Returns the range of sequences that the stored proof read, by length; empty without a report.
-
-    Raises:
-        PlanError: The report is malformed.
-    """
+    """Returns the range of sequences that the stored proof read, by length; PlanError if the report is malformed."""
     report = (path if path.is_dir() else path.parent) / REPORT_FILE
     if not report.is_file():
         return {}

@@ -29,10 +29,6 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
     """Maps the label of each choice to the name of its launch; choices with the same name share one launch.
 
     A choice that no backend computes together with others has a launch of its own.
-
-    Args:
-        choices: The choices.
-        request: A call.
     """
     spec = spec_of(request)
     found = {}
@@ -59,8 +55,6 @@ def attend(
     """Returns the output of the plan, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
     Args:
-        program: The layer's plan and tensors.
-        request: The call.
         backend: Name of the backend for every launch; chosen per launch if absent.
         window: The layer's own window, which one row of a dense mask, as traced graphs make it, does not show.
 
@@ -142,11 +136,7 @@ def _in_ranges(
 
 
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
-    """Replaces a dense mask by the rules that it follows, which tell where sequences begin.
-
-    Raises:
-        ValueError: If the mask follows no known rules, and a choice counts keys.
-    """
+    """Replaces a dense mask by the rules that it follows; ValueError if it follows none and a choice counts keys."""
     read = legible(request, window)
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
     if read is None and counting:
@@ -159,11 +149,7 @@ def _read_mask(program: Program, request: AttentionRequest, window: int | None =
 
 
 def weights(program: Program, request: AttentionRequest) -> Tensor:
-    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan.
-
-    Raises:
-        ValueError: In a traced graph.
-    """
+    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
     if torch.compiler.is_compiling():
         raise ValueError(
             f"output_attentions: got True in a traced graph, and the plan of layer {program.plan.layer} decides by the "
@@ -264,11 +250,7 @@ class _OneWay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        """Raises.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises a ValueError, always."""
         raise ValueError(ctx.message)
 
 

@@ -34,6 +34,8 @@ PREFILL = 64
 """Smallest number of query rows of a prefill."""
 LEAST_ROWS = 8
 """Rows to sample before a unit may be made exact."""
+FACTOR = 3.0
+"""A unit is made exact if it loses more than this many times its 95th percentile in calibration."""
 
 
 @dataclass
@@ -73,15 +75,11 @@ class LayerStatistics:
 
 
 class Monitor:
-    """Counts and samples the calls of a plan, and makes heads exact that lose too much.
+    """Counts and samples the calls of a plan, and makes heads exact that lose too much."""
 
-    Attributes:
-        layers: Counters by layer index.
-    """
-
-    def __init__(self, plan: Plan, *, sample_rows: bool = True, factor: float = 3.0) -> None:
+    def __init__(self, plan: Plan, *, sample_rows: bool = True) -> None:
         self.layers: dict[int, LayerStatistics] = {}
-        self._sample, self._factor = sample_rows, factor
+        self._sample = sample_rows
         self._units = {(unit.layer, unit.head): unit for unit in plan.units}
         # by layer: sums of the losses of its rows and of their squares, per key/value head
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
@@ -93,9 +91,6 @@ class Monitor:
         """Records one call of a layer; returns the program to run, with heads made exact that lose too much.
 
         Args:
-            index: Layer index.
-            program: Its plan.
-            request: The call.
             training: Whether the call may be repeated for its gradients, so that nothing may be made exact.
         """
         start = time.perf_counter()
@@ -146,7 +141,7 @@ class Monitor:
             # without a key less and without a loss in calibration there is no value to compare with
             if not (choice := program.plan.choices[head]).is_exact
             and (choice.keys is not None or unit.dropped_mass_p95 > 0)
-            and counters.lost[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
+            and counters.lost[head] > FACTOR * max(unit.dropped_mass_p95, 1e-4)
         ]
         counters.loud = sorted({*counters.tightened, *fresh})
         if fresh and not self._warned:
@@ -164,7 +159,7 @@ class Monitor:
         logger.warning(
             "adaattn: layer %d head %d loses %.3g of its attention here, above %g times what calibration saw; %s. "
             "Calibrate on text like this one.",
-            layer, head, lost, self._factor, after,
+            layer, head, lost, FACTOR, after,
         )  # fmt: skip
 
 

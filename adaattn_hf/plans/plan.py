@@ -21,17 +21,7 @@ from .record import PlanError, read_list, read_record, real, share, text, whole
 from .store import PlanFiles
 from .wording import allowed
 
-__all__ = [
-    "EXACT",
-    "MOST_HEADS",
-    "PLAN_FORMAT",
-    "Choice",
-    "LayerPlan",
-    "Plan",
-    "PlanError",
-    "UnitRecord",
-    "Verified",
-]
+__all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", "PlanError", "UnitRecord", "Verified"]
 
 PLAN_FORMAT = 2
 WHOLE = "model:"
@@ -253,11 +243,7 @@ class Plan(PlanFiles):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Returns the plan written by `to_dict`.
-
-        Raises:
-            PlanError: If a key is unknown or missing, the format is another, or a value is out of range.
-        """
+        """Returns the plan written by `to_dict`; PlanError for another format, other keys, or a value out of range."""
         if isinstance(data, Mapping) and data.get("format") != PLAN_FORMAT:
             raise PlanError(
                 f"plan format is {data.get('format')!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
@@ -325,11 +311,7 @@ adaattn eval {shlex.quote(model)} --plan {shlex.quote(repository)} --dtype {shle
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Returns the plan written by `to_json`.
-
-        Raises:
-            PlanError: If the text is not JSON, or not a plan.
-        """
+        """Returns the plan written by `to_json`. Raises PlanError if the text is not JSON, or not a plan."""
         try:
             data = parse_json(text)
         except ValueError as error:

@@ -22,11 +22,7 @@ class PlanError(ValueError):
 
 
 def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
-    """Returns `data` as keyword arguments for the dataclass, refusing keys that it does not have.
-
-    Raises:
-        PlanError: If `data` is no mapping, or a key is unknown or missing.
-    """
+    """Returns `data` as keyword arguments for the dataclass; PlanError if it is no mapping, or has other keys."""
     if not isinstance(data, Mapping):
         raise PlanError(
             f"{where} is {type(data).__name__}, expected a mapping of {cls.__name__} fields; calibrate again"
@@ -35,11 +31,7 @@ def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
 
 
 def checked_keys(known: set[str], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Returns the mapping as a dictionary if it has exactly the known keys.
-
-    Raises:
-        PlanError: If a key is unknown or missing.
-    """
+    """Returns the mapping as a dictionary if it has exactly the known keys, else PlanError."""
     for name in data:
         if name not in known:
             raise PlanError(unknown(f"key of {where}", str(name), known))
@@ -50,11 +42,7 @@ def checked_keys(known: set[str], data: Mapping[Any, Any], where: str) -> dict[s
 
 
 def read_list(data: Any, where: str, most: int) -> list[Any]:
-    """Returns a JSON list of at most so many entries.
-
-    Raises:
-        PlanError: If it is not a list, or longer.
-    """
+    """Returns a JSON list of at most so many entries. Raises PlanError if it is not a list, or longer."""
     if not isinstance(data, (list, tuple)):
         raise PlanError(f"{where} is {type(data).__name__}, expected a list")
     if len(data) > most:
@@ -63,11 +51,7 @@ def read_list(data: Any, where: str, most: int) -> list[Any]:
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
-    """Returns an integer within bounds.
-
-    Raises:
-        PlanError: If it is not one.
-    """
+    """Returns an integer within bounds. Raises PlanError if it is not one."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise PlanError(f"{name} is {value!r:.60}, expected an integer of at least {least}")
     if value < least:
@@ -78,11 +62,7 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
 
 
 def real(value: Any, name: str, least: float = -GREATEST, most: float = GREATEST) -> float:
-    """Returns a number within bounds, all of which are finite.
-
-    Raises:
-        PlanError: If it is not one.
-    """
+    """Returns a number within bounds, all of which are finite. Raises PlanError if it is not one."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise PlanError(f"{name} is {value!r:.60}, expected a number")
     if not least <= value <= most:  # compares integers of any size, and no NaN passes
@@ -91,11 +71,7 @@ def real(value: Any, name: str, least: float = -GREATEST, most: float = GREATEST
 
 
 def share(value: Any, name: str) -> float:
-    """Returns a share of a whole.
-
-    Raises:
-        PlanError: If it is none.
-    """
+    """Returns a share of a whole. Raises PlanError if it is none."""
     return real(value, name, 0.0, 1.0)
 
 
@@ -107,11 +83,7 @@ def _short(value: float) -> str:
 
 
 def text(value: Any, name: str) -> str:
-    """Returns a string that can be written as UTF-8.
-
-    Raises:
-        PlanError: If it is not one.
-    """
+    """Returns a string that can be written as UTF-8. Raises PlanError if it is not one."""
     if not isinstance(value, str):
         raise PlanError(f"{name} is {value!r}, expected a string")
     if any("\ud800" <= letter <= "\udfff" for letter in value):

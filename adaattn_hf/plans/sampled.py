@@ -63,7 +63,6 @@ def row_outputs(
     """Returns what choices, the first of them exact, make of a few rows of a batch of one, and what they lose there.
 
     Args:
-        request: The call.
         rows: `[rows]` query rows.
         choices: Choices that all its heads take, one after the other.
         tensors: Bases and means of the layer.
@@ -96,7 +95,6 @@ def losses(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
     """Returns what a plan loses on a few rows, as `row_outputs` measures it; 0 for rows beyond the plan's lengths.
 
     Args:
-        program: The layer's plan.
         request: A call with a batch of one and a plain structure.
         rows: `[rows]` query rows.
 

@@ -134,19 +134,12 @@ class PlanFiles(ABC):
             api.create_repo(repo_id, private=private, exist_ok=True)
             rest = [CARD_FILE] if api.file_exists(repo_id, "config.json") else None
             done = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=place,
-                commit_message="Upload a plan of attention",
-                ignore_patterns=rest,
+                repo_id=repo_id, folder_path=place, commit_message="Upload a plan of attention", ignore_patterns=rest
             )
         return str(done.commit_url)
 
     def tensor_bytes(self) -> bytes | None:
-        """Returns the safetensors file of a plan whose tensors are in memory, `None` for a plan without any.
-
-        Raises:
-            PlanError: They are not.
-        """
+        """Returns a plan's safetensors file, `None` for a plan without; PlanError if its tensors are not in memory."""
         from safetensors.torch import save
 
         return save(tensors_of(self)) if self.tensors else None
@@ -168,11 +161,6 @@ def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def tensors_of(plan: PlanFiles, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
     """Returns a plan's tensors: from memory, from their file, or from settings that carry them.
-
-    Args:
-        plan: A plan that has some.
-        source: Directory or repository that the plan's model came from.
-        raw: The model's settings.
 
     Raises:
         PlanError: They are nowhere, or others than the plan names.
@@ -206,11 +194,7 @@ def layer_tensors(plan: PlanFiles, index: int, source: str | None, raw: Any) -> 
 
 
 def text_file(file: Path) -> str:
-    """Returns the text of a plan or report.
-
-    Raises:
-        PlanError: If it cannot be read, is too large, or is not text.
-    """
+    """Returns the text of a plan or report. Raises PlanError if it cannot be read, is too large, or is not text."""
     try:
         size = file.stat().st_size
         if size > MOST_BYTES:
@@ -232,11 +216,7 @@ def _json(file: Path) -> Any:
 
 
 def _settings_of(config: Path) -> Mapping[str, Any]:
-    """Returns this package's settings in a model's `config.json`.
-
-    Raises:
-        PlanError: If the file is not a configuration.
-    """
+    """Returns this package's settings in a model's `config.json`; PlanError if it is no configuration."""
     data = _json(config)
     settings = data.get("adaattn") if isinstance(data, Mapping) else None
     if not isinstance(data, Mapping) or not isinstance(settings, Mapping | None):
@@ -282,11 +262,7 @@ def _held(source: str | Path, raw: Any) -> tuple[bytes, str] | None:
 
 
 def _kept(name: str, held: tuple[bytes, str]) -> dict[str, Tensor]:
-    """Keeps the tensors of a file whose hash a plan names.
-
-    Raises:
-        PlanError: It has another.
-    """
+    """Keeps the tensors of a file whose hash a plan names. Raises PlanError where it has another."""
     from safetensors.torch import load
 
     data, where = held

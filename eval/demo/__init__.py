@@ -18,11 +18,7 @@ _SAMPLE = "text-sample"
 
 
 def _data(*parts: str) -> Path:
-    """A path in this package's data.
-
-    Raises:
-        FileNotFoundError: The package is not on a file system, or was built without its data.
-    """
+    """A path in this package's data; FileNotFoundError if it is not on a file system, or was built without it."""
     found = resources.files(__name__).joinpath(*parts)
     if not isinstance(found, Path) or not found.exists():
         raise FileNotFoundError(

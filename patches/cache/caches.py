@@ -124,15 +124,7 @@ class AdaAttnCache(DynamicCache):
             )
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        convert(
-            self,
-            model,
-            self.stored,
-            self.streaming,
-            reserve=reserve,
-            growth=growth,
-            max_cache_len=max_cache_len,
-        )
+        convert(self, model, self.stored, self.streaming, reserve=reserve, growth=growth, max_cache_len=max_cache_len)
 
 
 def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, **room: Any) -> Cache:
@@ -160,12 +152,6 @@ def convert_layers(
     max_cache_len: int | None = None,
 ) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
-
-    Args:
-        cache: The cache.
-        stored: What its layers keep, one of `CACHES`.
-        spans: What heads keep, by layer, where some keep less than all.
-        reserve, growth, max_cache_len: As in `AdaAttnCache`.
 
     Raises:
         ValueError: The cache holds tokens already, codes are asked of a layer that is neither of full nor of sliding

@@ -25,20 +25,11 @@ class StoredTensor:
     ndim = 4
 
     def __init__(
-        self,
-        codes: Tensor,
-        record: StoredKV | None,
-        head_dim: int,
-        dtype: torch.dtype,
-        streams: Any = None,
+        self, codes: Tensor, record: StoredKV | None, head_dim: int, dtype: torch.dtype, streams: Any = None
     ) -> None:
         """Stands for keys or values.
 
         Args:
-            codes: As in a request that has `record`.
-            record: What turns them into numbers.
-            head_dim: Channels of a key or value.
-            dtype: That of the model's own keys.
             streams: The layer that holds the tokens by groups of heads, where they are not one tensor. There is no
                 record, then, and `codes` have the shape of all tokens and no memory.
         """

@@ -110,11 +110,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns what a file says of its cache, and its tensors in the host's memory.
-
-    Raises:
-        Unsound: It holds no cache of this format, or not what was written.
-    """
+    """Returns what a file says of its cache, and its tensors on the host; Unsound if it is not what was written."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -182,11 +178,7 @@ def _listed(sizes: dict[str, Any]) -> str:
 def _checked_layers(
     cache: AdaAttnCache, about: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel
 ) -> dict[int, tuple[int, dict[str, Tensor]]]:
-    """Returns the tokens seen and the tensors of each layer that holds any, all of which fit an empty cache.
-
-    Raises:
-        Unsound: They do not.
-    """
+    """Returns the tokens seen and tensors of each layer that holds any; Unsound if they do not fit."""
     count = max(len(cache.layers), model.config.get_text_config(decoder=True).num_hidden_layers)
     layers = about["layers"]
     if not isinstance(layers, list) or len(layers) > count:
@@ -239,14 +231,6 @@ def _check_layer(
     where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
 ) -> int:
     """Returns the sequences that a layer's tensors are of: a file is checked, not believed.
-
-    Args:
-        where: The layer, in words.
-        layer: An empty one, which they shall fill.
-        stored: How the cache keeps them.
-        held: The tensors by name, as saved.
-        length: Tokens that the layer has seen.
-        batch: Sequences of the layers before, None for the first.
 
     Raises:
         Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.

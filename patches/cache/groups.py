@@ -45,11 +45,6 @@ class HeadGroup:
         """Write `[batch, heads, n, head_dim]`; returns keys, values and record as the call of these tokens reads them.
 
         One token reads all slots as they lie; more read the sinks, the ring from its oldest token on, and themselves.
-
-        Args:
-            keys, values: The tokens.
-            starts: Position of the first token of each sequence.
-            record_past: Whether `crop` may have to take these tokens back.
         """
         if self.span is not None and record_past:
             if self.before is None:
@@ -91,12 +86,7 @@ class HeadGroup:
         return [part.extend(sum(self.span) - len(part)) for part in self.tokens.parts]
 
     def _save(
-        self,
-        views: list[Tensor],
-        gone: range,
-        shift: int,
-        starts: Sequence[int],
-        source: list[Tensor] | None = None,
+        self, views: list[Tensor], gone: range, shift: int, starts: Sequence[int], source: list[Tensor] | None = None
     ) -> None:
         """Copy the tokens at positions `gone`, at `position - shift` of the source, that are sinks of their row."""
         assert self.span is not None
@@ -176,12 +166,7 @@ def _find_starts(structure: CallStructure) -> tuple[int, ...]:
 
 
 def structure_of(structure: CallStructure, span: Span) -> CallStructure:
-    """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window.
-
-    Args:
-        structure: Of the call over a full cache: causal, perhaps with padding.
-        span: Of the heads.
-    """
+    """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window."""
     return structure.derived(_find_structure, *span)
 
 

@@ -29,14 +29,7 @@ class GrowingTensor:
     """
 
     def __init__(self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH, most: int | None = None) -> None:
-        """Empty, with room for `reserve` tokens.
-
-        Args:
-            like: `[batch, heads, any, …]`; gives the other extents, the dtype and the device.
-            reserve: Tokens for which room is made at once.
-            growth: Factor on the length when room is made; larger than 1.
-            most: Tokens that will ever be held; no more room is made.
-        """
+        """Empty, with room for `reserve` tokens, at most for `most`; `like` gives all extents but the length."""
         self.reserve, self.growth, self.most = reserve, growth, most
         self._refill(like[:, :, :0], reserve)
 
@@ -164,11 +157,7 @@ class GrowingTensor:
 
 
 def check_room(reserve: int, growth: float, max_cache_len: int | None = None) -> None:
-    """Refuse room that no tokens could be kept in.
-
-    Raises:
-        ValueError: `growth` is not larger than 1, a number of tokens is none, or `reserve` is more than there may be.
-    """
+    """Refuse room that no tokens could be kept in (ValueError)."""
     if not isinstance(growth, (int, float)) or not growth > 1:
         raise ValueError(f"growth: got {growth!r}, expected a factor larger than 1, such as 1.25")
     if not isinstance(reserve, int) or reserve < 0:

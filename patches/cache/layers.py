@@ -51,11 +51,7 @@ class KeptLayer:
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Be the layer of tokens shaped like these.
-
-        Raises:
-            ValueError: Values have too few channels for the format.
-        """
+        """Be the layer of tokens shaped like these. ValueError if values have too few channels for it."""
         check_channels(self.stored, value_states.shape[3])
         super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
         self.dtype = key_states.dtype
@@ -63,11 +59,7 @@ class KeptLayer:
 
     # ---------------- what is held
     def kept(self) -> Sequence[Tokens]:
-        """The storage; none where there are no tokens, and where keys and values are plain tensors.
-
-        Raises:
-            TypeError: Somebody has put keys in the place of codes.
-        """
+        """The storage; none where keys and values are plain tensors. TypeError if such stand for codes."""
         if self.tokens is not None and self._assigned():
             self.tokens = None
         return () if self.tokens is None else (self.tokens,)
@@ -151,12 +143,7 @@ class KeptLayer:
         return copy.deepcopy(self)
 
     def change(self, tokens: Callable[[Tokens], None], plain: Callable[[Tensor], Tensor]) -> None:
-        """Change all tokens.
-
-        Args:
-            tokens: Changes storage in place.
-            plain: Returns the same change of keys or values that are a plain tensor.
-        """
+        """Change all tokens: storage in place, plain keys and values to what `plain` returns of them."""
         kept = self.kept()
         if kept:
             self.let_go()

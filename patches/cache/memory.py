@@ -57,13 +57,7 @@ class CacheMemory:
 
 
 def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None) -> CacheMemory:
-    """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too).
-
-    Args:
-        cache: Keeps every head's tokens.
-        stored: How.
-        spans: Of layers whose heads shall stream, what each of them keeps.
-    """
+    """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too); `spans` of streaming heads."""
     streams = [span for own in (spans or {}).values() for span in own]
     layers: list[tuple[int, int, int | None]] = []
     per_sequence = 0

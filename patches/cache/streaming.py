@@ -69,11 +69,7 @@ class StreamingLayer(FullLayer):
         super().reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for tokens shaped like these.
-
-        Raises:
-            ValueError: The plan is for another number of heads.
-        """
+        """Make room for tokens shaped like these. Raises ValueError where the plan is for another number of heads."""
         if key_states.shape[1] != len(self.spans):
             raise ValueError(
                 f"cache: the plan is for {len(self.spans)} key/value heads, got keys with {key_states.shape[1]}; "

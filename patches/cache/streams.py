@@ -29,13 +29,6 @@ def attend_streams(
 ) -> Tensor:
     """Returns what the layer's plan computes over a full cache, `[batch, q_len, heads, head_dim_v]`.
 
-    Args:
-        module: The attention module.
-        request: The call; its keys and values have the extents of a full cache and no memory.
-        layer: Holds the tokens, and those of this call, which are written here.
-        forced: Name of the backend that must serve every request.
-        wanted: Whether attention weights are asked for.
-
     Raises:
         ValueError: The plan is gone or another one, speaks for shorter sequences, or the call needs keys that are gone.
     """
@@ -109,11 +102,7 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
 
 
 def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
-    """The plan that the layer's heads stream by.
-
-    Raises:
-        ValueError: The module has no plan any more, or one with other windows.
-    """
+    """The plan that the layer's heads stream by; ValueError if the module has none any more, or another one."""
     program = program_of(module)
     if program is not None and program.handle == layer.program:
         return program
@@ -127,11 +116,7 @@ def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
 
 
 def _served(request: AttentionRequest | None, program: Program) -> CallStructure:
-    """The structure of a call that streaming heads can serve.
-
-    Raises:
-        ValueError: Names what they cannot.
-    """
+    """The structure of a call that streaming heads can serve. Raises ValueError, which names what they cannot."""
     where = f"cache: layer {program.plan.layer} has streaming heads, which keep no keys beyond their windows"
     structure = None if request is None else request.structure
     if (

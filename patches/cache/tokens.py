@@ -73,13 +73,7 @@ class Tokens:
         most: int | None = None,
         fixed: bool = False,
     ) -> None:
-        """Empty, for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`; room as in `GrowingTensor`.
-
-        Args:
-            keys, values, stored: As said.
-            reserve, growth, most: As in `GrowingTensor`.
-            fixed: Codes of `reserve` tokens lie where they are, and are counted by a tensor.
-        """
+        """Empty, for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`; room as in `GrowingTensor`."""
         self.stored, self.dtype, self.dim_v = stored, keys.dtype, values.shape[3]
         sizes, own = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
         self.count: Tensor | None = None
@@ -247,12 +241,7 @@ class Tokens:
     def shown(
         self, parts: Sequence[Tensor] | None = None, last: int | None = None
     ) -> tuple[Tensor, Tensor] | tuple[StoredTensor, StoredTensor]:
-        """Keys and values as attention is handed them: tensors, or what carries codes.
-
-        Args:
-            parts: Of all tokens, where at hand.
-            last: Only so many.
-        """
+        """Keys and values as attention is handed them: tensors, or what carries codes."""
         first = last is None or last >= len(self)
         key, value, record = self.read(self.views(last) if parts is None else parts, first)
         if record is None:

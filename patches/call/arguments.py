@@ -132,11 +132,7 @@ _SELECTED = frozenset(("indices", "block_indices"))
 
 
 def with_keywords(
-    module: nn.Module,
-    structure: CallStructure,
-    attention_mask: Any,
-    heads: int,
-    kwargs: Mapping[str, Any],
+    module: nn.Module, structure: CallStructure, attention_mask: Any, heads: int, kwargs: Mapping[str, Any]
 ) -> CallStructure:
     """Returns the structure with what keywords add to it: packed documents and selected keys.
 

@@ -46,9 +46,6 @@ def attend_requests(
     """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
 
     Args:
-        backend: Name of the backend to use for every call, or None to choose one per kind of call.
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux: As
-            Transformers hands them over; new keys and values alone where a `cache` comes along.
         cache: The engine's paged cache, in Transformers before 5.24, whose models do not write to it themselves.
         kwargs: What the engine declares to hand over, and what models say of themselves.
 
@@ -156,12 +153,7 @@ def _limit(module: nn.Module) -> int | None:
 
 
 class Part(NamedTuple):
-    """Requests that are computed together.
-
-    Attributes:
-        rows: Their queries among those of the step.
-        structure: What they see of the row of all keys.
-    """
+    """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
 
     rows: slice | Tensor
     structure: Runs
@@ -170,14 +162,7 @@ class Part(NamedTuple):
 def _parts(
     cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, window: int | None, limit: int | None
 ) -> tuple[Part, ...]:
-    """The parts of a step, made once for the layers that are handed the same lengths.
-
-    Args:
-        cu_q, cu_k: `[requests + 1]` running sums of queries and keys.
-        q_len, kv_len: Tokens of the step, and keys that its requests read.
-        window: Of the layer.
-        limit: Requests within the lengths of a plan, and those beyond, are computed apart.
-    """
+    """The parts of a step by running sums `[requests + 1]`, made once for all layers; beyond a limit they are apart."""
     (queries, known), (keys, _) = _read(cu_q), _read(cu_k)
     asked = id(keys), kv_len, window, limit
     if asked not in known:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaattn_hf.attention.request import (
-    AttentionRequest,
-    check_tensors,
-    head_dim_of,
-    holds_no_memory,
-    in_one_batch,
-)
+from adaattn_hf.attention.request import AttentionRequest, check_tensors, head_dim_of, holds_no_memory, in_one_batch
 from adaattn_hf.attention.tap import NOBODY, listening
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.eager import attention_weights
@@ -110,14 +104,5 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     return AttentionRequest(
-        query,
-        key,
-        value,
-        structure,
-        scaling,
-        call.dropout,
-        call.softcap,
-        call.sink_logits,
-        bias,
-        stored=call.stored,
+        query, key, value, structure, scaling, call.dropout, call.softcap, call.sink_logits, bias, stored=call.stored
     )

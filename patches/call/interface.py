@@ -23,11 +23,7 @@ _modes = torch._C._len_torch_dispatch_stack
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
-    """The function to register under a name.
-
-    Args:
-        backend: Name of the backend to use for every call, or None to choose one per kind of call.
-    """
+    """The function to register under a name: a backend serves every call, None chooses one per kind of call."""
 
     def adaattn(
         module: nn.Module,

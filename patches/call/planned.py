@@ -64,15 +64,7 @@ def rules_of(
 def program_for(
     module: nn.Module, request: AttentionRequest, config: Any, compiling: bool, heard: Listening
 ) -> tuple[Program | None, AttentionRequest]:
-    """Returns what a module does about a call, None where it is exact, and the call as that needs it.
-
-    Args:
-        module: The attention module.
-        request: The call.
-        config: The module's configuration.
-        compiling: Whether a graph is traced.
-        heard: Who listens; what a tap answers is not monitored.
-    """
+    """Returns what a module does about a call, None where it is exact, and the call as that needs it."""
     program = program_of(module, compiling)
     if compiling:
         if program is not None and program.is_exact_for(request.query.shape[2]):
@@ -88,11 +80,7 @@ def program_for(
 
 
 def _refuse_chunks(module: nn.Module, program: Program) -> None:
-    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show.
-
-    Raises:
-        ValueError: The plan has such a choice.
-    """
+    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show (ValueError)."""
     if any(choice.keys is not None for choice in program.plan.choices):
         raise ValueError(
             f"plan of layer {program.plan.layer}: counts keys from a sequence's first, which a traced graph of "

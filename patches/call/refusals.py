@@ -32,12 +32,6 @@ def check_call(
 ) -> None:
     """Refuses what a call may not ask for.
 
-    Args:
-        module: The attention module, which messages name.
-        query, key: `[batch, heads, length, head_dim]`.
-        attention_mask, position_bias, scaling, sliding_window: As Transformers hands them over.
-        kwargs: The keywords that the function does not name.
-
     Raises:
         ValueError: The message names the argument, what it is and what it should be.
     """
@@ -66,11 +60,7 @@ def check_call(
 
 
 def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN) -> None:
-    """Refuses keywords that nobody knows; options of a loss pass through attention on their way.
-
-    Raises:
-        ValueError: An unknown keyword has a value other than None.
-    """
+    """Refuses keywords that nobody knows; options of a loss pass through attention on their way (ValueError)."""
     for name, value in kwargs.items():
         if name in known or value is None:
             continue
@@ -84,11 +74,7 @@ def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collecti
 
 
 def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuses keys in a paged cache.
-
-    Raises:
-        ValueError: A keyword of continuous batching has a value.
-    """
+    """Refuses keys in a paged cache (ValueError: a keyword of continuous batching has a value)."""
     for name in PAGED:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -117,11 +103,6 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
 def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
     """Refuses what is no mask of the scores; a wider one, too, for nobody could tell which columns are the keys'.
 
-    Args:
-        module: The attention module, which messages name.
-        mask: What came as the mask.
-        extents: Batch, heads, queries and keys.
-
     Raises:
         TypeError: It is no tensor.
         ValueError: It does not broadcast to the scores.
@@ -139,21 +120,13 @@ def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
 
 
 def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
-    """Returns the sum of an additive mask and a bias, at least in the query's precision.
-
-    Raises:
-        ValueError: The bias does not broadcast to the scores.
-    """
+    """Returns an additive mask and a bias, added in the query's precision at least; ValueError for other extents."""
     bias = broadcast_to_scores("position_bias", bias, (*query.shape[:3], kv_len))
     return mask.to(torch.promote_types(mask.dtype, query.dtype)) + bias
 
 
 def check_untransformed(function: str) -> None:
-    """Refuses transforms around a function whose keys lie in a cache that others write to.
-
-    Raises:
-        BackendRefusal: A transform is at work.
-    """
+    """Refuses transforms around a function whose keys lie in a cache that others write to (BackendRefusal)."""
     if (transform := transform_at_work()) is not None:
         raise BackendRefusal(
             f"{function}: called under {transform}, which cannot follow keys in a cache that is written in place; call "

@@ -47,15 +47,7 @@ def launch_of(
     stored: StoredKV | None,
     kwargs: dict[str, Any],
 ) -> tuple[Launch, CallStructure] | None:
-    """The launch of a call and its structure; None where the call goes the long way.
-
-    Args:
-        module: The attention module.
-        query, key, value, attention_mask, is_causal: As Transformers hands them over; codes for a cache's carriers.
-        backend: Name of the backend that was registered under the function's name.
-        stored: What turns codes into numbers.
-        kwargs: The keywords that the function does not name.
-    """
+    """The launch of a call and its structure; None where the call goes the long way."""
     fields = module.__dict__
     if (
         not IDLE.issuperset(kwargs)

@@ -143,12 +143,7 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
     if raw_settings(config) is not None:
         known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
     return CallStructure(
-        batch,
-        q_len,
-        kv_len,
-        q_offset=structure.q_offset,
-        key_padding=known,
-        mask=structure.visible(device=device),
+        batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=known, mask=structure.visible(device=device)
     )
 
 
@@ -174,11 +169,7 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
 
 
 def _padding_of_keys(attention_mask: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> Tensor | None:
-    """Returns the 2-D mask of this call's keys, `[batch, kv_len]`; keys beyond its end are hidden.
-
-    Raises:
-        ValueError: The mask has other rows than the batch.
-    """
+    """Returns the mask `[batch, kv_len]` of this call's keys, hidden beyond its end; ValueError for other rows."""
     if attention_mask is None:
         return None
     if not tracing() and attention_mask.shape[0] != batch:  # while tracing both may be symbols

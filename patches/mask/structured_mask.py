@@ -29,11 +29,7 @@ class StructuredMask:
     dtype = torch.bool
 
     def __init__(
-        self,
-        structure: CallStructure,
-        device: torch.device,
-        by_positions: bool = False,
-        fixed_chunks: bool = False,
+        self, structure: CallStructure, device: torch.device, by_positions: bool = False, fixed_chunks: bool = False
     ) -> None:
         """`device` is the device of the dense mask; for `by_positions` see `told.Told`.
 

@@ -27,10 +27,6 @@ def cache_in(named: Mapping[str, Any]) -> Any:
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """The keyword that hands `cache` to this model's forward.
 
-    Args:
-        model: A Transformers model that takes a cache.
-        cache: What it shall read and extend.
-
     Raises:
         TypeError: Its forward takes none.
     """

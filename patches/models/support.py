@@ -63,11 +63,7 @@ def runs_ours(model: nn.Module) -> bool:
 
 
 def refuse_no_model(model: Any, *others: type) -> None:
-    """Refuses what is no model, such as the name of one; `others` are welcome, too.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Refuses what is no model, such as the name of one; `others` are welcome, too (TypeError)."""
     if not isinstance(model, (nn.Module, *others)):
         raise TypeError(
             f"model: got {model!r:.80}, expected a loaded model; load it with "
@@ -100,11 +96,7 @@ def check(model: Holder | PreTrainedConfig) -> None:
 
 
 def refuse_other_attention(model: nn.Module) -> None:
-    """Refuses a model whose attention is not this package's.
-
-    Raises:
-        ValueError: None of its towers is set to `adaattn…`.
-    """
+    """Refuses a model whose attention is not this package's (ValueError)."""
     refuse_no_model(model)
     names = implementations(model)
     if not runs_ours(model):

@@ -37,11 +37,7 @@ def head_map(request: AttentionRequest, head: int) -> Tensor:
 
 
 def plan_map(request: AttentionRequest, head: int, program: Program | None) -> Tensor:
-    """Returns the same for what a plan computes for the head; without a program the head is exact.
-
-    Raises:
-        ValueError: The prompt is longer than the plan covers.
-    """
+    """Returns the same for what a plan computes, None being exact; ValueError for a prompt longer than it covers."""
     if program is None:
         return head_map(request, head)
     if rows_within(request.structure, program.max_length, request.query.device) is not True:

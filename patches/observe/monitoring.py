@@ -47,13 +47,12 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
 
 
 @contextmanager
-def monitoring(model: Holder, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
+def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
 
     Args:
         model: A model that carries a plan, or what holds it (a pipeline, PEFT, sentence-transformers).
         sample_rows: Compare sampled rows with exact attention and make heads exact; otherwise only count.
-        factor: A unit is made exact if it loses more than this many times its 95th percentile in calibration.
 
     Raises:
         ValueError: If the model carries no plan.
@@ -62,7 +61,7 @@ def monitoring(model: Holder, *, sample_rows: bool = True, factor: float = 3.0) 
     plan = plan_of(held)
     if plan is None:
         raise ValueError("the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`")
-    monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
+    monitor = Monitor(plan, sample_rows=sample_rows)
     modules = {id(module): index for index, module in attention_modules(held, plan.model_type)}
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:

@@ -76,7 +76,6 @@ class AttentionRecord(Recorder):
         model: nn.Module,
         rows: int,
         seed: int,
-        spectrum: bool,
         maps: dict[tuple[int, int], Tensor | None],
         programs: Mapping[int, Program | None] | None = None,
     ) -> None:
@@ -85,7 +84,7 @@ class AttentionRecord(Recorder):
         self.layers: dict[int, _Layer] = {}
         self.maps, self.programs = maps, programs
         self.errors: dict[tuple[int, int], Tensor] = {}
-        self.rows, self.spectrum = rows, spectrum
+        self.rows = rows
         self._generator = torch.Generator().manual_seed(seed)
         self._names = {id(module): name for name, module in names}
         self._numbers: dict[int, int] = {}
@@ -142,7 +141,7 @@ class AttentionRecord(Recorder):
                     answer=out[row].transpose(0, 1)[:, chosen],
                 )
             )
-        if self.spectrum and phase != "decode" and structure.q_len == structure.kv_len:
+        if phase != "decode" and structure.q_len == structure.kv_len:
             self._moments(layer, request)
         for (number, head), image in [*self.maps.items()]:
             if number == index and image is None and head < heads and phase != "decode":
@@ -271,7 +270,6 @@ def record(
     *,
     rows: int = 64,
     seed: int = 0,
-    spectrum: bool = True,
     maps: tuple[tuple[int, int], ...] = (),
     against: Plan | str | Path | None = None,
 ) -> Iterator[AttentionRecord]:
@@ -285,7 +283,6 @@ def record(
             pipeline, PEFT, sentence-transformers).
         rows: Query rows sampled per call, one from each of as many equal parts.
         seed: Seed of the sample.
-        spectrum: Also measure the spectrum of the scores (one fp64 product per call and head).
         maps: Pairs of layer and query head whose pooled attention map is kept, from the first prompt.
         against: For the heads of `maps`, also keep the error of their weights under this plan (see
             `Plan.from_pretrained`), which need not be the model's own.
@@ -305,5 +302,5 @@ def record(
     if against is not None:
         _, found = programs_for(held, Plan.from_pretrained(against), unverified=True)
         programs = {index: program for index, (_, program) in found.items()}
-    with recording(AttentionRecord(held, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
+    with recording(AttentionRecord(held, rows, seed, dict.fromkeys(maps), programs)) as listener:
         yield listener  # type: ignore[misc]

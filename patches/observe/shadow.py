@@ -53,15 +53,6 @@ def compare(
 ) -> None:
     """Compares a call's output with the reference, if the call is one of the first of its kind in this model.
 
-    Args:
-        module: The attention module.
-        request: The call.
-        forced: Name of the forced backend, None if it was chosen.
-        program: The layer's plan, ready to run; None without one.
-        out: `[batch, q_len, heads, head_dim_v]`, the call's output.
-        limit: Calls that are compared of each kind and layer.
-        action: `raise` or `warn`.
-
     Raises:
         ShadowMismatch: They differ by more than rounding explains, and `action` is `raise`.
     """

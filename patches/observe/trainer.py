@@ -39,10 +39,7 @@ class _Tally(Recorder):
             shares[f"adaattn/backend/{choose(spec, forced).name}"] += count
             shares[f"adaattn/structure/{spec.kind}"] += count
         self.counts.clear()
-        return {
-            "adaattn/calls": float(total),
-            **{name: count / total for name, count in sorted(shares.items())},
-        }
+        return {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
 
 
 def plan_statistics(model: nn.Module) -> dict[str, float]:

@@ -25,25 +25,12 @@ from .running import Allowed
 
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
-    """Returns an attention module's part of the plan, `None` if the module is exact.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
     return fit.program_of(module, layer_tensors, compiling)
 
 
 def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
-    """Gives a model a plan and checks it against every layer at once.
-
-    Args:
-        model: A model whose attention modules know their `layer_idx`.
-        plan: The plan.
-        unverified: Run the plan though held-out text has not shown it good.
-
-    Raises:
-        PlanError: If the plan does not belong to the model, or names a layer that it does not have.
-    """
+    """Gives a model a plan and checks it against every layer at once; PlanError if it does not belong to the model."""
     raw, programs = programs_for(model, plan, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module, _ in programs.values()}
     for config in owners.values():
@@ -145,11 +132,7 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
 
 
 def refuse_stock_attention(model: nn.Module) -> None:
-    """Refuses a model whose attention cannot run plans.
-
-    Raises:
-        PlanError: If none of its towers is set to `adaattn…`.
-    """
+    """Refuses a model whose attention cannot run plans (PlanError)."""
     names = implementations(model)
     if names and not any(map(is_ours, names)):
         raise PlanError(

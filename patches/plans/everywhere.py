@@ -11,11 +11,7 @@ from adaattn_hf.plans.store import CONFIG_KEY
 
 
 def configuration_of(plan: Plan) -> type[Any]:
-    """Returns the class of the configurations that a plan was made for.
-
-    Raises:
-        PlanError: Transformers has none of that type, or the plan's tensors are lost.
-    """
+    """Returns the class of configurations that a plan is of; PlanError if there is none, or its tensors are lost."""
     from transformers import CONFIG_MAPPING
 
     plan.tensor_bytes()
@@ -28,11 +24,7 @@ def configuration_of(plan: Plan) -> type[Any]:
 
 
 def give(directory: str | Path) -> None:
-    """Gives a plan to all models of its type that carry none; each checks it against its weights when it first runs.
-
-    Raises:
-        PlanError: There is no plan, or no such type.
-    """
+    """Gives a plan to all models of its type that carry none; each checks it when it first runs (PlanError)."""
     plan = Plan.from_pretrained(directory)
     settings = {CONFIG_KEY: plan.to_dict()}
     GIVEN[plan.model_type] = settings

@@ -69,13 +69,7 @@ class Resolved(NamedTuple):
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
-    """Returns what became of a module's part of a plan, None if settings or weights have changed since.
-
-    Args:
-        slots: Where the module keeps it: its own dictionary, or a seat's.
-        raw: The settings at work.
-        compiling: Whether a graph is being traced: weights are not looked at then.
-    """
+    """Returns what became of a module's part of a plan, None if settings or weights have changed since."""
     known: Resolved | None = slots.get(PROGRAM_SLOT)
     if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
         return None
@@ -83,16 +77,7 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
 
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
-    """Returns an attention module's part of the plan, `None` if the module is exact.
-
-    Args:
-        module: An attention module; the result is cached in it.
-        tensors: Finds the layer's calibrated tensors if the plan has any.
-        compiling: Whether a graph is being traced: nothing is read then.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
     seats = None if compiling else listening().seats
     seat = None if seats is None else seats.get(module)
     raw = getattr(getattr(module, "config", None), "adaattn", None) if seat is None else seat.raw
@@ -124,11 +109,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
 
 
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than the plan was proven in; what is trained has no proof to lose.
-
-    Raises:
-        PlanError: It is on where the weights are.
-    """
+    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose."""
     device = known.weights.tensors[0].device.type
     for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -140,11 +121,7 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
 
 
 def settled(module: nn.Module, slots: Mapping[str, Any], raw: Any, tensors: TensorsOf) -> Resolved:
-    """Resolves a module's part of the plan in its settings.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to it."""
     before: Resolved | None = slots.get(PROGRAM_SLOT)
     plan = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
     if before is not None and isinstance(plan, Trained) and before.plan == plan:
@@ -178,11 +155,7 @@ def _train(module: nn.Module, known: Resolved) -> None:
 
 
 def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
-    """Resolves and checks a module's part of the plan in its settings; `None` if the module is exact.
-
-    Raises:
-        PlanError: If the plan does not belong to the module.
-    """
+    """Resolves and checks a module's part of its plan, `None` if it is exact; PlanError if it does not fit."""
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
     if data is None:
         return None
@@ -221,11 +194,7 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
 
 
 def refuse_unproven(plan: Plan) -> None:
-    """Refuses a plan that held-out text has not shown good.
-
-    Raises:
-        PlanError: It was never verified, or failed.
-    """
+    """Refuses a plan that held-out text has not shown good (PlanError: it was never verified, or failed)."""
     if plan.verified is None or not plan.verified.passed:
         why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
         raise PlanError(
@@ -236,11 +205,7 @@ def refuse_unproven(plan: Plan) -> None:
 
 
 def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None:
-    """Refuses a module of another dtype or with other weights than a layer of the plan.
-
-    Raises:
-        PlanError: It has.
-    """
+    """Refuses a module of another dtype or with other weights than a layer of the plan (PlanError)."""
     dtype = module_dtype(module)
     if dtype != plan.dtype:
         raise PlanError(
@@ -255,11 +220,7 @@ def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
-    """Returns the key/value heads of this process under tensor parallelism by whole heads, else an empty range.
-
-    Raises:
-        PlanError: The weights are sharded in another way.
-    """
+    """Returns this process's key/value heads under tensor parallelism, else none; PlanError if heads are split."""
     split: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
     if not split:
         return range(0)
@@ -277,11 +238,7 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
 
 
 def check_model(module: nn.Module, raw: Any) -> None:
-    """Checks the weights of the whole model that a module belongs to, once.
-
-    Raises:
-        PlanError: If they are not those that the plan was calibrated on.
-    """
+    """Checks the weights of the whole model that a module belongs to, once (PlanError)."""
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
     if data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data:
         return
@@ -291,11 +248,7 @@ def check_model(module: nn.Module, raw: Any) -> None:
 
 
 def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
-    """Refuses a model whose weights have another hash than a plan names, and watches it from then on.
-
-    Raises:
-        PlanError: If they have.
-    """
+    """Refuses a model whose weights have another hash than a plan names, and watches it from then on (PlanError)."""
     model, weights = pretrained(model), str(data.get("weight_hash"))
     if model.__dict__.get(_CHECKED) is not data:
         if model_hash(model) != weights:
@@ -317,11 +270,7 @@ def _mark(model: nn.Module, name: str, data: Mapping[str, Any]) -> None:
 
 
 def check_versions(plan: Plan) -> None:
-    """Refuses a plan of another major version of Transformers.
-
-    Raises:
-        PlanError: If the major versions differ.
-    """
+    """Refuses a plan of another major version of Transformers (PlanError: the major versions differ)."""
     here = importlib.metadata.version("transformers")
     if here.split(".")[0] != plan.transformers.split(".")[0]:
         raise PlanError(

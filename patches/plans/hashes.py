@@ -64,11 +64,7 @@ def _hash(weights: dict[str, Any]) -> str:
 
 
 def _contents(name: str, value: Any) -> list[bytes]:
-    """Returns what a saved entry contributes to a hash.
-
-    Raises:
-        PlanError: It is neither a tensor nor made of plain values.
-    """
+    """Returns what a saved entry adds to a hash; PlanError for what is neither a tensor nor plain values."""
     if isinstance(value, Tensor):
         return [content for piece in pieces(value.detach()) for content in _of_tensor(piece)]
     if isinstance(value, (list, tuple)):

@@ -16,13 +16,7 @@ _INNER = (*ADAPTERS, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_m
 
 
 class Part(NamedTuple):
-    """A module within another one.
-
-    Attributes:
-        prefix: Its dotted name with a dot behind it, as if nothing were wrapped; empty for the outermost.
-        module: The module.
-        wrappers: Modules that wrap it, outermost first.
-    """
+    """A module within another one: its dotted name as if nothing were wrapped, itself, its wrappers from outside."""
 
     prefix: str
     module: nn.Module

@@ -14,11 +14,7 @@ COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 
 
 def trained_positions(config: Any) -> int | None:
-    """Returns how many tokens a model was made for by its configuration, `None` where that does not say.
-
-    Args:
-        config: A Transformers configuration; of several towers, that of the text is read.
-    """
+    """Returns how many tokens a model was made for by its configuration, `None` where that does not say."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:

@@ -21,13 +21,7 @@ _COUNT = "_adaattn_replaced"
 
 
 def watch(model: nn.Module, weights: str, slots: tuple[str, ...]) -> None:
-    """Lets a model forget what checks of its weights found once one of its parts is replaced by another.
-
-    Args:
-        model: The model.
-        weights: The hash of its weights that its plan names.
-        slots: Attributes in which it and its modules keep what was found.
-    """
+    """Lets a model forget what checks of its weights found once one of its parts is replaced by another."""
     _listen()
     _watched[model] = weights, slots
 

@@ -24,9 +24,6 @@ class Subject:
 
     Layers that the model does not number are numbered here.
 
-    Args:
-        model: A model loaded with `attn_implementation="adaattn"`.
-
     Raises:
         ValueError: It runs another attention.
     """

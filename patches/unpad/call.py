@@ -54,13 +54,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 
 def read_layout(arguments: Mapping[str, Any], config: Any, *, pools_first: bool = False) -> PackedLayout | Pass:
-    """The layout of a call's real tokens, or why the call is not packed.
-
-    Args:
-        arguments: Arguments of the call by name.
-        config: The model's configuration.
-        pools_first: Whether a pooler or head reads position 0 of each row, even where it is padding.
-    """
+    """The layout of a call's real tokens, or why the call is not packed."""
     inputs = arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
     mask, past = arguments.get("attention_mask"), cache_in(arguments)
@@ -139,17 +133,7 @@ def pack_call(
     cache: str | None,
     shifted_labels: bool = False,
 ) -> dict[str, Any]:
-    """The packed call: one row of real tokens with their positions, and `cu_seq_lens` for the borders between rows.
-
-    Args:
-        module: The model that is called.
-        arguments: Arguments of the call by name.
-        layout: Where its real tokens are.
-        rule: How the model numbers positions when it is passed none.
-        config: The model's configuration.
-        cache: What the model's forward calls its cache; None if it takes none.
-        shifted_labels: Whether `labels[t + 1]` is scored at `t`; the first token of a row is never scored, then.
-    """
+    """The packed call: one row of real tokens with their positions, and `cu_seq_lens` for the borders between rows."""
     inputs = arguments.get("input_ids")
     like = inputs if inputs is not None else arguments["inputs_embeds"]
     positions = arguments.get("position_ids")
@@ -176,12 +160,7 @@ def pack_call(
 
 
 def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | None:
-    """Why the loss needs outputs at padding positions, which only the padded form has; None if it does not.
-
-    Args:
-        arguments: Arguments of the call by name.
-        shifted: Whether `labels[t + 1]` is scored at `t`.
-    """
+    """Why the loss needs outputs at padding positions, which only the padded form has; None if it does not."""
     mask = arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None

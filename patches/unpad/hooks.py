@@ -65,7 +65,6 @@ class Unpadding:
     """The hooks of one model.
 
     Attributes:
-        top: The model with its head.
         trunk: The base model, which computes the hidden states.
         calls: Number of forward passes that ran `unpadded`, and of those that were not packed, by reason.
         on_padded: `run` or `raise`: what to do with a padded call that cannot be packed.

@@ -176,12 +176,6 @@ def small_plan(**fields: Any) -> Plan:
 
 CASES = (
     Case(
-        "asks for an implementation that nobody registered",
-        lambda: adaattn_hf.resolve("adaattn_eagr"),
-        ValueError,
-        ("attn_implementation", "'adaattn_eagr'", "adaattn_sdpa", "Did you mean 'adaattn_eager'?"),
-    ),
-    Case(
         "asks for a backend that does not exist",
         lambda: by_name("flash"),
         ValueError,

@@ -18,7 +18,6 @@ OPTIONAL = (
     "flash_attn_interface",
     "flash_attn_3",
     "datasets",
-    "evaluate",
     "lm_eval",
     "peft",
 )

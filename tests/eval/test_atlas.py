@@ -1,4 +1,4 @@
-"""`adaattn profile`: JSON, a picture, and a page that draws itself in a browser without a network."""
+"""`adaattn profile`: JSON, and a page that draws itself in a browser without a network."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ def profile(*words: object) -> Any:
 @pytest.fixture(scope="module")
 def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile")
-    figure = out / "heads.png"
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="adaattn")
     plan = plan_for(model, make_choice("window", 4))
     (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-    words = ("--data", texts / "plain.txt", "--output-dir", out, "--map", "1.3", "--padded", "--figure", figure)
+    words = ("--data", texts / "plain.txt", "--output-dir", out, "--map", "1.3")
     result = profile(llama, *words, "--against", out / "plan.json", "--json")
     assert result.exit_code == 0, result.output
     assert "decode" in result.stderr
     assert json.loads(result.stdout) == json.loads((out / "profile.json").read_text(encoding="utf-8"))
-    assert figure.read_bytes().startswith(b"\x89PNG")
     return out
 
 
@@ -47,7 +45,7 @@ def test_the_json_holds_every_layer_and_phase(made: Path) -> None:
     recorded = json.loads((made / "profile.json").read_text(encoding="utf-8"))
     assert recorded["provenance"]["versions"]["torch"]
     assert [layer["layer"] for layer in recorded["layers"]] == [0, 1]
-    assert all(set(layer["phases"]) == {"prefill", "decode", "padded"} for layer in recorded["layers"])
+    assert all(set(layer["phases"]) == {"prefill", "decode"} for layer in recorded["layers"])
     (image,) = recorded["maps"]
     assert (image["layer"], image["head"]) == (1, 3)
     assert len(image["labels"]) == len(image["weights"]) == len(image["error"])
@@ -114,8 +112,6 @@ def test_the_packages_text_is_for_the_packages_model_alone(
     [
         (("--map", "1"), 2, "layer.head"),
         (("--map", "9.0"), 2, "layer.head of this model"),
-        (("--figure", "f.xyz"), 2, "expected a file that ends with one of"),
-        (("--figure", "plain"), 2, "expected a file that ends with one of"),
         (("--against", "nowhere"), 2, "no map"),
         (("--map", "0.0", "--against", "nowhere"), 2, "does not exist"),
         (("--length", "65"), 2, "at most the 64"),

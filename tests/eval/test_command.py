@@ -157,13 +157,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
     ],
 )  # fmt: skip
 def test_wrong_arguments(
-    llama: Path,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: Any,
-    code: int,
-    says: str,
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, code: int, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"pages": f"wikitext:{texts / 'pages.txt'}", "passages": f"lambada:{texts / 'passages.jsonl'}"}
@@ -218,14 +212,7 @@ def test_rolling_windows_need_a_prefix_token(
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     tokenizer.bos_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = (
-        "--data",
-        texts / "plain.txt",
-        "--tokenizer",
-        tmp_path / "tokenizer",
-        "--output-dir",
-        tmp_path / "out",
-    )
+    data = ("--data", texts / "plain.txt", "--tokenizer", tmp_path / "tokenizer", "--output-dir", tmp_path / "out")
     with monkeypatch.context() as without:
         without.delattr(tf.AutoModelForCausalLM, "from_pretrained")
         refused = evaluate(llama, *data)

@@ -56,16 +56,7 @@ def test_the_bootstrap_agrees_where_there_are_many_documents() -> None:
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=8))
 def test_no_difference_is_exactly_none(tokens: list[int]) -> None:
     found = compare.paired_difference(np.zeros(len(tokens)), np.asarray(tokens))
-    limits = (
-        "mean",
-        "standard_error",
-        "low",
-        "high",
-        "upper",
-        "bootstrap_low",
-        "bootstrap_high",
-        "bootstrap_upper",
-    )
+    limits = ("mean", "standard_error", "low", "high", "upper", "bootstrap_low", "bootstrap_high", "bootstrap_upper")
     assert [found[key] for key in limits] == [0.0] * len(limits)
 
 

@@ -136,8 +136,7 @@ def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: 
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
-    [("{", "line 1 is not JSON"), ('{"body": "x"}', "field 'text'"), ("[1]", "text field 'text'")],
+    ("line", "says"), [("{", "line 1 is not JSON"), ('{"body": "x"}', "field 'text'"), ("[1]", "text field 'text'")]
 )
 def test_rows_that_are_none(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "rows.jsonl"

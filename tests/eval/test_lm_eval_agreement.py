@@ -12,21 +12,19 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from adaattn_hf.eval import corpora, lm_eval_hook, lm_eval_model, runner
+from adaattn_hf.eval import corpora, lm_eval_model, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES, PASSAGES
+from .test_planned import kept
 
 # what other packages warn of while they are used is not ours to mend
 pytestmark = pytest.mark.filterwarnings("default")
 
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
-FILES = {
-    "wikitext": TASKS / "wikitext" / "wikitext.yaml",
-    "lambada_openai": TASKS / "lambada" / "lambada_openai.yaml",
-}
+FILES = {"wikitext": TASKS / "wikitext" / "wikitext.yaml", "lambada_openai": TASKS / "lambada" / "lambada_openai.yaml"}
 
 
 def their_task(name: str, field: str, texts: tuple[str, ...], directory: Path) -> TaskManager:
@@ -100,31 +98,21 @@ def test_our_model_runs_our_attention(llama: Path) -> None:
     assert wrapped.model.config._attn_implementation == "adaattn_eager"
 
 
-def test_their_command_line_knows_our_model(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    their_task("wikitext", "page", PAGES, tmp_path)
-    (tmp_path / "wikitext.yaml").rename(tmp_path / "own_pages.yaml")
-    text = (tmp_path / "own_pages.yaml").read_text(encoding="utf-8").replace("task: wikitext", "task: own_pages")
-    (tmp_path / "own_pages.yaml").write_text(text, encoding="utf-8")
-    arguments = ["--model", "adaattn", "--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"]
-    arguments += [
-        "--tasks",
-        "own_pages",
-        "--include_path",
-        str(tmp_path),
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
-    monkeypatch.setattr("sys.argv", ["lm_eval", *arguments])
-    lm_eval_hook.main()
-    (written,) = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(written.read_text(encoding="utf-8"))
-    expected = ours(llama, corpora.wikitext_corpus(PAGES, "own pages"))
-    assert results["results"]["own_pages"]["word_perplexity,none"] == pytest.approx(
-        expected["word_perplexity"], rel=1e-6
-    )
-    assert results["config"]["model"] == "adaattn"
+def test_a_plan_is_handed_over_by_model_args(llama: Path, tmp_path: Path) -> None:
+    manager = their_task("wikitext", "page", PAGES, tmp_path)
+    plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "narrow", 2)
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+
+    def perplexity(plan: str) -> float:
+        arguments = f"pretrained={llama},dtype=float32,plan={plan}"
+        found = theirs(lm_eval_model.NAME, "wikitext", manager, model_args=arguments, device="cpu", batch_size=1)
+        return found["word_perplexity"]
+
+    exact, planned = perplexity("none"), perplexity(plan)
+    assert exact == pytest.approx(ours(llama, corpus)["word_perplexity"], rel=1e-6)
+    expected = ours(llama, corpus, attn_implementation="adaattn", plan=plan)["word_perplexity"]
+    assert planned == pytest.approx(expected, rel=1e-5)
+    assert abs(planned / exact - 1) > 1e-4
 
 
 @pytest.mark.assets

@@ -92,12 +92,7 @@ def test_streaming_heads_are_measured_over_their_cache(llama: Path, tmp_path: Pa
             loaded,
             corpus,
             Settings(
-                baseline="adaattn",
-                plan=plan,
-                baseline_plan=against,
-                cache=cache,
-                cache_piece=5,
-                streaming=streaming,
+                baseline="adaattn", plan=plan, baseline_plan=against, cache=cache, cache_piece=5, streaming=streaming
             ),
         )
 
@@ -131,15 +126,7 @@ def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path)
 def test_wrong_plans_are_refused(
     llama: Path, texts: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
-    words = [
-        "eval",
-        str(llama),
-        "--data",
-        str(texts / "plain.txt"),
-        "--output-dir",
-        str(tmp_path / "out"),
-        *arguments,
-    ]
+    words = ["eval", str(llama), "--data", str(texts / "plain.txt"), "--output-dir", str(tmp_path / "out"), *arguments]
     result = CliRunner().invoke(app, words, terminal_width=200)
     assert result.exit_code in (2, 4)
     assert says in result.output
@@ -181,17 +168,7 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
 
     def logits(name: str, *words: str) -> torch.Tensor:
         out = tmp_path / name
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "adaattn_hf.cli",
-            "run",
-            *words,
-            "--",
-            sys.executable,
-            str(program),
-        ]
+        command = [sys.executable, "-P", "-m", "adaattn_hf.cli", "run", *words, "--", sys.executable, str(program)]
         subprocess.run([*command, str(llama), str(out)], check=True, timeout=300)
         found: torch.Tensor = torch.load(out)
         return found

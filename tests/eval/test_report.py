@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,6 @@ from adaattn_hf.backends.native.library import level_here, library, missing
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.eval import activation, bounds, corpora, provenance, report, runner, showcase, timing
 from adaattn_hf.eval.activation import Counts
-from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.stats.stopwatch import timed
@@ -101,10 +99,7 @@ def test_provenance_is_complete(reports: dict[str, Any]) -> None:
 
 def test_processors_of_one_name_are_told_apart_by_their_instructions(reports: dict[str, Any]) -> None:
     source = reports["pages"]["provenance"]
-    for level, words in (
-        ("avx2", f"Machine: {source['cpu']} (avx2), "),
-        ("none", f"Machine: {source['cpu']}, "),
-    ):
+    for level, words in (("avx2", f"Machine: {source['cpu']} (avx2), "), ("none", f"Machine: {source['cpu']}, ")):
         other = {**reports["pages"], "provenance": {**source, "instructions": level}}
         assert words in report.markdown([other])
     earlier = {name: value for name, value in source.items() if name != "instructions"}
@@ -222,34 +217,11 @@ def test_watched_batches_are_few_and_spread(batches: int) -> None:
     assert batches - watched[-1] <= max(1, -(-batches // activation.WATCHED_BATCHES))
 
 
-def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: Path) -> None:
-    metric = evaluate.load(metric_path(), cache_dir=str(tmp_path))
-    texts = list(PASSAGES[:3])
-    found = metric.compute(predictions=texts, model_id=str(llama), attn_implementation="adaattn", device="cpu")
-    loaded = checkpoint.load(llama, device="cpu")
-    corpus = corpora.text_corpus(texts, "texts", "texts")
-    expected = runner.evaluate(loaded, corpus, Settings())["quality"]["arms"][1]
-    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-9)
-    assert found["tokens"] == expected["tokens"]
-    assert len(found["perplexities"]) == 3
-    assert found["mean_perplexity"] == pytest.approx(np.mean(found["perplexities"]))
-    assert abs(found["delta_nll"]) < 1e-6
-
-
-def test_the_metric_against_itself_is_nothing(llama: Path) -> None:
-    found = compute(PASSAGES[:2], str(llama), attn_implementation="eager", baseline="eager", device="cpu")
-    assert (found["delta_nll"], found["upper"], found["kl_mean"]) == (0.0, 0.0, 0.0)
-
-
 def test_bars_of_the_showcase() -> None:
     def made(dtype: str, delta: float, anchor: float, half: float) -> dict[str, Any]:
         def entry(name: str, mean: float) -> dict[str, Any]:
             limits = {"mean": mean, "low": mean - half, "high": mean + half}
-            return {
-                "implementation": name,
-                "delta_nll": limits,
-                "perplexity_ratio": {"value": float(np.exp(mean))},
-            }
+            return {"implementation": name, "delta_nll": limits, "perplexity_ratio": {"value": float(np.exp(mean))}}
 
         quality = {"comparisons": [entry("adaattn", delta), entry("eager", anchor)]}
         return {"model": {"name": "m", "dtype": dtype}, "data": {"name": "d"}, "quality": quality}

@@ -144,11 +144,7 @@ def test_another_run_s_journal_is_refused_with_the_reason(
             mine.model.model.norm.weight[0] += 1e-3
     with pytest.raises(JournalMismatch) as refusal:
         runner.evaluate(
-            mine,
-            change.get("corpus", corpus()),
-            change.get("settings", SETTINGS),
-            output=tmp_path,
-            resume=True,
+            mine, change.get("corpus", corpus()), change.get("settings", SETTINGS), output=tmp_path, resume=True
         )
     assert names in str(refusal.value)
     assert (tmp_path / journal.NAME).read_bytes() == before

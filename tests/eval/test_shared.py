@@ -20,22 +20,10 @@ def test_two_processes_measure_what_one_does(llama: Path, texts: Path, tmp_path:
     launch = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     outputs = []
     for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launch} -m adaattn_hf.cli.main")):
-        words = [
-            sys.executable,
-            *way.split(),
-            "eval",
-            str(llama),
-            "--data",
-            f"wikitext:{texts / 'pages.txt'}",
-        ]
+        words = [sys.executable, *way.split(), "eval", str(llama), "--data", f"wikitext:{texts / 'pages.txt'}"]
         words += ["--context", "16", "--device", "cpu", "--threads", "1", "--output-dir", str(tmp_path / name)]
         done = subprocess.run(
-            words,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
+            words, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)

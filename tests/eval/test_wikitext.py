@@ -15,22 +15,7 @@ from .conftest import PAGES
 
 # pieces in which the rules differ from one another
 PUNCTUATION = (" @-@ ", " @,@ ", " @.@ ", " : ", " ; ", " . ", " ! ", " ? ", " , ", "( a )", "[ b ]", "{ c }")
-REST = (
-    '" d "',
-    "' e '",
-    "= = =",
-    "= =",
-    " ° ",
-    " \n",
-    "\n ",
-    " N ",
-    " 's",
-    "s '",
-    "/' [0-9]/",
-    "7",
-    " ",
-    "\u2003",
-)
+REST = ('" d "', "' e '", "= = =", "= =", " ° ", " \n", "\n ", " N ", " 's", "s '", "/' [0-9]/", "7", " ", "\u2003")
 PIECES = st.sampled_from(("word", *PUNCTUATION, *REST))
 
 
@@ -50,21 +35,12 @@ def test_pages_are_articles() -> None:
 
 
 def test_text_before_the_first_title_is_a_page() -> None:
-    assert list(wikitext.split_pages("a preface \n = Title = \n text")) == [
-        "a preface ",
-        " = Title = \n text",
-    ]
+    assert list(wikitext.split_pages("a preface \n = Title = \n text")) == ["a preface ", " = Title = \n text"]
 
 
 @pytest.mark.parametrize(
     ("line", "title"),
-    [
-        (" = Robert = \n", True),
-        ("= Robert =", True),
-        (" = = Career = = \n", False),
-        (" a = b \n", False),
-        ("", False),
-    ],
+    [(" = Robert = \n", True), ("= Robert =", True), (" = = Career = = \n", False), (" a = b \n", False), ("", False)],
 )
 def test_titles(line: str, title: bool) -> None:
     assert wikitext.is_title(line) is title

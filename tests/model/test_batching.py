@@ -25,15 +25,7 @@ from ..support.models import HIDDEN, VOCABULARY, assert_same, build, fresh_pair,
 from ..support.plans import plan_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAMILIES = (
-    "gpt2",
-    "llama",
-    "qwen2-hybrid",
-    "mistral-window",
-    "gemma2-softcap",
-    "gemma3-hybrid",
-    "gpt-oss-sinks",
-)
+FAMILIES = ("gpt2", "llama", "qwen2-hybrid", "mistral-window", "gemma2-softcap", "gemma3-hybrid", "gpt-oss-sinks")
 NARROW = Choice.of(Window(6, sinks=2))
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (4, 2, 7, 33, 20, 18)]
 NEW = 10
@@ -170,11 +162,7 @@ def test_a_tower_of_stock_attention_stays_as_it_is() -> None:
 
 def test_a_plan_of_another_thread_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     _, ours = fresh_pair("llama")
-    with (
-        adaattn_hf.continuous_batching(ours),
-        adaattn_hf.use_plan(ours, None),
-        pytest.raises(Exception) as raised,
-    ):
+    with adaattn_hf.continuous_batching(ours), adaattn_hf.use_plan(ours, None), pytest.raises(Exception) as raised:
         together(ours, PROMPTS[:1])
     assert "use_plan: generate_batch()" in f"{raised.value}{caplog.text}"
 

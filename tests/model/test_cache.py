@@ -30,13 +30,7 @@ from adaattn_hf.patches.cache.caches import GrowingCache, convert_layers
 from adaattn_hf.patches.cache.growing import GrowingTensor
 from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 WINDOW = 5
 
 
@@ -89,10 +83,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
     def start(self, sliding: bool, reserve: int, recording: bool) -> None:
         config = self.config = sliding_config() if sliding else LlamaConfig(**SMALL)
         self.sliding, self.recording = sliding, recording and sliding
-        self.stock, self.ours = (
-            DynamicCache(config=config),
-            GrowingCache(config=config, reserve=reserve, growth=1.3),
-        )
+        self.stock, self.ours = (DynamicCache(config=config), GrowingCache(config=config, reserve=reserve, growth=1.3))
         if self.recording:
             self.stock.activate_past_recording()
             self.ours.activate_past_recording()
@@ -303,11 +294,7 @@ def models() -> dict[str, Any]:
     gpt2 = GPT2LMHeadModel(
         GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="adaattn")
     )
-    return {
-        "llama": llama.eval(),
-        "gpt2": gpt2.eval(),
-        "mistral": MistralForCausalLM(sliding_config()).eval(),
-    }
+    return {"llama": llama.eval(), "gpt2": gpt2.eval(), "mistral": MistralForCausalLM(sliding_config()).eval()}
 
 
 FLOWS: dict[str, dict[str, Any]] = {
@@ -372,10 +359,7 @@ def test_several_turns_share_one_cache() -> None:
             model(first, past_key_values=cache)
             branch = copy.deepcopy(cache)
             results.append(
-                (
-                    model(second, past_key_values=cache).logits,
-                    model(second + 1, past_key_values=branch).logits,
-                )
+                (model(second, past_key_values=cache).logits, model(second + 1, past_key_values=branch).logits)
             )
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 

@@ -392,10 +392,7 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
     adaattn_hf.remove_plan(loaded)
     loaded.save_pretrained(tmp_path / "tuned")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "tuned")
-    for name, says in (
-        ("tuned", "a plan of model (other weights)"),
-        ("half", "a plan of model (in float32)"),
-    ):
+    for name, says in (("tuned", "a plan of model (other weights)"), ("half", "a plan of model (in float32)")):
         where, dtype = (model, ["--dtype", "bfloat16"]) if name == "half" else (tmp_path / name, [])
         rest = [word for word in arguments(where, material) if word != "--in-place"]
         refused = CliRunner().invoke(app, [*rest, "--budget", "1%", *dtype])

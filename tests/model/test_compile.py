@@ -11,17 +11,7 @@ from torch import nn
 
 from adaattn_hf.backends import select
 
-from ..support.models import (
-    ENCODERS,
-    LENGTH,
-    assert_same,
-    fresh_pair,
-    main_output,
-    padding,
-    pair,
-    shallow,
-    tokens,
-)
+from ..support.models import ENCODERS, LENGTH, assert_same, fresh_pair, main_output, padding, pair, shallow, tokens
 from ..support.versions import needs_tracing
 
 pytestmark = needs_tracing
@@ -145,8 +135,7 @@ def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.Monke
     with torch.no_grad():
         compiled = torch.compile(ours, backend="eager", fullgraph=True)
         assert_same(
-            ours(input_ids=tokens(), use_cache=False).logits,
-            compiled(input_ids=tokens(), use_cache=False).logits,
+            ours(input_ids=tokens(), use_cache=False).logits, compiled(input_ids=tokens(), use_cache=False).logits
         )
 
 

@@ -58,10 +58,7 @@ def called(graphs: list[Any]) -> list[str]:
     return [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize(
-    ("name", "side"),
-    [("llama", "none"), ("gpt2", "left"), ("gemma3-hybrid", "left")],
-)
+@pytest.mark.parametrize(("name", "side"), [("llama", "none"), ("gpt2", "left"), ("gemma3-hybrid", "left")])
 def test_a_step_is_one_node_a_layer(name: str, side: str) -> None:
     stock, ours = fresh_pair(name)
     ids, mask = tokens(), padding(side)

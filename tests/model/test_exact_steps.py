@@ -127,9 +127,7 @@ def test_steps_that_are_captured_cost_nothing_of_the_host(captured: bool, monkey
     assert asked == [False, not captured]
 
 
-def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the backend's fast call; what no fast call serves goes the way of plans."""
     planned: list[str] = []
     attend = execute.attend

@@ -123,10 +123,7 @@ def test_several_turns_with_one_static_cache() -> None:
         ids = tokens(1, 5)
         for seed in (1, 2):
             ids = greedy(
-                model,
-                torch.cat([ids, tokens(1, 4, seed=seed)], dim=1),
-                past_key_values=cache,
-                disable_compile=True,
+                model, torch.cat([ids, tokens(1, 4, seed=seed)], dim=1), past_key_values=cache, disable_compile=True
             )
         turns.append(ids)
     assert torch.equal(*turns)

@@ -120,9 +120,7 @@ def test_a_merge_is_noticed_by_a_plan_of_a_block() -> None:
         logits(merged)
 
 
-def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from adaattn_hf.patches.plans import fit
 
     model = planned()

@@ -140,8 +140,7 @@ def test_at_a_fixed_length_compiled_equals_uncompiled_to_the_bit(choice: Choice)
     model, ids = planned(choice), tokens(2)
     plain = model(ids, use_cache=False).logits
     assert torch.equal(
-        torch.compile(model, backend="eager", dynamic=False, fullgraph=True)(ids, use_cache=False).logits,
-        plain,
+        torch.compile(model, backend="eager", dynamic=False, fullgraph=True)(ids, use_cache=False).logits, plain
     )
 
 

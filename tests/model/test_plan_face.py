@@ -87,9 +87,7 @@ def test_what_is_watched_is_counted() -> None:
 
 def test_a_plan_for_other_weights_is_refused() -> None:
     _, ours, plan = planned_pair()
-    ours.config.adaattn = {
-        "plan": replace(plan, layers=(LayerPlan(1, "other", plan.layers[0].choices),)).to_dict(),
-    }
+    ours.config.adaattn = {"plan": replace(plan, layers=(LayerPlan(1, "other", plan.layers[0].choices),)).to_dict()}
     with pytest.raises(PlanError, match="weights of layer 1 are not those"):
         adaattn_hf.load_plan(ours)
 

@@ -15,17 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS
 
-from ..support.models import (
-    DECODERS,
-    ENCODERS,
-    HIDDEN,
-    assert_same,
-    fresh_pair,
-    main_output,
-    padding,
-    pair,
-    tokens,
-)
+from ..support.models import DECODERS, ENCODERS, HIDDEN, assert_same, fresh_pair, main_output, padding, pair, tokens
 
 SIDES = ("none", "ones", "left", "right", "holes")
 FORCED = ("adaattn_sdpa", "adaattn_eager", "adaattn_native")

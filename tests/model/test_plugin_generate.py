@@ -65,12 +65,7 @@ def test_sampling_with_a_seed_equals_eager(name: str) -> None:
         torch.manual_seed(3)
         drawn.append(
             model.generate(
-                tokens(),
-                attention_mask=padding("left"),
-                max_new_tokens=8,
-                do_sample=True,
-                temperature=0.8,
-                top_k=20,
+                tokens(), attention_mask=padding("left"), max_new_tokens=8, do_sample=True, temperature=0.8, top_k=20
             )
         )
     assert torch.equal(*drawn)
@@ -112,7 +107,5 @@ def test_a_later_call_may_use_another_length_of_cache() -> None:
         ids, mask = tokens(length=length), padding("left", length=length)
         with torch.no_grad():
             assert_same(
-                stock(input_ids=ids, attention_mask=mask).logits,
-                ours(input_ids=ids, attention_mask=mask).logits,
-                mask,
+                stock(input_ids=ids, attention_mask=mask).logits, ours(input_ids=ids, attention_mask=mask).logits, mask
             )

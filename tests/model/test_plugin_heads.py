@@ -47,11 +47,7 @@ def inputs_of(cls: type[tf.PreTrainedModel]) -> dict[str, Any]:
     one_of_two = torch.tensor([0, 1, 0])
     ignored_padding = torch.where(mask.bool(), ids, -100)
     if "DoubleHeads" in name:
-        given |= dict(
-            mc_token_ids=mask.sum(dim=2) - 1,
-            labels=ignored_padding,
-            mc_labels=one_of_two,
-        )
+        given |= dict(mc_token_ids=mask.sum(dim=2) - 1, labels=ignored_padding, mc_labels=one_of_two)
     elif name == "BertForPreTraining":
         given |= dict(labels=ignored_padding, next_sentence_label=one_of_two)
     elif "TokenClassification" in name:

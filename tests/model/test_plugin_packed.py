@@ -251,11 +251,7 @@ def test_a_prompt_that_fills_a_cache_and_one_without_share_nothing(name: str) ->
 
 @needs_tracing
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *((name, "traced") for name in BORDERLESS),
-        *(("opt", way) for way in ("compiled", "exported")),
-    ],
+    ("name", "how"), [*((name, "traced") for name in BORDERLESS), *(("opt", way) for way in ("compiled", "exported"))]
 )
 def test_graphs_do_as_stock_does(name: str, how: str) -> None:
     """A graph cannot read positions, and never cuts a mask of the caller's."""

@@ -79,12 +79,7 @@ def test_phases_are_told_apart(llama: tf.PreTrainedModel) -> None:
             ids[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
         )
     phases = seen.to_dict()["layers"][0]["phases"]
-    assert {name: phases[name]["calls"] for name in phases} == {
-        "prefill": 2,
-        "padded": 1,
-        "packed": 1,
-        "decode": 2,
-    }
+    assert {name: phases[name]["calls"] for name in phases} == {"prefill": 2, "padded": 1, "packed": 1, "decode": 2}
     assert min(min(entry["heads"]["sqnr_answer"]) for entry in phases.values()) > 90
     assert sum(seen.to_dict()["layers"][0]["backends"].values()) == 6
     assert "decode" in str(seen)
@@ -114,11 +109,7 @@ def test_maps_are_kept_of_the_heads_that_were_asked_for(llama: tf.PreTrainedMode
 
 @pytest.mark.parametrize(
     "choice",
-    [
-        make_choice("window", 4),
-        make_choice("window", 8, 1, precision="int8"),
-        make_choice(precision="bf16"),
-    ],
+    [make_choice("window", 4), make_choice("window", 8, 1, precision="int8"), make_choice(precision="bf16")],
     ids=lambda choice: choice.label,
 )
 def test_the_error_of_a_plan_is_exact_minus_what_it_computes(choice: Choice) -> None:

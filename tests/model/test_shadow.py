@@ -56,8 +56,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, backend: str) 
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [make_choice("window", 4), make_choice(precision="int8"), make_choice("window", 4, precision="bf16")],
+    "choice", [make_choice("window", 4), make_choice(precision="int8"), make_choice("window", 4, precision="bf16")]
 )
 def test_a_wrong_kernel_is_found_under_a_plan(monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
     model, other = fresh_pair("llama").ours, fresh_pair("llama").ours

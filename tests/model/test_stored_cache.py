@@ -347,13 +347,7 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         AdaAttnCache(llama("sdpa"))
     t5 = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCAB,
-            d_model=32,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            attn_implementation="adaattn",
+            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, attn_implementation="adaattn"
         )
     )
     with pytest.raises(ValueError, match="encoder-decoder"):
@@ -380,10 +374,7 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         ({"growth": "2"}, "growth: got '2', expected a factor"),
         ({"reserve": 3.5}, r"reserve: got 3\.5, expected a number of tokens"),
         ({"max_cache_len": 0}, "max_cache_len: got 0, expected a number of tokens, 1 or more; leave it out"),
-        (
-            {"max_cache_len": 9, "reserve": 10},
-            "got 9, expected a number of tokens, 10 or more, as reserve says",
-        ),
+        ({"max_cache_len": 9, "reserve": 10}, "got 9, expected a number of tokens, 10 or more, as reserve says"),
     ],
 )
 def test_room_that_holds_nothing_is_refused_before_a_token_comes(room: dict[str, Any], words: str) -> None:
@@ -432,11 +423,7 @@ def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
     carrier: Any = tokens.shown()[0]
     assert isinstance(carrier, StoredTensor)
     assert carrier.shape == keys.shape
-    for compute in (
-        lambda: torch.cat([carrier, keys]),
-        lambda: carrier.transpose(1, 2),
-        lambda: carrier[:, :1],
-    ):
+    for compute in (lambda: torch.cat([carrier, keys]), lambda: carrier.transpose(1, 2), lambda: carrier[:, :1]):
         with pytest.raises(TypeError, match="a quantised cache holds codes, not numbers"):
             compute()
 

@@ -198,12 +198,7 @@ def test_a_prepared_model_generates_behind_padding() -> None:
     model, tokens = llama(), ids(2, 80)
     mask = torch.ones_like(tokens)
     mask[0, :45] = 0  # behind the window of some heads, so that sinks of this row must be saved
-    settings: dict[str, Any] = {
-        "attention_mask": mask,
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(tokens, past_key_values=AdaAttnCache(model, "model"), **settings)
     adaattn_hf.prepare(model, streaming=True)
     assert torch.equal(model.generate(tokens, **settings), expected)
@@ -277,10 +272,7 @@ def held_in_full(cache: Any) -> int:
 def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     model, tokens = llama(), ids(1, 60)
     adaattn_hf.prepare(model, streaming=True, unpad=False)
-    with (
-        pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"),
-        torch.no_grad(),
-    ):
+    with pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"), torch.no_grad():
         model(tokens, past_key_values=DynamicCache(config=model.config, offloading=True))
     adaattn_hf.restore(model)
     cache = AdaAttnCache(model, "model", streaming=True)
@@ -397,11 +389,6 @@ def test_assisted_decoding_gives_the_tokens_of_a_full_cache(how: str) -> None:
     model, tokens = llama(), ids(1, 90)
     lookup = how == "prompt-lookup"
     guess: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if lookup else {"assistant_model": llama(None)}
-    settings: dict[str, Any] = {
-        "max_new_tokens": 80,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
+    settings: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ours, theirs = (model.generate(tokens, past_key_values=c, **settings, **guess) for c in caches(model, "model"))
     assert torch.equal(ours, theirs)

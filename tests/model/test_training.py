@@ -21,11 +21,7 @@ from ..support.models import assert_same, config_of, fresh_pair, padding, tokens
 from ..support.plans import give
 
 FAMILIES = ("gpt2", "bert", "llama")
-HEADS: dict[str, Any] = {
-    "gpt2": tf.GPT2LMHeadModel,
-    "bert": tf.BertForMaskedLM,
-    "llama": tf.LlamaForCausalLM,
-}
+HEADS: dict[str, Any] = {"gpt2": tf.GPT2LMHeadModel, "bert": tf.BertForMaskedLM, "llama": tf.LlamaForCausalLM}
 LENGTH = 16
 
 
@@ -75,9 +71,7 @@ def model_of(family: str, implementation: str) -> Any:
 def losses(family: str, implementation: str, directory: Path, **changes: Any) -> list[float]:
     """The training loss of every step."""
     trainer = tf.Trainer(
-        model=model_of(family, implementation),
-        args=arguments(directory, **changes),
-        train_dataset=examples(64),
+        model=model_of(family, implementation), args=arguments(directory, **changes), train_dataset=examples(64)
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -157,15 +151,11 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(max_steps=8, save_strategy="steps", save_steps=4, lr_scheduler_type="constant")
     whole = losses("llama", "adaattn", tmp_path / "whole", **settings)
     first = tf.Trainer(
-        model=model_of("llama", "adaattn"),
-        args=arguments(tmp_path / "parts", **settings),
-        train_dataset=examples(64),
+        model=model_of("llama", "adaattn"), args=arguments(tmp_path / "parts", **settings), train_dataset=examples(64)
     )
     first.train()
     second = tf.Trainer(
-        model=model_of("llama", "adaattn"),
-        args=arguments(tmp_path / "parts", **settings),
-        train_dataset=examples(64),
+        model=model_of("llama", "adaattn"), args=arguments(tmp_path / "parts", **settings), train_dataset=examples(64)
     )
     second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
     resumed = [entry["loss"] for entry in second.state.log_history if "loss" in entry]
@@ -272,12 +262,7 @@ def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -
         hooked = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", device_map={"": "cpu"})
     elif placed == "device_map with disk":
         ours.save_pretrained(tmp_path)
-        parts = {
-            "model.embed_tokens": "cpu",
-            "model.layers.0": "cpu",
-            "model.layers.1": "disk",
-            "model.norm": "cpu",
-        }
+        parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
         hooked = tf.LlamaForCausalLM.from_pretrained(
             tmp_path,
             attn_implementation="adaattn",

@@ -17,17 +17,7 @@ import adaattn_hf
 from adaattn_hf.patches.unpad import PaddedCallError, hooks
 
 from ..support.families import configured
-from ..support.models import (
-    BATCH,
-    HIDDEN,
-    VOCABULARY,
-    assert_same,
-    build,
-    config_of,
-    fresh_pair,
-    padding,
-    tokens,
-)
+from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
 from .test_unpad import UNPADDED
 
 
@@ -301,7 +291,7 @@ def test_a_part_that_was_prepared_alone_is_restored_with_the_whole() -> None:
     assert hooks_of(model) == before
 
 
-def test_each_part_can_be_had_alone() -> None:
+def test_caches_grow_where_padding_stays() -> None:
     model = fresh_pair("llama").ours
     mask = padding("right")
     adaattn_hf.prepare(model, unpad=False)
@@ -309,11 +299,6 @@ def test_each_part_can_be_had_alone() -> None:
         out = model(tokens(), attention_mask=mask, use_cache=True)
     assert type(out.past_key_values) is adaattn_hf.GrowingCache
     assert adaattn_hf.unpad_calls(model) == {}
-    adaattn_hf.prepare(model, growing_cache=False)
-    with torch.no_grad():
-        out = model(tokens(), attention_mask=mask, use_cache=True)
-    assert type(out.past_key_values) is tf.DynamicCache
-    assert adaattn_hf.unpad_calls(model) == {UNPADDED: 1}
 
 
 def test_encoder_decoders_get_growing_caches() -> None:

@@ -118,12 +118,7 @@ def test_threads_and_tasks_have_their_own(case: Case) -> None:
 @torch.no_grad()
 def test_generation_and_named_backends_follow(case: Case) -> None:
     model, plan = case.model, case.plans["narrow"]
-    options: dict[str, Any] = {
-        "max_new_tokens": 6,
-        "min_new_tokens": 6,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     exact = model.generate(case.ids, **options)
     give(model, make_choice("window", window=2))
     planned = model.generate(case.ids, **options)
@@ -149,18 +144,12 @@ def test_a_plan_from_a_file_and_one_that_does_not_fit(case: Case, tmp_path: Path
     (tmp_path / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
     with adaattn_hf.use_plan(model, tmp_path, unverified=True):
         assert case.runs() == "narrow"
-    with (
-        pytest.raises(PlanError, match="never verified"),
-        adaattn_hf.use_plan(model, replace(plan, verified=None)),
-    ):
+    with pytest.raises(PlanError, match="never verified"), adaattn_hf.use_plan(model, replace(plan, verified=None)):
         pass
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
     fresh = Plan.from_json(plan.to_json())
-    with (
-        pytest.raises(PlanError, match="weights of layer 1"),
-        adaattn_hf.use_plan(model, fresh, unverified=True),
-    ):
+    with pytest.raises(PlanError, match="weights of layer 1"), adaattn_hf.use_plan(model, fresh, unverified=True):
         pass
     with adaattn_hf.use_plan(model, plan_for(model, make_choice("window", window=2)), unverified=True):
         with torch.no_grad():

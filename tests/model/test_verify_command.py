@@ -114,10 +114,7 @@ def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> 
         ((MODEL, "--plan", tmp_path, "--data", text), "does not exist; expected a plan"),
         ((demo_model_path("gpt2"), "--plan", plan, "--data", text), "plan"),
         ((MODEL, "--plan", plan, "--data", short), "the text holds 0 sequences of 192 tokens, 2 are wanted"),
-        (
-            (MODEL, "--plan", plan, "--data", text, "--data", short),
-            "a source holds 0 sequences of 192 tokens",
-        ),
+        ((MODEL, "--plan", plan, "--data", text, "--data", short), "a source holds 0 sequences of 192 tokens"),
         ((MODEL, "--plan", plan, "--data", text, "--data", text), "is named twice"),
     ):
         done = command("verify", *words, "--quiet")

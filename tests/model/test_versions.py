@@ -100,8 +100,7 @@ def test_the_engine_hands_its_tables_of_blocks_to_no_name_of_ours() -> None:
             masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 5))
         ),
         masking_utils.or_masks(
-            masking_utils.causal_mask_function,
-            masking_utils.blockwise_overlay(torch.zeros(1, 5, dtype=torch.long)),
+            masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 5, dtype=torch.long))
         ),
     ],
     ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"],

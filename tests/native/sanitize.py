@@ -59,9 +59,7 @@ def compile_fuzzers(
 
     def run(name: str) -> str:
         done = subprocess.run(
-            [*command, *flags, *jobs[name], "-c", "-o", str(target / f"{name}.o")],
-            capture_output=True,
-            text=True,
+            [*command, *flags, *jobs[name], "-c", "-o", str(target / f"{name}.o")], capture_output=True, text=True
         )
         return done.stderr if done.returncode else ""
 
@@ -92,22 +90,8 @@ def search(python: str, library: Path, cases: int, seed: int) -> int:
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    command = [
-        python,
-        str(HERE.parent / "property" / "search.py"),
-        "--cases",
-        str(cases),
-        "--seed",
-        str(seed),
-    ]
-    command += [
-        "--library",
-        str(library),
-        "--state",
-        str(library / "search.json"),
-        "--kinds",
-        *THROUGH_PYTHON,
-    ]
+    command = [python, str(HERE.parent / "property" / "search.py"), "--cases", str(cases), "--seed", str(seed)]
+    command += ["--library", str(library), "--state", str(library / "search.json"), "--kinds", *THROUGH_PYTHON]
     return subprocess.run(command, env=environment).returncode
 
 
@@ -129,11 +113,7 @@ def main() -> int:
         numbers = [str(asked.seed), str(asked.cases)]
         runs = [subprocess.run([*asked.emulator.split(), str(path), *numbers]) for path in programs]
         codes = [abs(run.returncode) for run in runs]
-        told = {
-            "machine": asked.machine or platform.machine().lower(),
-            "cases": asked.cases,
-            "seed": asked.seed,
-        }
+        told = {"machine": asked.machine or platform.machine().lower(), "cases": asked.cases, "seed": asked.seed}
         told |= {"by": asked.emulator or "address and undefined-behaviour sanitizers"}
         told |= {
             "date": datetime.date.today().isoformat(),

@@ -59,12 +59,7 @@ MALFORMED: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor, Rules]]] = {
     "value dtype": lambda: (*tensors()[:2], tensors()[2].bfloat16(), Rules()),
     "key dtype": lambda: (tensors()[0], tensors()[1].half(), tensors()[2].half(), Rules()),
     "double": lambda: (tensors()[0].double(), tensors()[1].double(), tensors()[2].double(), Rules()),
-    "int8 without scales": lambda: (
-        tensors()[0],
-        tensors()[1].to(torch.int8),
-        tensors()[2].to(torch.int8),
-        Rules(),
-    ),
+    "int8 without scales": lambda: (tensors()[0], tensors()[1].to(torch.int8), tensors()[2].to(torch.int8), Rules()),
     "meta key": lambda: (tensors()[0], tensors()[1].to("meta"), tensors()[2], Rules()),
     "fake key": lambda: (tensors()[0], fake(B, KV, K, D), tensors()[2], Rules()),
     "freed key": lambda: (tensors()[0], freed(), tensors()[2], Rules()),
@@ -105,11 +100,7 @@ def test_the_backward_refuses_them_as_well(name: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"got|inconsistent extents"):
         call.backward(out, query, key, value, out, lse, 0.25, rules)
     query, key, value = tensors()
-    for grad, bad in (
-        (torch.zeros(B, Q, H, D + 1), lse),
-        (out, torch.zeros(B, H, Q + 1)),
-        (out, lse.double()),
-    ):
+    for grad, bad in ((torch.zeros(B, Q, H, D + 1), lse), (out, torch.zeros(B, H, Q + 1)), (out, lse.double())):
         with pytest.raises(ValueError, match=r"got shape|got torch"):
             call.backward(grad, query, key, value, out, bad, 0.25)
 
@@ -228,10 +219,7 @@ def test_tensors_of_a_tracer_go_to_operations_of_torch() -> None:
 
 def test_a_mode_that_makes_tensors_without_memory_is_noticed() -> None:
     query, key, value = tensors()
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(RuntimeError, match="no memory to write to"),
-    ):
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no memory to write to"):
         call.forward(query, key, value, 0.25)
 
 

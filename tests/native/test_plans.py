@@ -63,10 +63,7 @@ def defined_output(made: Program, request: AttentionRequest) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["exact", "window"])
 def test_int8_is_as_accurate_as_the_torch_path(name: str, extra: dict[str, object], kind: str) -> None:
     request = case(STRUCTURES[name], **extra)
-    choice = {
-        "exact": INT8,
-        "window": make_choice("window", 48, 4, precision="int8"),
-    }[kind]
+    choice = {"exact": INT8, "window": make_choice("window", 48, 4, precision="int8")}[kind]
     made = program(choice, choice, choice)
     assert set(execute.launch_names([choice], request).values()) != {choice.label}
     native = execute.attend(made, request, "native").out

@@ -13,16 +13,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 
-from ..support.requests import (
-    HALF,
-    ON_CPU,
-    assert_right,
-    assert_right_gradients,
-    bound,
-    leaves,
-    refuses,
-    requests,
-)
+from ..support.requests import HALF, ON_CPU, assert_right, assert_right_gradients, bound, leaves, refuses, requests
 
 EXAMPLES = settings(max_examples=150)
 FEWER = settings(max_examples=40)
@@ -78,10 +69,7 @@ CASES = {
     "window": CallStructure(2, 5, 5, causal=True, window=2, sinks=1),
     "padding": CallStructure(2, 4, 4, key_padding=torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]).bool()),
     "mask": CallStructure(
-        2,
-        4,
-        4,
-        mask=torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]])[None, None].bool(),
+        2, 4, 4, mask=torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]])[None, None].bool()
     ),
 }
 

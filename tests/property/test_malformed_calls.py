@@ -16,14 +16,7 @@ from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support import malformed as support
 from ..support.malformed import Call, judge, malformed
-from ..support.malformed_rules import (
-    NativeCall,
-    Stored,
-    judge_native,
-    judge_stored,
-    native_calls,
-    stored_calls,
-)
+from ..support.malformed_rules import NativeCall, Stored, judge_native, judge_stored, native_calls, stored_calls
 from . import search
 from .searching import kinds, page
 

@@ -94,7 +94,6 @@ def test_every_instruction_set_and_product_lets_them_out(level: str, compute: st
         (query, key, value), structure = poisoned(where, what, q_len, kv_len, torch.float32)
         rules = Rules(causal=True, offset=kv_len - q_len, compute=compute)
         out, lse = call.forward(query, key, value, 0.2, rules, need_lse=True, level=LEVELS.index(level))
-        assert out is not None
         assert lse is not None
         rows = bad_rows(where, AttentionRequest(query, key, value, structure, 0.2))
         assert rows.any() or (what == what and kv_len < 16)

@@ -127,10 +127,7 @@ STEPS = {
 def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PADDING_SHARE", share)
     # two layouts: keys in a cache of their own, and a slice of a wider one; queries with and without gaps
-    wide, apart = (
-        torch.randn(2, 3, 2, 12, 16).to(dtype),
-        torch.randn(3, 2 * groups, 1, 16, 2).to(dtype)[..., 0],
-    )
+    wide, apart = (torch.randn(2, 3, 2, 12, 16).to(dtype), torch.randn(3, 2 * groups, 1, 16, 2).to(dtype)[..., 0])
     for query, (key, value) in zip(
         (apart, apart.contiguous(), apart),
         (wide[:, :, :, :9], wide[:, :, :, :9].contiguous(), wide[:, :, :, :9].contiguous()),
@@ -167,10 +164,7 @@ def test_gradcheck(case: str, extra: str) -> None:
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
     query = tensor(structure.batch, 2, structure.q_len, 3)
-    key, value = (
-        tensor(structure.batch, 1, structure.kv_len, 3),
-        tensor(structure.batch, 1, structure.kv_len, 3),
-    )
+    key, value = (tensor(structure.batch, 1, structure.kv_len, 3), tensor(structure.batch, 1, structure.kv_len, 3))
     softcap = 3.0 if extra == "softcap" else None
     name = {"sinks": "sink_logits", "bias": "bias"}.get(extra)
     more = {"sinks": [tensor(2)], "bias": [tensor(1, 2, structure.q_len, structure.kv_len)]}.get(extra, [])

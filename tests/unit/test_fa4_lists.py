@@ -100,17 +100,12 @@ def drawn(seed: int) -> tuple[CallStructure, HeadWindows, int]:
     """A call of odd sizes: plain, behind a past, padded on either side, packed, packed and padded, in chunks."""
     draw = random.Random(seed)
     kv_len = draw.choice([1, 127, 128, 129, 256, draw.randint(1, 600), draw.randint(200, 900)])
-    causal, kind = (
-        draw.random() < 0.6,
-        draw.choice(["plain", "past", "left", "right", "packed", "cut", "chunks"]),
-    )
+    causal, kind = (draw.random() < 0.6, draw.choice(["plain", "past", "left", "right", "packed", "cut", "chunks"]))
     q_len = draw.randint(1, kv_len) if kind == "past" else kv_len
     batch = draw.randint(1, 3)
     rules: dict[str, Any] = {}
     if kind in ("left", "right", "cut"):
-        rules = {
-            "key_padding": torch.ones(batch, kv_len, dtype=torch.bool),
-        }
+        rules = {"key_padding": torch.ones(batch, kv_len, dtype=torch.bool)}
         for row in rules["key_padding"]:
             lacking = draw.choice([0, draw.randint(0, kv_len), kv_len])
             row[slice(kv_len - lacking, None) if kind == "right" else slice(lacking)] = False

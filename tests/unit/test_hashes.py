@@ -93,12 +93,7 @@ def test_layout_in_memory_is_not_seen() -> None:
     room = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
     shifted = room[1:].view(70, 66)  # two bytes off what is read at a time
     shifted.copy_(weight)
-    for same in (
-        shifted,
-        weight.T.contiguous().T,
-        weight.to_sparse(),
-        weight[:, None].expand(-1, 1, -1)[:, 0],
-    ):
+    for same in (shifted, weight.T.contiguous().T, weight.to_sparse(), weight[:, None].expand(-1, 1, -1)[:, 0]):
         assert hashed(same) == hashed(weight)
 
 

@@ -36,14 +36,8 @@ LEFT = torch.tensor([2])
             ),
             {"causal": True, "window": 4, "k_segments": DOCUMENTS, "key_padding": PADDING},
         ),
-        (
-            mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)),
-            {"causal": True, "spans": SPANS},
-        ),
-        (
-            mu.or_masks(mu.blockwise_overlay(SPANS), mu.causal_mask_function),
-            {"causal": True, "spans": SPANS},
-        ),
+        (mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), {"causal": True, "spans": SPANS}),
+        (mu.or_masks(mu.blockwise_overlay(SPANS), mu.causal_mask_function), {"causal": True, "spans": SPANS}),
     ],
 )
 def test_composition_is_read(function: Any, expected: dict[str, Any]) -> None:
@@ -88,8 +82,7 @@ def test_what_has_no_structure_is_unknown(function: Any) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(mu, "remap_positions_for_packed_sequence"),
-    reason="this Transformers does not remap positions",
+    not hasattr(mu, "remap_positions_for_packed_sequence"), reason="this Transformers does not remap positions"
 )
 def test_positions_counted_per_document_change_no_rule() -> None:
     positions = torch.tensor([[0, 1, 0, 1, 2, 0]])

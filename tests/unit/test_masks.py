@@ -106,10 +106,7 @@ def test_structure_equals_the_dense_stock_mask(call: dict[str, Any]) -> None:
     assert torch.equal(found.dense(), expected.expand(found.shape))
 
 
-@given(
-    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    window=st.one_of(st.none(), st.integers(1, 5)),
-)
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), window=st.one_of(st.none(), st.integers(1, 5)))
 def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window: int | None) -> None:
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
     inner = causal_mask_function if window is None else sliding_window_causal_mask_function(window)

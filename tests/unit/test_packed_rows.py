@@ -102,9 +102,7 @@ def test_equals_reference(request: pytest.FixtureRequest, name: str, one_by_one:
     if gradient:
         probe = torch.randn_like(out)
         for ours, theirs in zip(
-            torch.autograd.grad(out, (q, k, v), probe),
-            torch.autograd.grad(truth, (q, k, v), probe),
-            strict=True,
+            torch.autograd.grad(out, (q, k, v), probe), torch.autograd.grad(truth, (q, k, v), probe), strict=True
         ):
             torch.testing.assert_close(ours, theirs)
 

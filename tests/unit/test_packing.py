@@ -117,9 +117,7 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
     assert with_restarts(CallStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
-@given(
-    pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
-)
+@given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
 def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple[int, int]]) -> None:
     q_lengths, k_lengths = [q for q, _ in pairs], [k for _, k in pairs]
     structure = CallStructure(1, sum(q_lengths), sum(k_lengths))

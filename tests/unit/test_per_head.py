@@ -89,10 +89,7 @@ def test_facts_name_what_heads_ask_for() -> None:
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"windows": (5, 0, 0)}, "no windows per head"),
-        ({"precisions": ("int8",) * KV}, "no int8 products per head"),
-    ],
+    [({"windows": (5, 0, 0)}, "no windows per head"), ({"precisions": ("int8",) * KV}, "no int8 products per head")],
 )
 def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[str, Any], said: str) -> None:
     structure = CallStructure(1, N, N, causal=True)

@@ -20,12 +20,7 @@ from ..support.processor import ROUNDS_BF16
 
 HEADS, D, N = 2, 16, 270
 WINDOW = make_choice("window", 24, 4)
-CHOICES = [
-    WINDOW,
-    make_choice(rank=8),
-    make_choice(precision="bf16"),
-    make_choice("window", 24, 4, precision="bf16"),
-]
+CHOICES = [WINDOW, make_choice(rank=8), make_choice(precision="bf16"), make_choice("window", 24, 4, precision="bf16")]
 RIGHT = torch.ones(2, N, dtype=torch.bool)
 RIGHT[1, 190:] = False
 DOCUMENTS = torch.arange(N)[None].expand(2, -1) // 100

@@ -146,11 +146,7 @@ def test_decode_steps_equal_the_prefill(choice: Choice) -> None:
     whole = _run(program, query, key, value)
     for place in (60, 140, N - 1):
         step = _run(
-            program,
-            query[:, :, place : place + 1],
-            key[:, :, : place + 1],
-            value[:, :, : place + 1],
-            q_offset=place,
+            program, query[:, :, place : place + 1], key[:, :, : place + 1], value[:, :, : place + 1], q_offset=place
         )
         torch.testing.assert_close(step[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
         preallocated = _run(program, query[:, :, place : place + 1], key, value, q_offset=torch.tensor(place))
@@ -208,11 +204,7 @@ def test_rows_within_and_beyond_are_each_computed_once(choice: Choice, monkeypat
         return exact(request, *forced)
 
     apart = _run(
-        _program(choice, limit),
-        query[:, :, offset:limit],
-        key[:, :, :limit],
-        value[:, :, :limit],
-        q_offset=offset,
+        _program(choice, limit), query[:, :, offset:limit], key[:, :, :limit], value[:, :, :limit], q_offset=offset
     )
     monkeypatch.setattr(select, "attend", noting)
     found = _run(_program(choice, limit), query[:, :, offset:], key, value, q_offset=offset)

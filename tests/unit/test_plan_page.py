@@ -202,11 +202,7 @@ def test_layers_are_kept_with_the_plan() -> None:
 def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
     plan, report = tmp_path / "adaattn_plan.json", tmp_path / "adaattn_report.json"
     plan.write_text(make_plan().to_json())
-    told: dict[str, Any] = {
-        "whole_forward": [{"ratio": 1.3}],
-        "price_exact_seconds": 3.0,
-        "price_plan_seconds": 2.0,
-    }
+    told: dict[str, Any] = {"whole_forward": [{"ratio": 1.3}], "price_exact_seconds": 3.0, "price_plan_seconds": 2.0}
     report.write_text(json.dumps({**told, "plan_sha256": digest(plan.read_bytes())}))
     assert bought(tmp_path) == bought(plan) == Bought((1.3, 1.3), 1.5)
     report.write_text(json.dumps({**told, "plan_sha256": digest(b"another")}))

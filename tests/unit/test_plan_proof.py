@@ -83,15 +83,7 @@ HUGE = [10**400, -(10**400), 1e308, 10**5000]
 
 @pytest.mark.parametrize("value", HUGE, ids=lambda value: f"{value:.0e}" if value in (1e308,) else "long")
 @pytest.mark.parametrize(
-    "where",
-    [
-        ("budget",),
-        ("seed",),
-        ("lengths", 0),
-        ("units", 0, "price"),
-        ("verified", "kl"),
-        ("verified", "tokens"),
-    ],
+    "where", [("budget",), ("seed",), ("lengths", 0), ("units", 0, "price"), ("verified", "kl"), ("verified", "tokens")]
 )
 def test_huge_numbers_are_refused_in_a_sentence(where: tuple[Any, ...], value: Any) -> None:
     data = make_plan().to_dict()

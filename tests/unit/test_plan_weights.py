@@ -122,9 +122,7 @@ def less_codes(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [codes_in_place, other_codes, codes_elsewhere, no_codes, less_codes],
-    ids=lambda one: one.__name__,
+    "change", [codes_in_place, other_codes, codes_elsewhere, no_codes, less_codes], ids=lambda one: one.__name__
 )
 def test_a_change_of_a_buffer_is_noticed(change: Callable[[Any], None]) -> None:
     changed = quantised()

@@ -86,9 +86,7 @@ def tokens(length: int = 40, batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one request", "a request a choice"])
 @pytest.mark.parametrize(
-    "choice",
-    [WINDOW, make_choice("window", 8, 2, precision="int8")],
-    ids=["window", "window int8"],
+    "choice", [WINDOW, make_choice("window", 8, 2, precision="int8")], ids=["window", "window int8"]
 )
 def test_a_plan_gives_what_the_long_way_gives_to_the_last_bit(
     anew: list[int], choice: Any, backend: str | None
@@ -215,6 +213,13 @@ def test_changed_weights_are_refused_by_the_layer_that_has_them(anew: list[int])
         model.model.layers[2].self_attn.q_proj.weight.mul_(1.5)
     with pytest.raises(PlanError, match="the weights of layer 2"):
         logits(model, rows)
+
+
+def test_weights_that_were_only_moved_are_checked_and_served(anew: list[int]) -> None:
+    model, rows = planned(), tokens()
+    before, moved = logits(model, rows), model.model.layers[1].self_attn.q_proj.weight
+    moved.data = moved.data.clone()
+    assert torch.equal(logits(model, rows), before)
 
 
 def test_gradients_go_the_long_way(anew: list[int]) -> None:

@@ -23,7 +23,7 @@ from adaattn_hf.backends.triton import launch, prefill  # noqa: E402
 from adaattn_hf.patches.call.interface import attention_function  # noqa: E402
 from adaattn_hf.patches.mask import structured_mask  # noqa: E402
 from adaattn_hf.patches.mask.masks import adaattn_mask  # noqa: E402
-from adaattn_hf.plans.plan import LayerPlan, PlanError  # noqa: E402
+from adaattn_hf.plans.plan import LayerPlan  # noqa: E402
 
 from ..support.choices import make_choice  # noqa: E402
 from ..support.names import registered  # noqa: E402
@@ -40,10 +40,7 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = BACKENDS["triton"]
     real = backend.refusals
     monkeypatch.setattr(
-        backend,
-        "refusals",
-        lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r),
-        raising=False,
+        backend, "refusals", lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r), raising=False
     )
     structured_mask._structures.clear()
     with registered(impossible=True):
@@ -64,9 +61,7 @@ def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
         LayerPlan(layer.layer, layer.weights, (make_choice("window", window, 2),) * 2)
         for layer, window in zip(plan.layers, windows, strict=True)
     )
-    model.config.adaattn = {
-        "plan": replace(plan, dtype="float16", layers=layers).to_dict(),
-    }
+    model.config.adaattn = {"plan": replace(plan, dtype="float16", layers=layers).to_dict()}
     return model
 
 
@@ -118,47 +113,3 @@ def test_each_layer_has_its_own_windows(used: list[Any]) -> None:
     # the first call of each layer looks up its part of the plan
     assert len(used) == LAYERS
     assert len(set(used)) == LAYERS
-
-
-@interpreted
-def test_another_plan_is_heard_at_once(used: list[Any]) -> None:
-    model = planned()
-    mask, tensors = mask_for(model), draw()
-    before = attended(model, mask, *tensors)
-    model.config.adaattn = planned((4, 16, 12)).config.adaattn
-    after = attended(model, mask, *tensors)
-    assert [torch.equal(*two) for two in zip(before, after, strict=True)] == [False, True, True]
-
-
-@interpreted
-def test_settings_that_are_changed_in_place_are_heard_at_once(used: list[Any]) -> None:
-    model = planned()
-    mask, tensors = mask_for(model), draw()
-    for _ in range(2):
-        attended(model, mask, *tensors)
-    assert used
-    model.config.adaattn["monitor"] = True
-    del used[:]
-    attended(model, mask, *tensors)
-    assert not used, "whoever watches sees every layer"
-
-
-@interpreted
-def test_changed_weights_are_refused_by_the_layer_that_has_them(used: list[Any]) -> None:
-    model = planned()
-    mask, tensors = mask_for(model), draw()
-    attended(model, mask, *tensors)
-    with torch.no_grad():
-        modules(model)[2].q_proj.weight.mul_(1.5)
-    with pytest.raises(PlanError, match="the weights of layer 2"):
-        attended(model, mask, *tensors)
-
-
-@interpreted
-def test_weights_that_were_only_moved_are_checked_and_served(used: list[Any]) -> None:
-    model = planned()
-    mask, tensors = mask_for(model), draw()
-    before = attended(model, mask, *tensors)
-    moved = modules(model)[1].q_proj.weight
-    moved.data = moved.data.clone()
-    assert all(map(torch.equal, attended(model, mask, *tensors), before))

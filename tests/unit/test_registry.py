@@ -70,20 +70,3 @@ def test_unregistering_takes_all_names_out_and_they_can_come_back() -> None:
     adaattn_hf.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
     assert model(input_ids=torch.arange(4)[None]).logits.shape == (1, 4, 8)
-
-
-@pytest.mark.parametrize(("name", "backend"), [("adaattn", None), ("adaattn_sdpa", "sdpa"), ("adaattn_fa2", "fa2")])
-def test_a_name_resolves_to_the_backend_that_it_forces(name: str, backend: str | None) -> None:
-    assert adaattn_hf.resolve(name) == backend
-
-
-def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"got 'adaattn_sdp', .*adaattn_eager.* Did you mean 'adaattn_sdpa'\?"):
-        adaattn_hf.resolve("adaattn_sdp")
-
-
-def test_a_variable_of_earlier_versions_is_not_ignored_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADAATTN_TUNE", "first")
-    with pytest.warns(UserWarning, match=r"ADAATTN_TUNE: got 'first', expected no such variable.*unset it") as told:
-        adaattn_hf.register()
-    assert [one.filename for one in told] == [__file__]

@@ -67,11 +67,7 @@ def test_a_monitor_without_a_plan_to_watch_is_said_once() -> None:
 def test_settings_with_an_effect_are_kept() -> None:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=2))
-    for settings in (
-        {},
-        {"shadow": 1, "mismatch": "warn"},
-        {"preset": "fast", "budget": 0.01, "plan": plan.to_dict()},
-    ):
+    for settings in ({}, {"shadow": 1, "mismatch": "warn"}, {"preset": "fast", "budget": 0.01, "plan": plan.to_dict()}):
         model.config.adaattn = settings
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -113,10 +109,7 @@ def test_a_preset_takes_away_a_plan_that_spends_more() -> None:
     model = fresh_pair("llama").ours
     give(model, make_choice("window", 4))
     model.config.adaattn["plan"]["budget"] = math.log1p(0.01)
-    with (
-        pytest.warns(UserWarning, match="taken away") as told,
-        pytest.warns(UserWarning, match="every layer is exact"),
-    ):
+    with pytest.warns(UserWarning, match="taken away") as told, pytest.warns(UserWarning, match="every layer is exact"):
         adaattn_hf.configure(model, "balanced")
     assert {one.filename for one in told} == {__file__}
     assert adaattn_hf.plan_of(model) is None

@@ -9,12 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration.corpus import (
-    RUN,
-    TokenSequence,
-    draw,
-    refuse_copies,
-)
+from adaattn_hf.calibration.corpus import RUN, TokenSequence, draw, refuse_copies
 from adaattn_hf.calibration.inputs import _draw, _each
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.texts import read_documents, refuse_repeats

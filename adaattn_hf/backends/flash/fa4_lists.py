@@ -57,11 +57,8 @@ class BlockLists:
         Args:
             windows: Int32 `[2, heads]`: windows, then sinks, of the query heads.
             groups: Query heads that follow one another with one key/value head, and so with one window.
-            q_len: Queries.
             kv_len: Keys. Without runs each query sees all; where calls are causal the last query stands at the last
                 key, else the first at the first.
-            causal: The call's.
-            runs: Of `runs_of`.
         """
         self.tables = [*windows.unbind(0), *(() if runs is None else runs.unbind(0))]
         self._windows, self._runs, self._groups = windows, runs, groups

@@ -154,7 +154,6 @@ def attend_runs(request: AttentionRequest, kernels: Any, arguments: dict[str, An
     """One dense call, or one variable-length call over the segments.
 
     Args:
-        request: The call.
         kernels: The module of `flash_attn_func` and `flash_attn_varlen_func`; where they answer with several tensors,
             these are the output and the log-sum-exp.
         arguments: Keywords of both.
@@ -182,7 +181,6 @@ def attend_packed(
     """Segments as one row of tokens; gathered unless they are the batch itself. Rows of no segment are zero.
 
     Args:
-        request: The call.
         kernel: A `flash_attn_varlen_func`; where it answers with several tensors, the first is the output.
         arguments: Its keywords beside the segments.
 

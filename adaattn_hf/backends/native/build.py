@@ -26,11 +26,7 @@ FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi",
 ]  # fmt: skip
-GCC_FLAGS = [
-    "-Wno-maybe-uninitialized",
-    "-Wno-uninitialized",
-    "-Wno-ignored-attributes",
-]  # its own AVX-512 headers
+GCC_FLAGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-ignored-attributes"]  # its own AVX-512 headers
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 
@@ -60,10 +56,6 @@ def compiler() -> list[str] | None:
 
 def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     """Compiles the library into the directory `target` and writes a report beside it.
-
-    Args:
-        target: Directory that gets the library and the report.
-        extra: Further compiler and linker flags (sanitizers).
 
     Returns:
         The report: `built`, `reason` (why not), `compiler` and the instruction sets in `levels`.

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from .guard import check_extents, check_rule, readable
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
-from .rules import NO_RULES, Rules
+from .rules import NO_RULES, NONE4, Rules, pointer
 
-_NONE4 = (0, 0, 0, 0)
 NO_BACKWARD = bytes(BACKWARD.size)
 _ERRORS = {
     -1: "the native kernels were called with inconsistent extents, with segments outside the "
@@ -31,10 +30,6 @@ def values_of(v: Tensor) -> int:
     return v.shape[3] * (2 if v.dtype is torch.uint8 else 1)
 
 
-def _pointer(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
 def without_memory() -> RuntimeError:
     """The error of a call whose output has no memory to be written to."""
     return RuntimeError(
@@ -45,7 +40,7 @@ def without_memory() -> RuntimeError:
 
 def packed(
     inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor | None,
+    out: Tensor,
     lse: Tensor | None,
     scaling: float,
     level: int,
@@ -56,14 +51,14 @@ def packed(
 
     Args:
         inputs: Query, key and value, that the rules were checked for.
-        out: Contiguous `[batch, q_len, heads, head_dim_v]`, None where it is not computed.
+        out: Contiguous `[batch, q_len, heads, head_dim_v]`.
         lse: Contiguous `[batch, heads, q_len]`, None where it is not computed.
         scaling: Factor on the scores.
         level: Number of an instruction set.
         rules: Packed.
         backward: What the backward adds, packed.
     """
-    if type(out if lse is None else lse) is not Tensor:
+    if type(out) is not Tensor:
         raise without_memory()
     q, k, v = inputs
     batch, heads, q_len, dim = q.shape
@@ -73,7 +68,7 @@ def packed(
         *q.stride(), *k.stride(), *v.stride(), q_len * heads * dim_v, dim_v, heads * dim_v, 1,
     )  # fmt: skip
     return CALL.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(lse), layout, scaling,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), pointer(lse), layout, scaling,
         torch.get_num_threads(), level, rules, backward,
     )  # fmt: skip
 
@@ -86,9 +81,8 @@ def forward(
     rules: Rules = NO_RULES,
     *,
     need_lse: bool = False,
-    need_out: bool = True,
     level: int | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention without autograd: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`.
 
     Args:
@@ -99,7 +93,6 @@ def forward(
         scaling: Factor on the scores.
         rules: Everything else.
         need_lse: Also return the log-sum-exp, in nats; good to 1e-4 with bfloat16 products, to 1e-5 else.
-        need_out: False computes the log-sum-exp alone.
         level: Number of an instruction set, for tests; the library's own choice when None.
 
     Raises:
@@ -112,7 +105,7 @@ def forward(
         raise ValueError("key, value: got torch.int8 without scales; set key_scale and value_scale")
     (batch, heads, q_len, dim), (kv_heads, kv_len), dim_v = q.shape, k.shape[1:3], values_of(v)
     # plain tensors, whatever subclass the query is of
-    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device="cpu") if need_out else None
+    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device="cpu")
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
     if 0 in (batch, heads, q_len, kv_len, dim, dim_v):
         return _nothing(out, lse, rules)
@@ -123,10 +116,9 @@ def forward(
     return out, lse
 
 
-def _nothing(out: Tensor | None, lse: Tensor | None, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
+def _nothing(out: Tensor, lse: Tensor | None, rules: Rules) -> tuple[Tensor, Tensor | None]:
     """The answer where no query sees any key: zeros, and in the sum of each row the learned sink alone."""
-    if out is not None:
-        out.zero_()
+    out.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
         if rules.sink_logits is not None:
@@ -188,7 +180,7 @@ def backward(
     tail = BACKWARD.pack(
         g.data_ptr(), *g.stride(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         *dq.stride(), *dk.stride(), *dv.stride(),
-        *((0, *_NONE4) if dbias is None else (dbias.data_ptr(), *dbias.stride())),
+        *((0, *NONE4) if dbias is None else (dbias.data_ptr(), *dbias.stride())),
     )  # fmt: skip
     rules.check(*q.shape, *k.shape[1:3])
     level = native.level if level is None else level

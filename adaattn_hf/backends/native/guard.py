@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Form = Literal["contiguous", "strided", "broadcast"]
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 OFFSETS = 1 << 40
 """An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
@@ -55,11 +55,7 @@ def readable(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[torch.dtype, int]) -> None:
-    """Refuse queries, keys and values that do not belong together.
-
-    Raises:
-        ValueError: Names the tensor, what it has and what it should have.
-    """
+    """Refuse queries, keys and values that do not belong together (ValueError)."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")
@@ -84,7 +80,7 @@ def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[tor
             f"key, value: got {key.dtype} and {value.dtype} for queries in {query.dtype}, expected the query's dtype, "
             "or int8 (values also four bits in uint8) with scales; cast them to one dtype"
         )
-    if query.dtype not in _FLOATS:
+    if query.dtype not in FLOATS:
         raise ValueError(f"query: got {query.dtype}, expected float32, bfloat16 or float16")
 
 
@@ -115,5 +111,5 @@ def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.d
         raise ValueError(f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}")
     if not lies(tensor) and readable(tensor, name) is not tensor:
         raise ValueError(f"{name}: got a lazily negated or zero tensor, expected numbers in memory")
-    if tensor.dtype not in (_FLOATS if dtype is None else (dtype,)):
+    if tensor.dtype not in (FLOATS if dtype is None else (dtype,)):
         raise ValueError(f"{name}: got {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}")

@@ -98,12 +98,9 @@ def _asked(rules: Rules, request: AttentionRequest) -> Rules:
 
 def _computed(request: AttentionRequest, rules: Rules) -> AttentionResult:
     """The library's answer, without a gradient."""
-    out, lse = call.forward(
-        request.query, request.key, request.value, request.scaling, _asked(rules, request),
-        need_lse=request.need_lse,
-    )  # fmt: skip
-    assert out is not None  # it is asked for
-    return AttentionResult(out, lse)
+    asked = _asked(rules, request)
+    tensors = request.query, request.key, request.value
+    return AttentionResult(*call.forward(*tensors, request.scaling, asked, need_lse=request.need_lse))
 
 
 def alike(request: AttentionRequest) -> AttentionResult:

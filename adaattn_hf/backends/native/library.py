@@ -137,11 +137,7 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Declare the types of the library's functions.
-
-    Raises:
-        AttributeError: The library lacks one of them.
-    """
+    """Declare the types of the library's functions. Raises AttributeError where the library lacks one of them."""
     for function in FUNCTIONS:
         getattr(handle, f"ada_{function}").restype = ctypes.c_int64
     handle.ada_has_level.argtypes = handle.ada_peak_bytes.argtypes = [ctypes.c_int64]
@@ -205,11 +201,7 @@ def library() -> Library | None:
 
 
 def loaded() -> Library:
-    """The loaded library.
-
-    Raises:
-        RuntimeError: There is none; the error says why.
-    """
+    """The loaded library. Raises RuntimeError where there is none; the error says why."""
     found = library()
     if found is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
-from .guard import Form, check_rule, lies
+from .guard import FLOATS, Form, check_rule, lies
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _SCALES = {torch.float32: 0, torch.uint8: 5}
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_NONE4 = (0, 0, 0, 0)
+NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
 _SCORES_ALONE = bytes(SCORES.size)
 
@@ -94,11 +93,7 @@ class Rules:
         return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
 
     def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
-        """Refuse tensors that do not fit a call of these extents.
-
-        Raises:
-            ValueError: Names the rule, what it has and what it should have.
-        """
+        """Refuse tensors that do not fit a call of these extents (ValueError)."""
         if not self._tensors:
             return
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
@@ -117,29 +112,30 @@ class Rules:
         """What queries see, packed; made once, because the layers of a pass share it."""
         table, mask = self.segments, self.mask
         return VISIBLE.pack(
-            _pointer(table), 0 if table is None else table.shape[0], self.offset,
+            pointer(table), 0 if table is None else table.shape[0], self.offset,
             self.causal, self.window, self.sinks,
-            _pointer(mask), *(_NONE4 if mask is None else _broadcast(mask)),
+            pointer(mask), *(NONE4 if mask is None else _broadcast(mask)),
         )  # fmt: skip
 
     def packed(self) -> bytes:
         """The rules' part of the argument structure."""
         bias, scale, mean, first = self.bias, self.key_scale, self.key_mean, self.first_key
-        heads = HEADS.pack(COMPUTE[self.compute], _pointer(self.head_windows), _pointer(self.head_sinks))
+        heads = HEADS.pack(COMPUTE[self.compute], pointer(self.head_windows), pointer(self.head_sinks))
         scores = SCORES.pack(
-            self.softcap, _pointer(self.sink_logits), _pointer(bias),
-            *((0, *_NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
+            self.softcap, pointer(self.sink_logits), pointer(bias),
+            *((0, *NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
         )  # fmt: skip
         stored = STORED.pack(
-            _pointer(scale), _pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
+            pointer(scale), pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
             *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
-            _pointer(first), self.rotated, _pointer(mean), 0 if mean is None else _broadcast(mean)[0],
+            pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
         return self.visible + heads + scores + stored
 
 
-def _pointer(t: Tensor | None) -> int:
+def pointer(t: Tensor | None) -> int:
+    """The address of a tensor's numbers, 0 for none."""
     return 0 if t is None else t.data_ptr()
 
 
@@ -218,7 +214,7 @@ def with_extras(rules: Rules, bias: Tensor | None, sink_logits: Tensor | None, s
         return rules
     if bias is not None:
         bias = bias.detach()
-        bias = (bias if bias.dtype in _FLOATS else bias.float())[(None,) * (4 - bias.dim())]
+        bias = (bias if bias.dtype in FLOATS else bias.float())[(None,) * (4 - bias.dim())]
         bias = bias.resolve_neg()
         if bias.shape[3] == 1:
             bias = bias.expand(*bias.shape[:3], kv_len)

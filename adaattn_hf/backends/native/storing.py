@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from .call import error_of
-from .guard import lies
+from .guard import FLOATS, lies
 from .library import DTYPES, STORE, library, loaded
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.uint8)
 
 
 def serves(x: Tensor) -> bool:
     """Whether the library is here and can round such tokens; else `adaattn_hf.attention.stored.quantise` does."""
-    return x.is_cpu and x.dtype in _DTYPES and library() is not None
+    return x.is_cpu and x.dtype in FLOATS and library() is not None
 
 
 def store(
@@ -55,7 +54,7 @@ def store(
             and codes.dtype in _CODES
             and codes.stride(3) == 1
             and scale.dtype is torch.uint8
-            and x.dtype in _DTYPES
+            and x.dtype in FLOATS
             and (mean is None or _belongs(mean, beside))
             and (along is None or _belongs(along, beside))
         )

@@ -68,12 +68,7 @@ def _two_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
 
 
 def _folded(
-    structure: CallStructure,
-    folded: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    spans: list[tuple[int, int]],
+    structure: CallStructure, folded: Tensor, key: Tensor, value: Tensor, scaling: float, spans: list[tuple[int, int]]
 ) -> Tensor:
     """`[batch, num_kv_heads, rows, head_dim]`: one call, one masked call, or one call per batch row."""
     low, high = min(a for a, _ in spans), max(b for _, b in spans)

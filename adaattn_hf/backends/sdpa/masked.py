@@ -171,13 +171,7 @@ def _reach(structure: CallStructure, start: int, rows: int) -> tuple[int, int, i
 
 
 def _mask_of_place(
-    structure: CallStructure,
-    rows: int,
-    keys: int,
-    offset: int,
-    sinks: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    structure: CallStructure, rows: int, keys: int, offset: int, sinks: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """The mask of a band whose first query stands at one of its keys; None where all keys are seen."""
     own = structure.with_changes(

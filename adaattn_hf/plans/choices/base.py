@@ -35,11 +35,7 @@ class Choice:
 
     @classmethod
     def of(cls, *parts: Part) -> Choice:
-        """Returns the choice of these parts.
-
-        Raises:
-            PlanError: If two are of one aspect.
-        """
+        """Returns the choice of these parts. Raises PlanError if two are of one aspect."""
         aspects = [part.aspect for part in parts]
         if len(set(aspects)) < len(aspects):
             raise PlanError(f"choice: got parts {[part.label for part in parts]}, expected at most one of each aspect")
@@ -96,14 +92,7 @@ class Choice:
         return asked
 
     def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
-        """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention.
-
-        Args:
-            first: Position of the first row.
-            stop: Position behind the last one.
-            kv_len: Keys of the sequence.
-            causal: Whether attention is causal.
-        """
+        """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention."""
         return 0 if self.keys is None else self.keys.rows_with_fewer_keys(first, stop, kv_len, causal)
 
     def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
@@ -174,11 +163,7 @@ class Choice:
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "choice") -> Choice:
-        """Returns the choice written by `to_dict`.
-
-        Raises:
-            PlanError: If a kind or key is unknown, or a value is out of range.
-        """
+        """Returns the choice written by `to_dict`; PlanError for an unknown kind or key, or a value out of range."""
         if not isinstance(data, Mapping):
             raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
         kinds = {kind.name: kind for kind in all_keys()}

@@ -99,14 +99,7 @@ class Part(ABC):
         return {}
 
     def misfit(self, layer: LayerTensors, head: int, kv_heads: int, head_dim: int | None) -> str | None:
-        """Returns what is wrong with a head's calibrated tensors, None if they fit the layer.
-
-        Args:
-            layer: What was loaded.
-            head: Key/value head that takes the part.
-            kv_heads: Key/value heads of the layer.
-            head_dim: Its head size, None where it is not known.
-        """
+        """Returns what is wrong with a head's calibrated tensors, None if they fit the layer."""
         return None
 
     @classmethod
