@@ -1,6 +1,6 @@
 """The README's figures and picture, and the tables of docs/figures.md and comparison.md: `python -m studies.headline`.
 
-All come from `docs/results/`; none is typed. A figure on the README has a commit and a machine in its report, or is refused.
+All come from `docs/results/`; none is typed. A figure without a commit and a machine in its report is refused.
 """
 
 from __future__ import annotations

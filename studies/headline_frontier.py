@@ -37,12 +37,12 @@ def _prompts(peers: Mapping[str, Any], *, earlier: bool) -> list[str]:
         rows.append([name, f"{row['Δnll']:+.2e}", loss(row["KL"]), f"{row['times stock']:.2f}", f"{costs[2]} %"])
     head = ("method", "Δnll", "KL", "prefill: speedup over stock", "keys and values kept")
     said = (
-        f"A prompt of {settings['length']:,} tokens of {', '.join(settings['data'])}, the last {settings['scored']} scored: "
-        f"{settings['model']} in {settings['dtype']}, {machine(made)}, torch {made['versions']['torch']}, "
+        f"A prompt of {settings['length']:,} tokens of {', '.join(settings['data'])}, the last {settings['scored']} "
+        f"scored: {settings['model']} in {settings['dtype']}, {machine(made)}, torch {made['versions']['torch']}, "
         f"commit {commit(made)}"
     )
     old = " These numbers are older than the rest, plans and times included." * earlier
-    words = "It is one text, so there is no interval. Bold: no other row is at least as good in loss, time and memory."
+    words = "It is one text, so there is no interval. Bold: no other row is at least as good in KL, time and memory."
     return [f"{said}.{old} {words}", "", *table(head, rows)]
 
 
@@ -73,11 +73,8 @@ def _caches(measured: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> 
         "bytes per token",
     )
     made = measured["provenance"]
-    said = (
-        f"A cache: {name}, {machine(made)}, commit {commit(made)}. Losses were measured separately, in float32 on other text."
-    )
+    said = f"A cache: {name}, {machine(made)}, commit {commit(made)}. Losses were measured in float32 on other text."
     asked = {row["cache"] for row in measured["speed"][name]} | set(measured["absent"])
     lacking = sorted(asked - {row[0] for row in rows})
     absent = [f"Not timed at this length: {'; '.join(lacking)}."] if lacking else []
     return [said, "", *table(head, rows), *absent]
-

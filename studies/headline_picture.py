@@ -1,7 +1,7 @@
 """The README's pictures as SVG without a library: the speedup over stock, and the badges.
 
-Bars start at zero, with a mark at stock's speed. Each label is above its bar, so that a phone shows it large enough. The
-two colours differ for readers with any colour vision, in light and dark.
+Bars start at zero, with a mark at stock's speed. Each label is above its bar, so that a phone shows it large enough.
+The two colours differ for readers with any colour vision, in light and dark.
 """
 
 from __future__ import annotations

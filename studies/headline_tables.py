@@ -92,7 +92,10 @@ def _ratios(timed: Mapping[str, Any], shape: str, budget: str) -> Iterator[str]:
 
 def real(report: Mapping[str, Any]) -> list[str]:
     """What budgets bring Qwen2.5-Coder-1.5B, at the lengths at which whole passes were timed."""
-    shown = {name: GAINS[name] for name in ("kept", "third kind, %", "inside", "bound inside", "whole pass × stock", "× exact")}
+    shown = {
+        name: GAINS[name]
+        for name in ("kept", "third kind, %", "inside", "bound inside", "whole pass × stock", "× exact")
+    }
     shown["measured on"] = lambda seeds, _: f"{machine(seeds[0]['provenance'])}, {commit(seeds[0]['provenance'])}"
     rows = []
     for device in report.values():

@@ -200,7 +200,7 @@ def test_a_model_with_other_settings_is_refused_by_name(changes: dict[str, Any],
     loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", **changes)
     name = next(iter(changes))
     with pytest.raises(
-        PlanError, match=f"{name}: the plan was proven for a model with .*, this one has .*calibrate again"
+        PlanError, match=f"{name}: the plan was verified for a model with .*, this one has .*calibrate again"
     ):
         logits(loaded)
     with pytest.raises(PlanError, match=name):
