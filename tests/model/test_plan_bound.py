@@ -230,7 +230,7 @@ def test_layers_with_other_windows_are_refused(tmp_path: Path) -> None:
     give(model, make_choice("window", window=WINDOW))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn", sliding_window=3)
-    with pytest.raises(PlanError, match="sliding_window: the plan was proven"):
+    with pytest.raises(PlanError, match="sliding_window: the plan was verified"):
         logits(loaded)
 
 
