@@ -85,8 +85,8 @@ class AdaAttnConfig:
             raise ConfigError(unknown("adaattn.mismatch", str(self.mismatch), MISMATCHES))
         if self.mismatch != "raise" and not self.shadow:
             raise ConfigError(
-                f"adaattn.mismatch: got {self.mismatch!r} without a shadow, expected it beside one: it says "
-                "what happens where calls that are computed twice differ; set adaattn.shadow to how many, or drop it"
+                f"adaattn.mismatch: got {self.mismatch!r} without adaattn.shadow, expected both: it says what to do if "
+                "calls computed twice differ; set adaattn.shadow to the number of these calls, or remove mismatch"
             )
         if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)) or not 0 <= self.budget < 1:
             raise ConfigError(
@@ -102,8 +102,7 @@ class AdaAttnConfig:
         if may_spend and not self.budget:
             raise ConfigError(
                 f"adaattn.preset: got {self.preset!r} with a budget of 0, expected the settings of that preset, whose "
-                f"budget is {may_spend:g}: its name sets nothing; call "
-                f"adaattn_hf.configure(model, {self.preset!r})"
+                f"budget is {may_spend:g}; to set them by name, call adaattn_hf.configure(model, {self.preset!r})"
             )
 
     @classmethod
@@ -116,12 +115,12 @@ class AdaAttnConfig:
         if not isinstance(data, Mapping):
             raise ConfigError(
                 f"config.adaattn: got {type(data).__name__}, expected a mapping of settings; "
-                "adaattn_hf.configure(model, settings) writes one, of a preset's name, too"
+                "adaattn_hf.configure(model, settings) writes one, and also takes the name of a preset"
             )
         if "unverified" in data:
             raise ConfigError(
                 f"adaattn.unverified: got {data['unverified']!r:.60}, expected no such setting: no file "
-                "allows a plan to run that was not proven; delete it, and call "
+                "lets an unverified plan run; delete it, and call "
                 "adaattn_hf.load_plan(model, unverified=True) in each process"
             )
         known = [f.name for f in fields(cls)]

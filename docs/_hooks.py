@@ -1,4 +1,4 @@
-"""What the site shows besides `docs/`: pages of the root, the commands' options, the models that are served, and links.
+"""What the site shows besides `docs/`: pages of the root, the commands' options, the supported models, and links.
 
 The same files are read in a checkout, where `../BENCHMARKS.md` is right, and on the site, where that page lies beside
 the others. Links that leave the site lead to the repository.
@@ -79,24 +79,24 @@ def relinked(text: str, directory: str, page: str, repository: str) -> str:
 
 
 def supported_models() -> Iterator[str]:
-    """Markdown tables of the model types that are served and of those that are not, from the page of conformance."""
+    """Markdown tables of the model types that are supported and of those that are not, from the page of conformance."""
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     families = re.findall(r"^\| ([\w-]+)¹? \| ([a-z -]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
     own, table = text.partition("\n## Refused\n")[2].partition("\n## ")[0].split("These look the implementation up")
     refused = {
         name: why
         for part, why in (
-            (own, "computes attention in code of its own"),
+            (own, "has its own attention code"),
             (table, "`KeyError: 'adaattn'` when it loads"),
         )
         for line in re.findall(r"^`.*", part, re.MULTILINE)
         for name in re.findall(r"`([\w-]+)`", line)
     }
     for kind in dict.fromkeys(kind for _, kind, *_ in families):
-        yield f"## Served: {kind}\n\n| model type | tests passed by stock | by `adaattn` |\n|---|---:|---:|"
+        yield f"## Supported: {kind}\n\n| model type | tests passed by stock | by `adaattn` |\n|---|---:|---:|"
         rows = [(name, *passed) for name, of, *passed in families if of == kind and name not in refused]
         yield "\n".join(f"| `{name}` | {stock} | {ours} |" for name, stock, ours in rows) + "\n"
-    yield '## Not served\n\nLoad these with `attn_implementation="eager"` or `"sdpa"`.\n'
+    yield '## Not supported\n\nLoad these with `attn_implementation="eager"` or `"sdpa"`.\n'
     yield "| model type | why |\n|---|---|"
     yield "\n".join(f"| `{name}` | {why} |" for name, why in sorted(refused.items())) + "\n"
 

@@ -40,8 +40,8 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     configs: dict[int, Any] = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
     if not configs:
         raise ConfigError(
-            f"model: got {type(held).__name__}, expected a Transformers model or what holds one; pass what "
-            "from_pretrained returned"
+            f"model: got {type(held).__name__}, expected a Transformers model, or an object that contains one "
+            "(pipeline, PEFT model); pass what from_pretrained returned"
         )
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):

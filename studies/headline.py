@@ -1,7 +1,6 @@
-"""The README's figures and pictures, tables of docs/figures.md and comparison.md: `python -m studies.headline`.
+"""The README's figures and picture, and the tables of docs/figures.md and comparison.md: `python -m studies.headline`.
 
-All come from `docs/results/`; none is typed. What stands on the README names the commit and the machine that it was
-measured at, or is refused.
+All come from `docs/results/`; none is typed. A figure without a commit and a machine in its report is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans"
 
 Reports = Mapping[str, Any]
 Measured = tuple[float, str, Mapping[str, Any]]
-"""How many times as fast, than what, and the provenance of both."""
+"""The speedup, over what, and the provenance of both."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Case:
 
     Attributes:
         says: What ran.
-        whole: Whether a whole model was timed, or attention alone.
+        whole: Whether a whole model was timed, or only attention.
         dtype: Of the tensors.
         measured: Finds it in the reports.
     """
@@ -53,7 +52,7 @@ class Case:
 
 
 def bench(title: str) -> Callable[[Reports], Measured]:
-    """A cell of `adaattn bench`, beside the fastest stock implementation of the cell."""
+    """A case of `adaattn bench`, compared with the fastest stock implementation of the case."""
 
     def find(reports: Reports) -> Measured:
         cells = [cell for cell in reports["bench"]["cells"] if cell["title"] == title]
@@ -91,7 +90,7 @@ def prompt(arm: str, length: str) -> Callable[[Reports], Measured]:
 
 
 def on_cpu(part: str, model: str, length: int) -> Callable[[Reports], Measured]:
-    """A prompt (`passes`) or a step behind it (`steps 1`) of the study of real models, on a CPU."""
+    """A prompt (`passes`) or a step after it (`steps 1`) of the study of real models, on a CPU."""
 
     def find(reports: Reports) -> Measured:
         (own,) = [
@@ -112,22 +111,22 @@ STATIC = Case(
     cuda("generation", "32k tokens in a cache of 32k, ms a token", "exact"),
 )  # fmt: skip
 LONG = Case("Prompt of 8k tokens, SmolLM2-135M", True, "float32", prompt("exact", "8192"))
-PLANNED = Case("The same, within a budget of 0.1 %", True, "float32", prompt("0.1 %", "8192"))
+PLANNED = Case("The same, if perplexity may rise by 0.1 %", True, "float32", prompt("0.1 %", "8192"))
 READ = Case("Prompt of 4k tokens, Qwen2.5-Coder-0.5B", True, "bfloat16", on_cpu("passes", "qwen05", 4096))
-WRITTEN = Case("A token behind it", True, "bfloat16", on_cpu("steps 1", "qwen05", 4096))
+WRITTEN = Case("One token after a 4k prompt, Qwen2.5-Coder-0.5B", True, "bfloat16", on_cpu("steps 1", "qwen05", 4096))
 SHOWN = (
     PADDED, PACKED, STATIC, READ, WRITTEN, LONG, PLANNED,
     Case("Short prompt, GPT-2, 32 tokens", True, "float32", bench("GPT-2 small 32 tokens (float32)")),
 )  # fmt: skip
 """The bars of the picture, at most eight."""
 GAINS = (
-    ("encoders, embeddings, rerankers on padded batches", [PADDED], "whole BERT-base", "encoders.md"),
-    ("training on packed documents", [PACKED], "attention alone", "packing.md"),
+    ("encoders, embedding models and rerankers, on padded batches", [PADDED], "whole BERT-base", "encoders.md"),
+    ("training on packed documents", [PACKED], "attention only; `sdpa` ignores document boundaries", "packing.md"),
     ("generation with a static cache", [STATIC], "whole 8B model, 32k tokens", "cuda.md#generation"),
-    ("a language model on a CPU", [WRITTEN], "whole 0.5B model, a token behind 4k", "cpu-servers.md"),
+    ("a language model on a CPU", [WRITTEN], "whole 0.5B model, each token after a 4k prompt", "cpu-servers.md"),
     ("long prompts on a CPU", [LONG, PLANNED], "whole 135M model, 8k tokens", "long-prompts.md"),
 )
-"""Rows of the README's table: what people run, what was measured of it, how much of a model that is, and the guide."""
+"""Rows of the README's table: what people run, what was measured, how much of a model that is, and the guide."""
 
 
 def traced(says: str, made: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,15 +157,15 @@ def gains(reports: Reports) -> str:
     for you, cases, level, guide in GAINS:
         measured = [found(case, reports) for case in cases]
         figures = [f"**{times(ratio)}**" for ratio, _, _ in measured]
-        budget = f" exact; {figures[-1]} within a budget of 0.1 %" * (len(figures) > 1)
+        budget = f" exact; {figures[-1]} if perplexity may rise by 0.1 %" * (len(figures) > 1)
         rows.append((
             f"[{you}](docs/guides/{guide})", f"{figures[0]}{budget} ({level})", machine(measured[0][2]),
         ))  # fmt: skip
-    return "\n".join(table(("You run", "Times as fast as stock", "Measured on"), rows)[:-1])
+    return "\n".join(table(("You run", "Speedup over stock", "Measured on"), rows)[:-1])
 
 
 def kept(reports: Reports) -> str:
-    """The README's table of how many plans kept their budget, and on which text."""
+    """The README's table of how many calibrations found a plan, and which plans keep their budget on unseen text."""
     seeds = reports["budget"]["seeds"]
     rows = []
     for budget in sorted({record["budget"] for record in seeds}):
@@ -181,9 +180,9 @@ def kept(reports: Reports) -> str:
         rows.append((percent(budget), *(f"{count} of {len(own)}" for count in counts)))
     head = (
         "Budget",
-        "Kept on held-out text",
-        "On a third kind of text: increase inside the budget",
-        "its 95 % bound inside, too",
+        "Calibrations that found a plan",
+        "Of these, on unseen text: measured rise within budget",
+        "95 % upper bound within budget, too",
     )
     return "\n".join(table(head, rows)[:-1])
 
@@ -194,7 +193,7 @@ def picture(reports: Reports) -> str:
     for case in SHOWN:
         ratio, _, made = found(case, reports)
         bars.append(Bar(case.says, machine(made), case.whole, ratio, times(ratio)))
-    return draw(bars, "Times as fast as stock attention")
+    return draw(bars, "Speedup over stock attention")
 
 
 def cases(reports: Reports) -> str:
@@ -202,9 +201,9 @@ def cases(reports: Reports) -> str:
     rows = []
     for case in SHOWN:
         ratio, stock, made = found(case, reports)
-        level = "whole model" if case.whole else "attention alone"
+        level = "whole model" if case.whole else "attention only"
         rows.append((case.says, level, case.dtype, machine(made), stock, f"{ratio:.2f}", commit(made)))
-    head = ("What ran", "timed", "dtype", "on", "stock", "times as fast", "commit")
+    head = ("Case", "timed", "dtype", "machine", "stock", "speedup", "commit")
     return "\n".join(table(head, rows)[:-1])
 
 

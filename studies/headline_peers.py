@@ -1,4 +1,4 @@
-"""The table of docs/comparison.md: every implementation beside AdaAttn in the same cells, or why it was not timed."""
+"""The table of docs/comparison.md: every implementation in the same cases as AdaAttn, or why it was not timed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ UNTIMED = {
     "xFormers": "not timed: no name in Transformers; CUDA",
     "SageAttention": "not timed: no name in Transformers; CUDA, no padding masks",
     "FlashInfer": "not timed: for engines, no name in Transformers; CUDA",
-    "ModelOpt skip-softmax": "approximate: [at its loss](figures.md#beside-other-libraries)",
-    "kvpress": "approximate: [at its loss](figures.md#beside-other-libraries)",
+    "ModelOpt skip-softmax": "approximate: [at its loss](figures.md#compared-with-other-libraries)",
+    "kvpress": "approximate: [at its loss](figures.md#compared-with-other-libraries)",
 }
 """What `adaattn bench` does not time, and why."""
 

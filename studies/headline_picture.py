@@ -1,7 +1,7 @@
-"""The README's pictures as SVG without a library: how many times as fast as stock, and the badges.
+"""The README's pictures as SVG without a library: the speedup over stock, and the badges.
 
-Bars start at zero, with a mark at stock's speed; a label stands above its bar, so that a phone shows it large enough.
-Two colours that readers with any colour vision tell apart, in light and dark.
+Bars start at zero, with a mark at stock's speed. Each label is above its bar, so that a phone shows it large enough.
+The two colours differ for readers with any colour vision, in light and dark.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bar:
     Attributes:
         label: What ran.
         machine: Where.
-        whole: Whether a whole model was timed, or attention alone: which of the two colours.
+        whole: Whether a whole model was timed, or only attention: which of the two colours.
         ratio: Stock's time over ours.
         figure: The ratio as it is written.
     """
@@ -60,7 +60,7 @@ def draw(bars: Sequence[Bar], title: str) -> str:
     unit = (WIDTH - RIGHT) / max(bar.ratio for bar in bars)
     lines = _opened(WIDTH, height, title, STYLE)
     lines.append(f'<text class="title" x="0" y="16">{escape(title)}</text>')
-    for x, kind, said in ((0, "whole", "whole model"), (120, "part", "attention alone")):
+    for x, kind, said in ((0, "whole", "whole model"), (120, "part", "attention only")):
         lines.append(f'<rect class="{kind}" x="{x}" y="27" width="11" height="11"/>')
         lines.append(f'<text class="quiet" x="{x + 17}" y="37">{said}</text>')
     for row, bar in enumerate(bars):

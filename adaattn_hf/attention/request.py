@@ -75,7 +75,7 @@ class AttentionRequest:
             # the kernels divide by it
             raise ValueError(
                 f"key: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}; repeat or drop "
-                "heads so that every key head serves as many query heads"
+                "heads, as every key head must belong to the same number of query heads"
             )
         if key_dim != dim or self.value.shape[1] != kv_heads or self.value.shape[2] != kv_len:
             raise ValueError(

@@ -131,8 +131,8 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
     if len(found.choices) == 1:
         longest, others = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
         raise ValueError(
-            f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {dtype}: no "
-            f"window pays in so few, and rounding is to fewer bits than the model's own; give longer lengths "
+            f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {dtype}: "
+            f"windows need more tokens, and lower precision means fewer bits than the model's own; give longer lengths "
             f"(--lengths {8 * longest})" + (f", or other families ({','.join(others)})" if others else "")
         )
 

@@ -70,7 +70,7 @@ class Known:
         path = (place if place.is_dir() else place.parent) / RISKS_FILE
         if not path.is_file():
             raise ValueError(
-                f"from: {path} does not exist, expected the directory of a plan with the risks that it was chosen by, "
+                f"from: {path} does not exist, expected the directory of a plan with its measured risks, "
                 "as adaattn calibrate writes them; leave --from out to measure them"
             )
         try:

@@ -66,8 +66,8 @@ def attend(
     if kv_heads != len(program.plan.choices):
         raise ValueError(
             f"plan of layer {program.plan.layer}: made for {len(program.plan.choices)} key/value heads, got keys with "
-            f"{kv_heads}; calibrate the model in the form in which it runs. A process that is handed some of the heads "
-            "(Ulysses) is not told which: split the model by tp_plan, or call adaattn_hf.remove_plan(model)"
+            f"{kv_heads}; calibrate the model in the form in which it runs. Sequence parallelism by heads (Ulysses) "
+            "does not say which heads a process has: split the model by tp_plan, or call adaattn_hf.remove_plan(model)"
         )
     if program.is_exact_for(request.query.shape[2]):
         return select.attend(request, backend)

@@ -145,7 +145,7 @@ class Plan(PlanFiles):
         if self.verified is not None and self.verified.passed and self.verified.upper > self.budget:
             raise PlanError(
                 f"verified.passed is true with an upper bound of {self.verified.upper!r} nats/token, above the "
-                f"budget of {self.budget!r}: the plan contradicts its own proof; calibrate again"
+                f"budget of {self.budget!r}: the plan contradicts its own verification; calibrate again"
             )
         if len(self.lengths) > MOST_LENGTHS or len(self.layers) > MOST_LAYERS:
             raise PlanError(

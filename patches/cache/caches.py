@@ -238,8 +238,8 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
     convert_layers(DynamicCache(config=config), stored)
     if computes_with_cache(model):
         raise ValueError(
-            f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys itself before "
-            'attention reads them, expected a model that hands them on; use cache="model", without streaming heads'
+            f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys before "
+            'attention reads them, expected a model that does not; use cache="model", without streaming heads'
         )
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:

@@ -29,7 +29,7 @@ _KEY = "adaattn_cache"
 _CHECKSUM = "sha256"
 _FIELDS = {"version", "stored", "streaming", "made_for", "weights", "layers"}
 _OF_LAYER = {"length", "window", "spans"}
-_AGAIN = "read the prompt again and save its cache anew"
+_AGAIN = "read the prompt again and save its cache again"
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

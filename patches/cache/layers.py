@@ -71,8 +71,7 @@ class KeptLayer:
         if self.stored != "model" or self.spans:
             raise TypeError(
                 f"cache: its keys were replaced by a {type(self.keys).__name__}, expected them left as they are, since "
-                "they stand for codes or windows that lie elsewhere; choose tokens in a cache of numbers "
-                '(cache="model")'
+                'they stand for codes or windows stored elsewhere; to edit keys, use cache="model"'
             )
         return True
 

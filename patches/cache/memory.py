@@ -50,10 +50,10 @@ class CacheMemory:
     def __str__(self) -> str:
         """One line."""
         kept = "in the model's dtype" if self.stored == "model" else f"as {self.stored}, {self.smaller:.2f} times less"
-        beside = f", {self.per_sequence:,} per sequence beside them" if self.per_sequence else ""
+        more = f", plus {self.per_sequence:,} per sequence" if self.per_sequence else ""
         some, heads = self.streaming
         streams = f"; {some} of {heads} key/value heads are streaming, and keep a window" if some else ""
-        return f"{self.per_token:,} bytes per token {kept}{beside}{streams}"
+        return f"{self.per_token:,} bytes per token {kept}{more}{streams}"
 
 
 def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None) -> CacheMemory:

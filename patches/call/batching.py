@@ -103,7 +103,7 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
     if borders is None or kwargs.get("read_index") is None:
         raise ValueError(
             f"attn_implementation: {type(module).__name__} is inside `with adaattn_hf.continuous_batching(model):`, "
-            "which serves steps of continuous batching alone; leave the block for everything else"
+            "which supports only steps of continuous batching; leave the block for everything else"
         )
     declared = PagedAttentionArgs.__annotations__
     refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - declared}, HARMLESS)
@@ -118,7 +118,7 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
             raise ValueError(
                 f"{name}: got {got} in a step of continuous batching, expected none: requests are told apart by "
                 "cu_seq_lens_q and cu_seq_lens_k, their keys are in order, causal, and read without dropout; "
-                "max_blocks_per_request=0 leaves a table out, and 'adaattn' serves everything else"
+                "set max_blocks_per_request=0 so that no table is passed, and leave the block for everything else"
             )
     check_untransformed("generate_batch")
     if getattr(module, SEATED, False):

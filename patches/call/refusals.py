@@ -78,9 +78,9 @@ def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     for name in PAGED:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{name}: {type(module).__name__} keeps its keys in a paged cache, in which adaattn serves requests "
-                "inside `with adaattn_hf.continuous_batching(model):` alone; open that block around generate_batch(), "
-                "or use generate()"
+                f"{name}: {type(module).__name__} keeps its keys in a paged cache, expected `with "
+                "adaattn_hf.continuous_batching(model):` around it; open that block around generate_batch(), or use "
+                "generate()"
             )
 
 

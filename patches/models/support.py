@@ -101,7 +101,7 @@ def refuse_other_attention(model: nn.Module) -> None:
     names = implementations(model)
     if not runs_ours(model):
         raise ValueError(
-            f"model: its attention implementation is {', '.join(map(repr, sorted(names))) or 'unknown'}, none of "
+            f"model: its attention implementation is {', '.join(map(repr, sorted(names))) or 'unknown'}, not one of "
             'AdaAttn\'s; load it with attn_implementation="adaattn" or call '
             'model.set_attn_implementation("adaattn")'
         )

@@ -56,6 +56,6 @@ def refuse_other_configuration(planned: Mapping[str, Any], config: Any) -> None:
     for name, value in planned.items():
         if name in own and own[name] != value:
             raise PlanError(
-                f"{name}: the plan was proven for a model with {value!r:.300}, this one has {own[name]!r:.300}; load "
+                f"{name}: the plan was verified for a model with {value!r:.300}, this one has {own[name]!r:.300}; load "
                 "it without that change, or calibrate again"
             )

@@ -198,7 +198,7 @@ def refuse_unproven(plan: Plan) -> None:
     if plan.verified is None or not plan.verified.passed:
         why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
         raise PlanError(
-            f"the plan {why}, so it runs only where you say so in this process: "
+            f"the plan {why}, so it runs only if you allow it in this process: "
             "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
             "adaattn_hf.remove_plan(model)"
         )

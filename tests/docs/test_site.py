@@ -143,7 +143,7 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
     for name in ("prepare", "explain", "GrowingCache"):
         assert f">{name}<" in reference or f".{name}" in reference
     supported = (tmp_path / "site" / "supported.html").read_text(encoding="utf-8")
-    served, refused = supported.split('id="not-served"')
+    served, refused = supported.split('id="not-supported"')
     for name, part in (("llama", served), ("modernbert", served), ("deberta-v2", refused), ("falcon", refused)):
         assert f"<code>{name}</code>" in part
     families = re.search(r"\*\*(\d+) families", (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8"))

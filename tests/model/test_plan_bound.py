@@ -198,7 +198,7 @@ def test_a_model_with_other_settings_is_refused_by_name(changes: dict[str, Any],
     loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", **changes)
     name = next(iter(changes))
     with pytest.raises(
-        PlanError, match=f"{name}: the plan was proven for a model with .*, this one has .*calibrate again"
+        PlanError, match=f"{name}: the plan was verified for a model with .*, this one has .*calibrate again"
     ):
         logits(loaded)
     with pytest.raises(PlanError, match=name):
@@ -228,7 +228,7 @@ def test_layers_with_other_windows_are_refused(tmp_path: Path) -> None:
     give(model, make_choice("window", window=WINDOW))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn", sliding_window=3)
-    with pytest.raises(PlanError, match="sliding_window: the plan was proven"):
+    with pytest.raises(PlanError, match="sliding_window: the plan was verified"):
         logits(loaded)
 
 

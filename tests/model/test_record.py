@@ -162,7 +162,7 @@ def test_another_model_in_the_block_is_not_recorded(llama: tf.PreTrainedModel) -
 
 
 def test_stock_attention_and_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="none of AdaAttn's"), record(pair("llama").stock):
+    with pytest.raises(ValueError, match="not one of AdaAttn's"), record(pair("llama").stock):
         pass
     with pytest.raises(ValueError, match="at least 1"), adaattn_hf.record(pair("llama").ours, rows=0):
         pass

@@ -148,7 +148,7 @@ def test_explain_and_check_look_inside(tiny_encoder: Path) -> None:
     names = dict(ours.named_modules())
     assert held.layers
     assert all(choice.layer in names for choice in held.layers)
-    with pytest.raises(ValueError, match="its attention implementation is 'sdpa', none of AdaAttn's"):
+    with pytest.raises(ValueError, match="its attention implementation is 'sdpa', not one of AdaAttn's"):
         adaattn_hf.explain(embedder(tiny_encoder, "sdpa"))
 
 

@@ -24,7 +24,7 @@ from ..support.plans import give, plan_for
         ({"preset": "long_context", "monitor": True}, "got 'long_context' with a budget of 0"),
         ({"preset": "nonsense"}, "preset: got 'nonsense', expected one of balanced, exact, fast, long_context"),
         ({"preset": "fasd", "budget": 0.1}, "Did you mean 'fast'"),
-        ({"mismatch": "warn"}, "got 'warn' without a shadow.*set adaattn.shadow"),
+        ({"mismatch": "warn"}, "got 'warn' without adaattn.shadow.*set adaattn.shadow"),
         ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
         ({"unverified": False}, "expected no such setting"),
         ("fast", r"got str, expected a mapping of settings; adaattn_hf.configure\(model, settings\)"),
