@@ -21,6 +21,7 @@ from .json_output import AsJson, print_json
 
 PACKAGES = {
     "datasets": "hub datasets in `adaattn eval`",
+    "evaluate": "the metric",
     "lm_eval": "lm-evaluation-harness",
     "gguf": "GGUF files",
     "accelerate": "Trainer, GGUF files, device maps",

@@ -18,6 +18,7 @@ OPTIONAL = (
     "flash_attn_interface",
     "flash_attn_3",
     "datasets",
+    "evaluate",
     "lm_eval",
     "peft",
 )

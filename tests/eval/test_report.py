@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from adaattn_hf.backends.native.library import level_here, library, missing
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.eval import activation, bounds, corpora, provenance, report, runner, showcase, timing
 from adaattn_hf.eval.activation import Counts
+from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.stats.stopwatch import timed
@@ -215,6 +217,25 @@ def test_watched_batches_are_few_and_spread(batches: int) -> None:
     assert watched[0] == 0
     assert min(batches, 16) <= len(watched) <= activation.WATCHED_BATCHES
     assert batches - watched[-1] <= max(1, -(-batches // activation.WATCHED_BATCHES))
+
+
+def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: Path) -> None:
+    metric = evaluate.load(metric_path(), cache_dir=str(tmp_path))
+    texts = list(PASSAGES[:3])
+    found = metric.compute(predictions=texts, model_id=str(llama), attn_implementation="adaattn", device="cpu")
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.text_corpus(texts, "texts", "texts")
+    expected = runner.evaluate(loaded, corpus, Settings())["quality"]["arms"][1]
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-9)
+    assert found["tokens"] == expected["tokens"]
+    assert len(found["perplexities"]) == 3
+    assert found["mean_perplexity"] == pytest.approx(np.mean(found["perplexities"]))
+    assert abs(found["delta_nll"]) < 1e-6
+
+
+def test_the_metric_against_itself_is_nothing(llama: Path) -> None:
+    found = compute(PASSAGES[:2], str(llama), attn_implementation="eager", baseline="eager", device="cpu")
+    assert (found["delta_nll"], found["upper"], found["kl_mean"]) == (0.0, 0.0, 0.0)
 
 
 def test_bars_of_the_showcase() -> None:

@@ -13,7 +13,7 @@ import torch
 from .source_tree import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PACKAGES = frozenset({"datasets", "lm_eval", "peft", "sentence_transformers", "trl", "matplotlib"})
+PACKAGES = frozenset({"datasets", "evaluate", "lm_eval", "peft", "sentence_transformers", "trl", "matplotlib"})
 """Optional packages that a block may say it needs."""
 BLOCK = re.compile(
     r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>needs: [^>]*|run) -->\n\s*)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^[ ]*```$",

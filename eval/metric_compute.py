@@ -1,0 +1,60 @@
+"""What the `evaluate` metric computes, and where the metric lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaattn_hf.patches import checkpoint
+
+from . import corpora, runner
+from .settings import Settings
+
+
+def metric_path() -> str:
+    """Directory to give to `evaluate.load`: `evaluate.load(metric_path())` works without a network."""
+    return str(Path(__file__).parent / "metric" / "adaattn_perplexity")
+
+
+def compute(
+    predictions: Sequence[str],
+    model_id: str,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    tokenizer: str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Perplexity of texts under `attn_implementation` beside `baseline`.
+
+    Args:
+        predictions: texts; each is a document.
+        model_id: hub id or directory.
+        dtype: of the weights.
+        device: where they run.
+        tokenizer: where it is not the model's own.
+        **settings: fields of `Settings` (attn_implementation, baseline, context, stride, batch_size, windows, …).
+
+    Returns:
+        See the metric's own description.
+    """
+    loaded = checkpoint.load(model_id, dtype=dtype, device=device, tokenizer=tokenizer)
+    corpus = corpora.text_corpus(predictions, "predictions", "predictions")
+    result = runner.measure(loaded, corpus, Settings(**settings))
+    nll = result.tokens.scores.nll[1]
+    documents = result.tokens.document
+    perplexities = [float(np.exp(nll[documents == d].mean())) for d in np.unique(documents)]
+    tested = result.quality["comparisons"][0]
+    return {
+        "perplexities": perplexities,
+        "mean_perplexity": float(np.mean(perplexities)),
+        "perplexity": result.quality["arms"][1]["perplexity"],
+        "nll": result.quality["arms"][1]["nll_per_token"],
+        "delta_nll": tested["delta_nll"]["mean"],
+        "upper": tested["delta_nll"]["upper"],
+        "kl_mean": tested["kl_mean"],
+        "tokens": result.quality["arms"][1]["tokens"],
+    }
