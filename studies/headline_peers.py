@@ -17,8 +17,8 @@ UNTIMED = {
     "xFormers": "not timed: no name in Transformers; CUDA",
     "SageAttention": "not timed: no name in Transformers; CUDA, no padding masks",
     "FlashInfer": "not timed: for engines, no name in Transformers; CUDA",
-    "ModelOpt skip-softmax": "approximate, compared [at equal loss](figures.md#beside-other-libraries)",
-    "kvpress": "approximate, compared [at equal loss](figures.md#beside-other-libraries)",
+    "ModelOpt skip-softmax": "approximate: [at its loss](figures.md#beside-other-libraries)",
+    "kvpress": "approximate: [at its loss](figures.md#beside-other-libraries)",
 }
 """What `adaattn bench` does not time, and why."""
 
