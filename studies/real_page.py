@@ -29,9 +29,10 @@ for neither, to see how far the check carries. Values are medians over the seeds
 * *Passed*: the 95 % upper bound of the rise in perplexity is within the budget on the verification text, and enough
   needles (sentences hidden in a long text) are found. If no plan passes, attention stays exact.
 * *Stock* is Transformers' `sdpa`. *Exact* is AdaAttn without a plan, *prepared* the same after `prepare`.
+* Decode steps: on a GPU over a static cache, captured as a CUDA graph; on a CPU over a cache that grows, `DynamicCache`
+  for stock and `AdaAttnCache` for AdaAttn.
+* –: not timed, or no plan passed.
 """
-GENERATION = """Decode steps run on a GPU over a static cache, captured as a CUDA graph; on a CPU over a growing cache
-(`DynamicCache` for stock, `AdaAttnCache` for AdaAttn)."""
 
 
 def write_page(out: Path, target: Path) -> None:
@@ -78,14 +79,22 @@ def _summary(rows: Sequence[Row], speeds: Sequence[Row]) -> list[str]:
         lines += [f"* Budget {budget}: {len(_met(own))} of {len(own)} calibrations found a plan that passed"]
         lines[-1] += f"; {lost} others lost too many needles." if lost else "."
         gains = [time for speed in speeds for time in _ratios(own, speed, "passes", "stock")]
-        lines[-1] += f" A whole prompt is {min(gains):.2f} to {max(gains):.2f} times as fast as stock." if gains else ""
+        lines[-1] += f" A whole prompt is {_span(gains)} times as fast as stock." if gains else ""
+    if rows:
+        most = max(one["peak_gb"] / one["predicted_gb"] for one in rows)
+        lines += [f"* Calibration held up to {most:.1f} times as much memory as was forecast: leave room."]
     times: dict[str, list[float]] = {}
     for figures in (figures for one in speeds for part, figures in one.items() if part.startswith("steps ")):
         for name, own_figures in figures.items():
             arm = name if name in ORDER else "with a plan"
             times.setdefault(arm, []).append(own_figures["tokens_per_second"] / figures["stock"]["tokens_per_second"])
-    ranges = [f"{arm} {min(own):.2f} to {max(own):.2f}" for arm, own in times.items() if arm != "stock"]
+    ranges = [f"{arm} {_span(own)}" for arm, own in times.items() if arm != "stock"]
     return [*lines, f"* Decoding, tokens per second over stock: {', '.join(ranges)}."] if ranges else lines
+
+
+def _span(values: Sequence[float]) -> str:
+    ends = f"{min(values):.2f}", f"{max(values):.2f}"
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _table(title: str, rows: Sequence[Row], speeds: Sequence[Row], columns: Mapping[str, Column]) -> list[str]:
@@ -212,4 +221,4 @@ def _generation(speeds: Sequence[Row]) -> list[str]:
             body.append([one["model"], f"{one['length']:,}", "1", arm, f"{own['tokens_per_second']:.1f}", "–", "–"])
     lines = ["### Seconds of a prompt", "", *table(["model", "tokens", "arm", "seconds"], prompts)] if prompts else []
     head = ["model", "tokens in the cache", "batch", "arm", "tokens/s", "over stock", "cache bytes per token"]
-    return [*lines, "### Generation", "", GENERATION, "", *table(head, body)] if body else lines
+    return [*lines, "### Generation", "", *table(head, body)] if body else lines

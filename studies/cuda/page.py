@@ -16,8 +16,8 @@ from .measure import Cell
 from .stored import apart, steady
 
 FACTS = (
-    "cell", "FLOP", "bytes", "ideal ×", "refused", "failed", "quartiles", "auto takes", "first pass, s", "largest", "difference",
-    "note",
+    "cell", "FLOP", "bytes", "ideal ×", "refused", "failed", "quartiles", "auto takes", "first pass, s",
+    "largest", "difference", "note",
 )  # fmt: skip
 """Entries of a row that are not times of an arm."""
 BASES = ("sdpa", "sdpa, causal", "stock", "dense", "bf16, sdpa", "bf16")
@@ -42,6 +42,7 @@ HEAD = """
   copy of 1 GiB).
 * `sdpa` is Transformers' stock attention, `cudnn` and `flash` are torch's kernels by name, `fa3_fwd` and `fa4` are
   flash-attn 3 (without backward) and 4, `triton` is this package's kernel. `adaattn` chooses one: `backend`.
+* Windows per head and a quantised cache approximate; everything else is exact.
 * "captured": replayed as a CUDA graph, without the host. bfloat16, 32 query heads and 8 key/value heads of 128, unless
   the call says otherwise (32/8 × 128).
 """
@@ -51,8 +52,8 @@ SAYS = {
     "ideal ×: pairs of exact attention divided by pairs that the plan reads.",
     "decode": "Windows and ideal × as above, of bytes.",
     "growing": "Mean time of a step over 32 steps, host included; no step has met its number of keys. For each new "
-    "number, torch's `sdpa` prepares a kernel anew, which takes nearly all of its time. `DynamicCache` has a new number "
-    "at every token.",
+    "number, torch's `sdpa` prepares a kernel anew, which takes nearly all of its time. `DynamicCache` has a new "
+    "number at every token.",
     "training": "`sdpa` computes all of causal attention in every row. The README counts `triton` here, which needs no "
     "other package.",
     "packed": "`dense`: calls of the same pairs without padding, by their fastest kernel. BERT-base of so few tokens "
@@ -148,7 +149,9 @@ def _summary(report: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
             middle = statistics.median(times)
             body.append([titles[name], bases, *(f"{each:.2f}" for each in (min(times), middle, max(times)))])
     ahead = sum(each >= 1 for each in every)
-    said = f"`adaattn` was at least as fast as what it is compared with in {ahead} of {len(every)} calls. Times as fast:"
+    said = (
+        f"`adaattn` was at least as fast as what it is compared with in {ahead} of {len(every)} calls. Times as fast:"
+    )
     return [said, "", *table(["section", "compared with", "least", "median", "most"], body)] if body else []
 
 
