@@ -39,13 +39,7 @@ FLASH = ("fa3", "fa3_fwd", "fa4")
 PLANS = {
     "every second head 1024+16": (0, length(1024)) * 4,
     "all heads 1024+16": (length(1024),) * 8,
-    "mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256": (
-        0,
-        0,
-        *(length(1024),) * 3,
-        *(length(4096),) * 2,
-        length(256),
-    ),
+    "mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256": (0, 0, *(length(1024),) * 3, *(length(4096),) * 2, length(256)),
 }
 
 

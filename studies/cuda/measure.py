@@ -44,15 +44,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, As
 """What a call that a device or a version cannot run ends in."""
 SMALLER = 1 if ON_CUDA else 128
 """What lengths and windows are divided by where sections are only tried."""
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "flash-attn-4",
-    "fa3-fwd",
-    "flash-attn",
-    "nvidia-cutlass-dsl",
-)
+PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "fa3-fwd", "flash-attn", "nvidia-cutlass-dsl")
 
 
 def length(n: int) -> int:

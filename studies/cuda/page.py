@@ -25,14 +25,9 @@ BASES = ("sdpa", "sdpa, causal", "stock", "dense", "bf16, sdpa", "bf16")
 OURS = ("auto", "exact", "adaattn", "codes")
 """The arm that a section is summed up by."""
 SHOWN = {
-    "cell": "call",
-    "auto": "adaattn",
-    "exact, auto": "adaattn, no plan",
-    "captured": "triton, captured",
-    "by our sdpa": "adaattn_sdpa",
-    "by our triton": "adaattn_triton",
-    "auto takes": "backend",
-}
+    "cell": "call", "auto": "adaattn", "exact, auto": "adaattn, no plan", "captured": "triton, captured",
+    "by our sdpa": "adaattn_sdpa", "by our triton": "adaattn_triton", "auto takes": "backend",
+}  # fmt: skip
 """Columns under other names than those of the report."""
 HEAD = """
 * Times are microseconds of one call, unless the call names another unit: medians, with a cold L2 cache. Where the host
