@@ -24,13 +24,14 @@ UNTIMED = {
 
 
 def peers(reports: Mapping[str, Any]) -> str:
-    """The table: stock's time over ours, cell by cell, each with its machine and commit.
+    """The table, stock's time over ours, then machines and commits, and what was not timed and why.
 
     Raises:
         UsageError: A cell was not measured, or names no commit.
     """
-    columns: list[tuple[str, Mapping[str, Any]]] = []
-    ways: dict[str, None] = {}
+    columns: dict[str, Mapping[str, Any]] = {}
+    places: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     absent: dict[str, str] = {}
     for name, titles in SHOWN.items():
         report = reports[name]
@@ -39,13 +40,16 @@ def peers(reports: Mapping[str, Any]) -> str:
             cells = [cell for cell in report["cells"] if cell["title"] == title and cell["commit"]]
             if not cells:
                 raise UsageError(f"{name}.json: {title!r} was not measured, or nobody knows at which commit")
-            where = f"{machine(report['provenance'])}, {commit(cells[0])}"
-            columns.append((f"{title}; {where}", cells[0]))
-            ways |= dict.fromkeys([*cells[0]["ratios"], *cells[0]["refused"]])
-    rows = [(f"`{way}`", *(_entry(cell, way) for _, cell in columns), absent.get(way, "")) for way in ways]
-    lacking = [*((f"`{way}`", f"not timed: {why}") for way, why in absent.items() if way not in ways), *UNTIMED.items()]
-    rows += [(way, *("–" for _ in columns), why) for way, why in lacking]
-    return "\n".join(table(("", *(head for head, _ in columns), "otherwise"), rows)[:-1])
+            columns[title] = cells[0]
+            places.setdefault(f"{machine(report['provenance'])}, commit {commit(cells[0])}", []).append(title)
+    ways = dict.fromkeys(way for cell in columns.values() for way in (*cell["ratios"], *cell["refused"]))
+    lacking = {f"`{way}`": f"not timed: {why}" for way, why in absent.items() if way not in ways}
+    for way, why in (lacking | UNTIMED).items():
+        reasons.setdefault(why, []).append(way)
+    rows = [(f"`{way}`", *(_entry(cell, way) for cell in columns.values())) for way in ways]
+    lines = table(("", *columns), rows)
+    lines += [f"* {where}: {', '.join(titles)}" for where, titles in places.items()]
+    return "\n".join([*lines, *(f"* {why}: {', '.join(names)}" for why, names in reasons.items())])
 
 
 def _entry(cell: Mapping[str, Any], way: str) -> str:

@@ -1,4 +1,4 @@
-"""Real models under budgets: `python -m studies.real_models MODEL OUT --texts TEXTS`, then `--speed`, then `--write`.
+"""Plans for larger models: `python -m studies.real_models MODEL OUT --texts TEXTS`, then `--speed`, then `--write`.
 
 TEXTS holds `calibration/`, `proof/` and `third/`, whose files are sources; the third kind decides nothing. MODEL is a
 directory, or a shape of random weights (`8b`), which have no losses. A model, a length, a budget and a seed make a row,

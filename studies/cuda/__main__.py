@@ -24,20 +24,19 @@ SECTIONS = {
     "structures": ("kernels", "structures", "Masks"),
     "prefill": ("kernels", "prefill", "Windows per head, prefill"),
     "decode": ("kernels", "decode", "Windows per head, one decode step"),
-    "growing": ("kernels", "growing", "Steps of generation, each of a length not met before"),
+    "growing": ("kernels", "growing", "Decode steps, each with a new number of keys"),
     "training": ("kernels", "training", "Forward and backward at 16k"),
-    "packed": ("packed", "packed", "Packed and padded calls beside dense ones"),
-    "stored": ("stored", "stored", "One decode step over a cache of codes"),
+    "packed": ("packed", "packed", "Packed and padded calls compared with dense ones"),
+    "stored": ("stored", "stored", "One decode step on a quantised cache"),
     "light": ("light", "light", "Short and middling causal calls"),
-    "generation": ("generation", "generation", "Generation as Transformers compiles it"),
+    "generation": ("generation", "generation", "Generation with a static cache"),
     "compiled": ("compiled", "compiled", "Whole models under torch.compile"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }
 RECORDS = {
-    "eight": "Scores in int8, a record: `studies/cuda/eight.py` at commit 66077c1",
-    "tuned": "`auto` by a measured table, a record: `studies/cuda/tuned.py` at commit 8416d12",
+    "eight": "Scores in int8 (record)",
 }
-"""Sections of the page whose programs have left."""
+"""Sections of the page whose programs are no longer here."""
 TITLES = {name: title for name, (_, _, title) in SECTIONS.items()} | RECORDS
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

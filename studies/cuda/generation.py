@@ -22,7 +22,7 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.stats.stopwatch import quartiles
 
 from ..cache_arms import shaped
-from .measure import DEVICE, ON_CUDA, Cell, Section, length, peak_mib
+from .measure import DEVICE, ON_CUDA, Cell, Section, length
 from .model import by, mapped, records
 
 TOKENS = 48 if ON_CUDA else 6
@@ -30,13 +30,6 @@ THOUSANDS = ((8, 8), (8, 32), (32, 32), (128, 128))
 """Tokens of a prompt, and the room of the cache behind it."""
 ROWS = 4
 """Sequences of the padded cell: of so many tokens, three quarters of them, half, and a quarter."""
-
-
-REMARK = (
-    "* With `DynamicCache` torch plans a kernel anew for each number of keys; those of the second row had been met in "
-    "the first. Random weights; plans read as many times fewer pairs as the section behind this one says."
-)
-"""What the page says below the table."""
 
 
 class Clock:
@@ -95,8 +88,7 @@ def _cell(row: Cell, found: Any, plans: dict[str, Plan], mask: Tensor, room: int
             if not name.endswith("DynamicCache"):
                 cache = StaticCache(config=found.config, max_cache_len=room)
             clock = Clock()
-            call = partial(_generate, found, mask, cache, clock)
-            row.setdefault("MiB", {})[name] = peak_mib(call) if ON_CUDA else call()
+            _generate(found, mask, cache, clock)
         steps = clock.milliseconds()
         row[name] = statistics.median(steps)
         row.setdefault("quartiles", {})[name] = [round(number, 3) for number in quartiles(steps)[::2]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from .measure import (
     by,
     captured,
     length,
-    package,
-    peak_mib,
     race,
     refusals,
     request,
@@ -42,13 +39,7 @@ FLASH = ("fa3", "fa3_fwd", "fa4")
 PLANS = {
     "every second head 1024+16": (0, length(1024)) * 4,
     "all heads 1024+16": (length(1024),) * 8,
-    "mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256": (
-        0,
-        0,
-        *(length(1024),) * 3,
-        *(length(4096),) * 2,
-        length(256),
-    ),
+    "mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256": (0, 0, *(length(1024),) * 3, *(length(4096),) * 2, length(256)),
 }
 
 
@@ -63,7 +54,7 @@ def dense(section: Section) -> None:
             n = length(n)
             r = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv, dim=dim)
             row["FLOP"] = 2.0 * batch * heads * n * n * dim
-            beside = {"sdpa": stock(r), **_skip_softmax(row, r)}
+            beside = {"sdpa": stock(r)}
             if ON_CUDA:
                 beside |= {"cudnn": _forced(r, SDPBackend.CUDNN_ATTENTION)}
                 beside |= {"flash": _forced(r, SDPBackend.FLASH_ATTENTION)}
@@ -92,23 +83,6 @@ def _flex(r: AttentionRequest, mask: Callable[..., Tensor]) -> Callable[[], Any]
     run = torch.compile(flex_attention)
     grouped = heads != r.key.shape[1]
     return lambda: run(r.query, r.key, r.value, block_mask=blocks, enable_gqa=grouped)
-
-
-def _skip_softmax(row: Cell, r: AttentionRequest) -> dict[str, Callable[[], Any]]:
-    """ModelOpt's Triton kernel, as it is and leaving out tiles whose weights are below its threshold."""
-    try:
-        kernel: Any = package("modelopt.torch.kernels.common.attention.triton_fa").attention
-    except (ImportError, RuntimeError) as error:
-        row.setdefault("refused", {})["skip-softmax"] = str(error)[:200]
-        return {}
-    batch, _, n, dim = r.query.shape
-    q, k, v = (t.transpose(1, 2).reshape(-1, t.shape[1], dim) for t in (r.query, r.key, r.value))
-    start = torch.arange(batch, device=DEVICE, dtype=torch.int32) * n
-    lengths = torch.full((batch,), n, device=DEVICE, dtype=torch.int32)
-    return {
-        name: partial(kernel, q, k, v, start, lengths, n, skip_softmax_threshold=threshold)
-        for name, threshold in (("ModelOpt", None), ("skip-softmax 1e-3", 1e-3))
-    }
 
 
 def seen_share(n: int, windows: tuple[int, ...]) -> float:
@@ -169,7 +143,6 @@ def growing(section: Section) -> None:
             steps = 32
             ways = ("sdpa", "fa3_fwd", "triton", "auto")
             whole = request(CallStructure(batch, 1, n + steps * len(ways), causal=True, q_offset=0))
-            row["note"] = f"microseconds of a step, the host's included, over {steps} steps of new lengths"
             for place, name in enumerate(ways):  # torch keeps what it planned: every way has lengths of its own
                 calls = [_shorter(whole, n + place * steps + step) for step in range(steps)]
                 why = () if name in ("sdpa", "auto") else refusals(name, calls[0])
@@ -246,7 +219,6 @@ def _trained(row: Cell, structure: CallStructure, rules: HeadRules | None) -> No
     arms |= {name: both(by(name, r)) for name in ("fa4", "triton") if not refusals(name, r)}
     arms["auto"] = both(by("auto", r))
     race(row, arms)
-    row["MiB"] = {name: peak_mib(call) for name, call in arms.items()}
 
 
 def masks() -> dict[str, CallStructure]:

@@ -7,7 +7,6 @@ times mean nothing.
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import subprocess
@@ -45,16 +44,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, As
 """What a call that a device or a version cannot run ends in."""
 SMALLER = 1 if ON_CUDA else 128
 """What lengths and windows are divided by where sections are only tried."""
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "flash-attn-4",
-    "fa3-fwd",
-    "flash-attn",
-    "nvidia-cutlass-dsl",
-    "nvidia-modelopt",
-)
+PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "fa3-fwd", "flash-attn", "nvidia-cutlass-dsl")
 
 
 def length(n: int) -> int:
@@ -71,18 +61,6 @@ def microseconds(call: Callable[[], Any], rep: int = 40) -> float:
 
     torch.cuda.synchronize()
     return float(do_bench(call, warmup=10, rep=rep, return_mode="median")) * 1e3
-
-
-def peak_mib(call: Callable[[], Any]) -> float | None:
-    """MiB that a call takes beside what lies there before it, None on a CPU."""
-    if not ON_CUDA:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def draw(batch: int, n: int, heads: int, dim: int = DIM, grad: bool = False) -> Tensor:
@@ -167,7 +145,7 @@ class Section:
         self.cells.append(row)
         kept = {"setting": self.setting, "peaks": self.peaks, "seconds": self.seconds, "cells": self.cells}
         write_atomically(self.path, json.dumps(kept, indent=1) + "\n")
-        shown = {key: round(x, 2) if isinstance(x, float) else x for key, x in row.items() if key != "profile"}
+        shown = {key: round(x, 2) if isinstance(x, float) else x for key, x in row.items()}
         sys.stdout.write(f"{time.perf_counter() - started:6.1f} s {shown}\n")
         sys.stdout.flush()
 
@@ -212,7 +190,6 @@ def timed(
         else:
             arms[backend] = by(backend, r)
     race(row, arms)
-    row["MiB"] = {name: peak_mib(arms[name]) for name in ("sdpa", "fa4", "triton", "auto") if row.get(name)}
     if "auto" in backends:
         row["auto takes"] = select.choose(spec_of(r)).name
 
@@ -233,29 +210,6 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-def profile(call: Callable[[], Any], rows: int = 12) -> list[dict[str, Any]]:
-    """The kernels of a call, longest first, by torch's profiler: name, calls, microseconds of device and host."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if ON_CUDA:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    call()
-    with torch.profiler.profile(activities=activities) as seen:
-        call()
-        if ON_CUDA:
-            torch.cuda.synchronize()
-    found = [
-        {
-            "name": event.key[:120],
-            "calls": event.count,
-            "device µs": float(event.self_device_time_total),
-            "host µs": float(event.self_cpu_time_total),
-        }
-        for event in seen.key_averages()
-    ]
-    by_device = sorted(found, key=lambda e: (-e["device µs"], -e["host µs"]))[:rows]
-    return by_device
 
 
 def peaks() -> dict[str, float]:
@@ -288,15 +242,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "absent"
-
-
-def package(name: str) -> Any:
-    """A module of a package that may be absent.
-
-    Raises:
-        ImportError: It is absent, or lacks what it needs itself.
-    """
-    return importlib.import_module(name)
 
 
 def medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from ..budget.speed import plan_of_record
 from ..cache_arms import ARMS, shaped
 from ..cache_speed import filled
 from .kernels import seen_share
-from .measure import DEVICE, ON_CUDA, Cell, Section, length, peak_mib
+from .measure import DEVICE, ON_CUDA, Cell, Section, length
 
 BUDGETS = {"0.1 %": math.log1p(0.001), "1 %": math.log1p(0.01)}
 LAYERS, HEADS = 30, 3
@@ -122,7 +122,6 @@ def _prefill(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n:
     for name, (implementation, plan) in ways.items():
         with by(found, implementation, plan):
             row[name] = _milliseconds(call, 2.0 if ON_CUDA else 0.0)
-            row.setdefault("MiB", {})[name] = peak_mib(call) if n <= 32768 else None
 
 
 def _decode(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n: int, reads: str) -> None:

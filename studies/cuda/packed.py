@@ -27,7 +27,6 @@ from .measure import (  # fmt: skip
     draw,
     length,
     microseconds,
-    profile,
     race,
     refusals,
     request,
@@ -77,7 +76,6 @@ def _beside_dense(row: Cell, structure: CallStructure, runs: list[tuple[int, int
         row["dense"] += min(microseconds(by(name, r), 20) for name in names)
     r = request(structure)
     timed(row, r, *FLASH, "triton", "auto", beside={})
-    row["profile"] = profile(by("auto", r))
 
 
 @torch.no_grad()
@@ -97,11 +95,6 @@ def _bert(row: Cell) -> None:
     bare = adaattn_hf.prepare(bare)
     arms = {"stock": stock, "auto": ours, "prepared": bare}
     race(row, {name: partial(one, **inputs) for name, one in arms.items()})
-    # what the kernels alone take is the sum of the profile's device column
-    row["profile"] = profile(lambda: bare(**inputs))
-    row["note"] = "stock's longest kernels: " + ", ".join(
-        f"{e['name'][:50]} {e['device µs']:.0f} µs" for e in profile(lambda: stock(**inputs))[:4]
-    )
 
 
 def _grouped(row: Cell, n: int) -> None:
@@ -110,7 +103,6 @@ def _grouped(row: Cell, n: int) -> None:
     r = AttentionRequest(q, k, v, CallStructure(1, n, n, causal=True), DIM**-0.5)
     row["FLOP"] = 2.0 * HEADS * n * n * DIM
     timed(row, r, "auto", "eager", beside={"stock": lambda: _eager(q, k, v)})
-    row["profile"] = profile(by("auto", r))
 
 
 def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

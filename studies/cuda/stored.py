@@ -23,9 +23,9 @@ BYTES = {kind: bytes_of(kind, DIM) for kind in ("int8", "k8v4")}
 
 
 def steady(rows: list[Cell]) -> list[str]:
-    """What the two longest cells of a batch and format say of each arm: the rate of further bytes, and the time beside.
+    """The rate at which each arm reads, and its fixed time, from the two longest cells of a batch and format.
 
-    Two lengths in, `microseconds = beside + bytes / rate` has one answer; captured calls, so that no host is in it.
+    `microseconds = fixed + bytes / rate` has one answer for two lengths. Captured calls, so that no host is in it.
     """
     found: dict[tuple[str, str], list[tuple[int, Cell]]] = {}
     for row in rows:
@@ -43,9 +43,15 @@ def steady(rows: list[Cell]) -> list[str]:
             times = [row[f"{arm}, captured"] for row in (less, more)]
             if times[0] < times[1]:
                 rate = (read[1] - read[0]) / (times[1] - times[0])
-                told.append(f"{arm} {rate * 1e-6:.2f} TB/s and {times[1] - read[1] / rate:.0f} µs beside")
-        lines.append(f"* {kind}, {batch} × {long}k less {batch} × {short}k: {'; '.join(told)}")
+                told.append(f"`{arm}` reads at {rate * 1e-6:.2f} TB/s, plus {times[1] - read[1] / rate:.0f} µs fixed")
+        lines.append(f"* {kind}, from {batch} × {short}k to {batch} × {long}k: {'; '.join(told)}")
     return lines
+
+
+def apart(rows: list[Cell]) -> str:
+    """How far codes are from the same numbers in bfloat16, at most."""
+    most = max(row["difference"] / row["largest"] for row in rows)
+    return f"* `codes` differs from the same numbers in bfloat16 by at most {most:.1%} of the largest output."
 
 
 def stored(section: Section) -> None:
@@ -80,6 +86,4 @@ def _step(row: Cell, batch: int, n: int, kind: str) -> None:
     widened = over.widened()
     widened.key, widened.value = widened.key.to(r.key.dtype), widened.value.to(r.key.dtype)
     same = (by("triton", over)().out.float() - by("triton", widened)().out.float()).abs().max()
-    row["note"] = (
-        f"largest output {float(exact.abs().max()):.3f}; codes against the same numbers in bfloat16 {float(same):.1e}"
-    )
+    row |= {"largest": float(exact.abs().max()), "difference": float(same)}

@@ -84,7 +84,7 @@ def test_rows_are_measured_once_and_speed_is_that_of_their_plans(
     assert "| model-llama | 192 | 60% | 1 of 1 |" in page
     assert "| model-llama | 192 | 0.000001% | 0 of 1 | – |" in page
     assert "| model-llama | 192 | 2 | plan 60% |" in page
-    assert "llama.cpp on the GGUF file" in page
+    assert "| model-llama | 192 | llama.cpp, 4-bit weights |" in page
     assert json.loads((tmp_path / "real_models.json").read_text())["cpu"]["rows"][1] == much
 
 
@@ -102,4 +102,4 @@ def test_devices_share_no_table_and_random_weights_have_no_losses(study: real_mo
     page = (tmp_path / "real_models.md").read_text()
     assert page.count("### Calibration with random weights") == 2
     assert "## NVIDIA H100" in page
-    assert "### Budgets" not in page
+    assert "### Loss" not in page
