@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,17 +41,16 @@ def _real_runs(padding: Tensor) -> list[Run] | None:
 
 def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     """Per row of `[rows, length]` the run of each number, in order; None if one comes back after another."""
-    length, numbers = ids.shape[1], ids.tolist()
-    starts = [[0] for _ in numbers]
-    for row, before in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist():
-        starts[row].append(before + 1)
-    found = []
-    for row, borders in zip(numbers, starts, strict=True):
-        runs = list(itertools.pairwise([*borders, length])) if length else []
-        by_number = {row[a]: (a, b) for a, b in runs}
-        if len(by_number) != len(runs):
+    new = torch.ones_like(ids, dtype=torch.bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    rows, places = new.nonzero(as_tuple=True)
+    begins = places.tolist()
+    stops = (after or ids.shape[1] for after in [*begins[1:], 0])  # behind a row's last run another row begins, at 0
+    found: list[dict[int, Run]] = [{} for _ in range(ids.shape[0])]
+    for row, begin, stop, number in zip(rows.tolist(), begins, stops, ids[rows, places].tolist(), strict=False):
+        if number in found[row]:
             return None
-        found.append(by_number)
+        found[row][number] = begin, stop
     return found
 
 
@@ -73,7 +71,7 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
             return None
         if structure.one_run_a_row:
             return _padded_rows(structure, offset, real)
-    starts = None if structure.chunk_start is None else structure.chunk_start.tolist()
+    starts = None if structure.chunk_start is None else structure.on_host(structure.chunk_start).tolist()
     documents = _documents(structure)
     if documents is None:
         return None
@@ -119,8 +117,9 @@ def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
     whole = [((0, structure.q_len), (0, structure.kv_len))]
     if structure.k_segments is None:
         return [whole]
-    of_keys = _document_runs(structure.k_segments.cpu())
-    of_queries = of_keys if structure.q_segments is None else _document_runs(structure.q_segments.cpu())
+    of_keys = of_queries = _document_runs(structure.on_host(structure.k_segments))
+    if structure.q_segments is not None and structure.q_segments is not structure.k_segments:
+        of_queries = _document_runs(structure.on_host(structure.q_segments))
     if of_keys is None or of_queries is None:
         return None
     return [

@@ -307,16 +307,26 @@ class CallStructure:
             changes = {"key_padding": None}
         if not isinstance(self.q_offset, int):
             changes["q_offset"] = self.offset()
-        return self.with_changes(**changes) if changes else None
+        if not changes:
+            return None
+        fetched = {key: made for key, made in self._memo.items() if key == (CallStructure._fetch,)}
+        return replace(self, **changes, _memo=fetched)
 
     def padding_on_host(self) -> Tensor | None:
-        """`key_padding` in the host's memory: on CUDA one synchronisation, after which nothing else need wait."""
-        if self.key_padding is None or self.key_padding.is_cpu or self.key_padding.is_meta:
-            return self.key_padding
-        return self.derived(CallStructure._fetch_padding)
+        """`key_padding` in the host's memory."""
+        return None if self.key_padding is None else self.on_host(self.key_padding)
 
-    def _fetch_padding(self) -> Tensor | None:
-        return None if self.key_padding is None else self.key_padding.cpu()
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """A tensor of the rules in the host's memory: on CUDA one synchronisation for all that runs are made of."""
+        return tensor if tensor.is_cpu or tensor.is_meta else self.derived(CallStructure._fetch)[id(tensor)]
+
+    def _fetch(self) -> dict[int, Tensor]:
+        given = (self.q_offset, self.chunk_start, self.key_padding, self.q_segments, self.k_segments)
+        tensors = {id(t): t for t in given if isinstance(t, Tensor)}
+        found = {key: t.to("cpu", non_blocking=t.is_cuda) for key, t in tensors.items()}
+        for device in {t.device for t in tensors.values() if t.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return found
 
     def segments(self) -> tuple[Segment, ...] | None:
         """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).
@@ -331,7 +341,7 @@ class CallStructure:
         return self.q_offset if isinstance(self.q_offset, int) else self.derived(CallStructure._read_offset)
 
     def _read_offset(self) -> int:
-        return int(self.q_offset)
+        return int(self.on_host(self.q_offset) if isinstance(self.q_offset, Tensor) else self.q_offset)
 
 
 def keys_class(keys: int) -> int:

@@ -37,7 +37,7 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Call
         if cu.device.type == "cpu" and not tracing():
             _check(f"cu_seq_lens_{name}", cu.tolist(), length)
     q_documents = _numbers(cu_q, structure.q_len)
-    k_documents = _numbers(cu_k, structure.kv_len)
+    k_documents = q_documents if cu_k is cu_q and square else _numbers(cu_k, structure.kv_len)
     if structure.mask is not None or (structure.spans is not None and not square):
         same = q_documents[:, None, :, None] == k_documents[:, None, None, :]
         return structure.with_changes(mask=same if structure.mask is None else structure.mask & same)
@@ -70,7 +70,7 @@ def with_restarts(structure: CallStructure, positions: Tensor) -> CallStructure:
         return structure
     if tracing() or positions.is_meta or holds_no_memory(positions):
         return structure
-    falls = positions.diff() < 0
+    falls = positions.cpu().diff() < 0  # waited for once: documents are read on the host, too
     if not bool(falls.any()):
         return structure
     documents = F.pad(falls.cumsum(1), (1, 0))

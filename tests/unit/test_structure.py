@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,6 +98,34 @@ def test_settling_changes_no_visibility(structure: CallStructure) -> None:
         mine, theirs = settled.visible(start, stop), structure.visible(start, stop)
         batch = (structure.batch, max(mine.shape[1], theirs.shape[1]), -1, -1)
         assert torch.equal(mine.expand(batch), theirs.expand(batch))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that does not lie in the host's memory, and notes whenever it is copied there."""
+
+    is_cpu = False
+    copied: ClassVar[list[int]] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.copied.append(id(self))
+        return self.as_subclass(torch.Tensor)
+
+
+def test_each_tensor_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together, before the first is read: a device is waited for once, whatever settles or finds runs."""
+    monkeypatch.setattr(Elsewhere, "copied", [])
+    rules = {
+        "q_offset": torch.tensor(0), "chunk_start": torch.tensor([1]), "key_padding": torch.arange(10)[None] >= 3,
+        "k_segments": torch.tensor([[0] * 6 + [1] * 4]),
+    }  # fmt: skip
+    there = {name: tensor.as_subclass(Elsewhere) for name, tensor in rules.items()}
+    here, structure = (
+        CallStructure(1, 10, 10, causal=True, chunk=4, q_segments=one["k_segments"], **one) for one in (rules, there)
+    )
+    settled = structure.settled()
+    assert Elsewhere.copied == [id(tensor) for tensor in there.values()]
+    assert settled.segments() == structure.segments() == here.segments()
+    assert len(Elsewhere.copied) == len(there)
 
 
 def test_padding_of_ones_is_no_padding() -> None:

@@ -39,7 +39,10 @@ OTHERS = (
     "step, heads of 256, 8 sharing keys, bfloat16, windows per head",
     "step over int8, heads of 128, 8 sharing keys, bfloat16",
 )
-KERNELS = {"combine", "decode", "decode_codes", "forward", "prepare", "of_keys", "of_queries", "store_tokens"}
+KERNELS = {
+    "combine", "cut", "decode", "decode_codes", "forward", "of_keys", "of_queries", "order", "prepare", "repeat",
+    "store_tokens",
+}  # fmt: skip
 HOPPER = {"specialised", "costs", "deal"}
 """Those that one compute capability has to itself."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -35,6 +36,7 @@ def test_pairs_are_counted_as_they_are_seen(n: int, past: int, behind: int, rule
     )
 
 
+@interpreted
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_hold_every_query_once(name: str) -> None:
     structure = STRUCTURES[name]
@@ -45,44 +47,76 @@ def test_runs_hold_every_query_once(name: str) -> None:
     assert rows == [(row, i) for row in range(structure.batch) for i in range(structure.q_len)]
 
 
+@interpreted
+@pytest.mark.parametrize(("block", "line"), [(16, 256), (1, 2)], ids=["few", "many"])
 @pytest.mark.parametrize("of", ["queries", "keys"])
 @pytest.mark.parametrize("name", RUNS)
-def test_every_block_is_an_entry_once_those_with_most_to_do_first(name: str, of: Literal["queries", "keys"]) -> None:
+def test_every_block_is_an_entry_once_those_with_most_to_do_first(
+    name: str, of: Literal["queries", "keys"], block: int, line: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a class they are ordered by head, and those of queries from the last one on."""
+    monkeypatch.setattr(tables, "_LINE", line)
     structure = STRUCTURES[name]
-    entries = tables.find_entries(structure, CPU, Cut(of, 16), 2)
+    table, entries = tables.find_entries(structure, CPU, Cut(of, block), 2)
     runs = structure.derived(tables.runs_of)
-    expected = [
-        [number, first, head]
+    assert table.tolist() == [list(run) for run in runs]
+    blocks = [
+        (number, first)
         for number, run in enumerate(runs)
-        for first in range(0, run.q_len if of == "queries" else run.k_len, 16)
-        for head in range(2)
+        for first in range(0, run.q_len if of == "queries" else run.k_len, block)
     ]
-    assert entries.dtype == torch.int32
-    assert sorted(entries.tolist()) == expected
 
-    def work(entry: list[int]) -> int:
-        run, first = runs[entry[0]], entry[1]
+    def work(number: int, first: int) -> int:
+        run = runs[number]
         if of == "queries":
-            return max(0, min(run.k_len, first + run.offset + 16) if structure.causal else run.k_len)
-        return run.q_len - max(first - run.offset, 0) if structure.causal else run.q_len
+            return max(0, min(run.k_len, first + run.offset + block) if structure.causal else run.k_len)
+        return max(0, run.q_len - max(first - run.offset, 0)) if structure.causal else run.q_len
 
-    found = [work(entry) for entry in entries.tolist()]
-    most = max(found, default=0)
-    classes = [one * 16 // (most + 1) for one in found]
-    assert classes == sorted(classes, reverse=True)
+    most = max((work(*one) for one in blocks), default=0)
+    told = [(*one, head) for head in range(2) for one in (blocks[::-1] if of == "queries" else blocks)]
+    told.sort(key=lambda entry: -(work(*entry[:2]) * 16 // (most + 1)))
+    assert entries.dtype == torch.int32
+    assert entries.tolist() == [list(entry) for entry in told]
 
 
 def test_no_runs_have_no_entries() -> None:
     structure = CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool))
-    assert tables.find_entries(structure, CPU, Cut("keys", 16), 2).shape == (0, 3)
+    assert tables.find_entries(structure, CPU, Cut("keys", 16), 2)[1].shape == (0, 3)
 
 
+class Operations(TorchDispatchMode):
+    """Notes torch's operations but those that compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() not in ("aten::new_empty", "aten::view", "aten::lift_fresh", "aten::empty.memory_format"):
+            self.log.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "launches"), [("left padding", 2), ("documents", 2), ("causal", 3)])
+def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model meets a new structure with every padded batch: small calls would wait for the host."""
+    log: list[object] = []
+    monkeypatch.setattr(tables.Launcher, "__call__", lambda *launched: log.append(launched))
+    structure = STRUCTURES[name].with_changes()
+    assert structure.segments() is not None
+    with Operations() as seen:
+        tables.find_entries(structure, CPU, Cut("queries", 16), 2)
+    assert (len(log), seen.log) == (launches, [])
+
+
+@interpreted
 def test_layers_whose_windows_differ_share_their_entries() -> None:
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
     assert base.derived_on(*asked) is base.derived_on(*asked)
 
 
+@interpreted
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
     structure = CallStructure(1, 100, 100, causal=True)
@@ -112,7 +146,7 @@ def test_another_stream_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) ->
 
 def dealt(structure: CallStructure, dealing: Dealing, windows: HeadWindows) -> list[list[list[int]]]:
     """The items of each program."""
-    items, programs = tables.find_items(structure, CPU, Cut("queries", 64), dealing, windows)
+    _, items, programs = tables.find_items(structure, CPU, Cut("queries", 64), dealing, windows)
     turns = items.view(-1, programs, 3)
     found = []
     for program in range(programs):

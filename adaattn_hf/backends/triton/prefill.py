@@ -24,7 +24,6 @@ from .tables import (
     exact_windows,
     find_entries,
     find_items,
-    find_runs,
     pairs_seen,
     runs_of,
     window_table,
@@ -132,12 +131,13 @@ def _plain_part(
         "DIM": kind.dim, "DIM_V": kind.dim_v, "PAD": padded(kind.dim), "PAD_V": padded(kind.dim_v),
         "HAS_CAP": kind.softcap is not None, "BULK": False, "EDGES": False, **tile.constants(),
     }  # fmt: skip
-    closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in structure.segments() or ())
-    entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), kind.kv_heads)
-    runs = derived_on(structure, device, find_runs, cut.least, cut.short)
+    runs, entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), kind.kv_heads)
     if not len(entries):
         return ()
-    by_tma = {**constants, "BULK": True, "EDGES": closed} if heavy else None
+    by_tma = None
+    if heavy:
+        closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in structure.segments() or ())
+        by_tma = {**constants, "BULK": True, "EDGES": closed}
     tables = runs, entries, entries if windows is None else window_table(windows, device)
     grid = (kind.heads // kind.kv_heads * len(entries),)
     return (Part(launch_forward, grid, tables, constants, by_tma, (tile.columns, None)),)
@@ -169,12 +169,8 @@ def _parts_on_hopper(
         "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
     dealing = Dealing(groups // warps.together, keys, pieces, programs)
-    items, dealt = derived_on(structure, device, find_items, cut, dealing, every)
-    tables = (
-        derived_on(structure, device, find_runs, keys, False),
-        items,
-        items if windows is None else window_table(windows, device),
-    )
+    runs_table, items, dealt = derived_on(structure, device, find_items, cut, dealing, every)
+    tables = runs_table, items, items if windows is None else window_table(windows, device)
     box = keys, None if windows is None else 64
     part = Part(hopper.launch_specialised(), (dealt,), tables, constants, constants, box, True)
     if not structure.derived(runs_of, keys, True):

@@ -13,14 +13,15 @@ from torch import Tensor
 from ...attention.heads import ALL, HeadWindows
 from ...attention.structure import CallStructure, Segment
 from ..base import derived_on
-from .dealing import costs, deal
+from . import dealing as kernels
 from .launcher import Launcher
 
-launch_costs, launch_deal = Launcher(costs), Launcher(deal)
+launch_repeat, launch_cut, launch_order = Launcher(kernels.repeat), Launcher(kernels.cut), Launcher(kernels.order)
+launch_costs, launch_deal = Launcher(kernels.costs), Launcher(kernels.deal)
 _CLASSES = 16
 """Classes of work, within which blocks are ordered by head: programs that run at the same time read the same keys."""
-_LINE = 256
-"""Blocks whose costs a program computes."""
+_LINE, _SQUARE = 256, 64
+"""Runs or blocks that a program looks at together, and blocks that it compares with as many."""
 
 
 class Cut(NamedTuple):
@@ -119,70 +120,69 @@ def find_runs(structure: CallStructure, device: torch.device, least: int, short:
     """int32 `[runs, 6]`, as kernels take them; those of a structure without tensors are not copied from the host."""
     runs = structure.derived(runs_of, least, short)
     if structure.plain and len(runs) == structure.batch:
-        row = torch.arange(structure.batch, dtype=torch.int32, device=device)
-        return torch.stack([row, *(torch.full_like(row, number) for number in runs[0][1:])], dim=1)
+        table = torch.empty((structure.batch, 6), dtype=torch.int32, device=device)
+        _run(launch_repeat, (structure.batch,), (table, *runs[0][1:]), {})
+        return table
     table = torch.tensor(runs, dtype=torch.int32, device="cpu").view(-1, 6)
     return table.to(device, non_blocking=True)
 
 
-def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs, and of each of their blocks int64 `[blocks]` the run and its first row in that."""
+def _run(launch: Launcher, extents: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Launches what writes a table: lengths are not compiled in, and tensors are made here: constants tell variants."""
+    launch(extents, arguments, constants, () if arguments[0].is_cuda else None)
+
+
+def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Runs, and int32 `[blocks, 3]`: run, first row in that and class of work of each of their blocks.
+
+    Windows are left out: of each head those with most to do have most under any window, or as much as all others.
+    """
     lengths = 2 if cut.of == "queries" else 4
     count = sum(-(-run[lengths] // cut.block) for run in structure.derived(runs_of, cut.least, cut.short))
     runs = derived_on(structure, device, find_runs, cut.least, cut.short)
-    blocks = (runs[:, lengths].long() + (cut.block - 1)) // cut.block
-    run = torch.repeat_interleave(blocks, output_size=count)
-    first = (torch.arange(count, device=device) - (blocks.cumsum(0) - blocks)[run]) * cut.block
-    return runs, run, first
+    blocks = runs.new_empty((count, 3))
+    constants = {
+        "OF_QUERIES": cut.of == "queries", "CAUSAL": structure.causal, "BLOCK": cut.block, "CLASSES": _CLASSES,
+        "LINE": _LINE,
+    }  # fmt: skip
+    if count:
+        _run(launch_cut, (len(runs),), (runs, blocks, len(runs)), constants)
+    return runs, blocks
 
 
-def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_heads: int) -> Tensor:
-    """int32 `[entries, 3]`: run, first row and key/value head of each block, those with most to do first.
-
-    Windows change no order: of each head those with most to do have most under any window, or as much as all others.
-    """
-    runs, run, first = derived_on(structure, device, find_blocks, cut)
-    if not len(run):
-        return runs.new_empty((0, 3))
-    if cut.of == "queries":
-        run, first = run.flip(0), first.flip(0)
-    q_len, _, k_len, offset = runs[run, 2:].long().unbind(1)
-    if cut.of == "queries":
-        work = torch.minimum(k_len, first + offset + cut.block) if structure.causal else k_len
-    else:
-        work = q_len - (first - offset).clamp(min=0) if structure.causal else q_len
-    work = work.clamp(min=0) * _CLASSES // (work.max().clamp(min=0) + 1)
-    order = work.repeat(kv_heads).argsort(descending=True, stable=True)
-    block = order % len(run)
-    return torch.stack([run[block], first[block], order // len(run)], dim=1).int()
+def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Runs, and int32 `[entries, 3]`: run, first row and key/value head of each block, those with most to do first."""
+    runs, blocks = derived_on(structure, device, find_blocks, cut)
+    entries = runs.new_empty((kv_heads * len(blocks), 3))
+    constants = {"LAST_FIRST": cut.of == "queries", "LINE": _SQUARE}
+    if len(blocks):
+        programs = -(-len(blocks) // _SQUARE)
+        _run(launch_order, (programs,), (blocks, entries, len(blocks), kv_heads), constants)
+    return runs, entries
 
 
 def find_items(
     structure: CallStructure, device: torch.device, cut: Cut, dealing: Dealing, windows: HeadWindows
-) -> tuple[Tensor, int]:
-    """The table of items that `deal` makes, and for how many programs."""
-    runs, run, first = derived_on(structure, device, find_blocks, cut)
-    blocks, heads = len(run), len(windows) * dealing.parts
+) -> tuple[Tensor, Tensor, int]:
+    """Runs, the table of items that `deal` makes, and for how many programs."""
+    runs, table = derived_on(structure, device, find_blocks, cut)
+    blocks, heads = len(table), len(windows) * dealing.parts
     count = blocks * heads
     programs = min(dealing.programs, count)
     # in each turn a program is given one item at most, of half a row
     turns = -(-count // max(programs // 2, 1)) + 2
-    cost = torch.empty((heads, blocks), dtype=torch.int32, device=device)
-    constants = {
+    cost = runs.new_empty((heads, blocks))
+    constants: dict[str, Any] = {
         "CAUSAL": structure.causal, "ROWS": cut.block, "PART": dealing.piece, "PIECES": dealing.pieces, "LINE": _LINE,
     }  # fmt: skip
-    # lengths are not compiled in, and tensors are made here: there is one variant for each set of constants
-    variant = () if device.type == "cuda" else None
-    arguments: tuple[Any, ...] = (
-        runs, run, first, window_table(windows, device), cost, blocks, dealing.parts
-    )  # fmt: skip
-    launch_costs((-(-blocks // _LINE), heads), arguments, constants, variant)
+    arguments = runs, table, window_table(windows, device), cost, blocks, dealing.parts
+    _run(launch_costs, (-(-blocks // _LINE), heads), arguments, constants)
     cost, order = cost.flatten().sort(descending=True, stable=True)
-    items = torch.empty((turns * programs, 3), dtype=torch.int32, device=device)
+    items = runs.new_empty((turns * programs, 3))
     lanes = max(16, 1 << (programs - 1).bit_length())
-    arguments = run, first, order, cost, items, blocks, count, programs
-    launch_deal((1,), arguments, {"LANES": lanes, "num_warps": 8}, variant)
-    return items, programs
+    constants = {"LANES": lanes, "num_warps": 8}
+    _run(launch_deal, (1,), (table, order, cost, items, blocks, count, programs), constants)
+    return runs, items, programs
 
 
 def exact_windows(kv_heads: int) -> HeadWindows:

@@ -16,10 +16,10 @@ from ...attention.structure import CallStructure
 from ..base import derived_on
 from .backward import of_keys, of_queries, prepare
 from .descriptors import descriptor_of
-from .launcher import Launcher
+from .launcher import Launcher, aligned
 from .prefill import attend_forward
 from .sizes import padded, scale_of, tile_on
-from .tables import Cut, find_entries, find_runs, window_table
+from .tables import Cut, find_entries, window_table
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
@@ -87,7 +87,10 @@ def _gradients(
     facts: dict[str, Any] = {
         "DIM_V": value_dim, "PAD_V": value_pad, "HAS_GRAD_LSE": grad_lse is not None, "BLOCK": 64, "num_warps": 4,
     }  # fmt: skip
-    launch_prepare((batch, heads, -(-q_len // 64)), arguments, facts)
+    # saved tensors may come back at any address
+    even = query.is_cuda and aligned(query, key, value, out, lse, grad, grad_lse, shift, sums)
+    variant = (query.dtype, arguments[6:-1]) if even else None
+    launch_prepare((batch, heads, -(-q_len // 64)), arguments, facts, variant)
     columns = sum(s.k_len for s in segments) == batch * kv_len
     dq, dk, dv = (
         (like.new_empty if whole else like.new_zeros)((batch, length, count, width)).transpose(1, 2)
@@ -104,27 +107,28 @@ def _gradients(
         }  # fmt: skip
         by_head = grad.transpose(1, 2)
         strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
-        numbers = (*lse.stride()[:2], scale_of(scaling, softcap), scaling, softcap or 0.0)
+        scales = scale_of(scaling, softcap), float(scaling), float(softcap or 0.0)
         width = max(pad, value_pad) * query.itemsize
         runs = windows is not None or len(segments) > batch
         tile = tile_on("of_keys of runs" if runs else "of_keys", width, query.device)
-        runs_table = derived_on(structure, query.device, find_runs, 0, False)
-        limits = runs_table if windows is None else window_table(windows, query.device)
-        entries = derived_on(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
+        table, entries = derived_on(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
+        limits = table if windows is None else window_table(windows, query.device)
         q_bulk, g_bulk = descriptor_of(query, tile.rows), descriptor_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
+        numbers = *strides, *dk.stride()[:3], *dv.stride()[:3], *lse.stride()[:2]
         arguments = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
-            runs_table, entries, limits, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
+            table, entries, limits, *numbers, *scales,
         )  # fmt: skip
-        launch_of_keys((len(entries),), arguments, {**facts, "BULK": bulk, **tile.constants()})
+        variant = (query.dtype, numbers) if even else None
+        launch_of_keys((len(entries),), arguments, {**facts, "BULK": bulk, **tile.constants()}, variant)
         tile = tile_on("of_queries", width, query.device)
-        entries = derived_on(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
-        arguments = (
-            query, key, value, grad, shift, sums, dq, runs_table, entries, limits, *strides,
-            *dq.stride()[:3], *numbers,
-        )  # fmt: skip
-        launch_of_queries((heads // kv_heads * len(entries),), arguments, {**facts, **tile.constants()})
+        table, entries = derived_on(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
+        numbers = *strides, *dq.stride()[:3], *lse.stride()[:2]
+        variant = (query.dtype, numbers) if even else None
+        arguments = query, key, value, grad, shift, sums, dq, table, entries, limits, *numbers, *scales
+        programs = heads // kv_heads * len(entries)
+        launch_of_queries((programs,), arguments, {**facts, **tile.constants()}, variant)
     d_sink = None
     if sink is not None:
         # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
