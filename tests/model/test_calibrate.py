@@ -400,7 +400,7 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
     steps = [step["needles"] for step in tamed.report["history"] if "needles" in step]
     assert steps[0] == [(20, 0, 48)]
     assert tamed.met, tamed.sentence
-    assert tamed.report["history"][len(steps)]["verified"]["tries"] == 1
+    assert next(step["verified"]["passed"] for step in tamed.report["history"] if "verified" in step)
     assert [[choice.is_exact for choice in layer.choices] for layer in tamed.plan.layers] == [
         [False] * 2,
         [True, False],
@@ -437,13 +437,12 @@ def test_a_proof_that_needles_fail_says_so_and_not_what_an_early_look_makes_of_t
     model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "retrieved", lambda arms, haystack, tap: (tap is exact_tap,) * len(haystack.answers))
-    # so small a budget that the first look's level tells nothing of it
-    settings = replace(SETTINGS, needles_lost=0.0, held_out=2, budget=2e-3)
+    settings = replace(SETTINGS, needles_lost=0.0, held_out=2)
     failed = calibrate(model, encode, text, settings, prices=_prices())
     assert not failed.met
-    assert "cannot be met: failed: 2 of 2 needles are lost, more than 0; " in failed.sentence
+    assert "cannot be met: failed: 2 of 2 needles are lost, more than 0; the plan" in failed.sentence
     verdicts = [step["verified"] for step in failed.report["history"] if "verified" in step]
-    assert verdicts[0]["upper"] > settings.budget
+    assert verdicts[0]["upper"] > 5 * settings.budget, "of three sequences, at 99.94 %"
     shares = [one["predicted_kl"] for one in verdicts]
     assert shares[1] < 0.75 * shares[0], shares
 
