@@ -19,15 +19,14 @@ import numpy as np
 from ..plans.plan import Verified
 from ..plans.program import Program
 from ..plans.wording import allowed, in_nats, share
-from ..policy.acceptance import Gates
+from ..policy.acceptance import SIGNIFICANT, Gates
 from ..policy.aim import LossLaw, Observation
-from ..policy.backoff import Caution
 from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
 from .proof import Proof, Test, prove
-from .search import JOINT_STEPS, Aim, Found, Joint, JointPasses, programs, seek, unit_losses
+from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, programs, seek
 from .settings import Calibration
 from .stock import stock_distance
 from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
@@ -42,6 +41,11 @@ DRIFT = 0.5
 """Additional standard error of the loss per KL for text of another source that has not been looked at yet."""
 APART = 0.1
 """The distance of two stock implementations is said if it is more than this share of the budget."""
+AFTER_LOSS, AFTER_OTHERS = 0.9, 0.6
+"""Share of its target that the next plan has: after a failure by loss, which has taught the law of the loss, too, and
+by another limit."""
+CLOSER = (0.25, 0.5)
+"""A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 HALVED = 0.5
 """Where windows beside a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
 OUTSIDE = 2.0
@@ -59,7 +63,8 @@ class Campaign:
         # where a smaller cache is wanted, formats are tested alone if every plan fails
         self.attempts = Attempts(s.alpha, s.tries, s.bolder, reserved=int(s.with_cache))
         self.alpha = np.ones(len(s.lengths))
-        self.caution = Caution()
+        self.share = SHARE
+        self.needles: dict[int, float] = {}
         self.history: list[dict[str, Any]] = []
         self.used = 0
         self.looked_at: dict[str, list[int]] = {}
@@ -90,11 +95,13 @@ class Campaign:
                 break
             most = self.most()
             if most < max(min(inputs.settings.held_out, self.pool()), 2 * inputs.sources):
-                sentence = f"{sentence}; the held-out text is used up"
+                sentence = f"{sentence}; the held-out text is used up: give more of it"
                 break
             aim = self.aim(most)
-            found, self.alpha = seek(self.passes, aim, self.alpha, self.caution.demoted, self.history, self.updated)
+            found, self.alpha = seek(self.passes, aim, self.alpha, self.history, self.updated)
             if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
+                if self.needles and not self.plans:
+                    sentence += " and keeps the needles in the calibration text; --needles allows more to be lost"
                 break
             proof, coded = self.prove(found)
             worst = (coded or proof).worst
@@ -119,8 +126,8 @@ class Campaign:
                 self.attempts = further
                 if inputs.settings.with_cache:
                     self.least = {length: HALVED * one.added for length, one in found.joint.items()}
-                losses = unit_losses(self.measurement, found.allocation.picks, self.alpha)
-                self.caution = self.caution.failed(losses, of_loss=not worst.upper <= self.gates.budget)
+                others = (coded or proof).lost or worst.upper <= self.gates.budget
+                self.share *= AFTER_OTHERS if others else AFTER_LOSS
         passed = passed or alone
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
@@ -207,13 +214,14 @@ class Campaign:
         laws = {length: self.law(length, self.joint[length]) for length in s.lengths}
         first = min(s.held_out, most)
         beside = {} if self.format is None else self.format.kl
-        share = SHARE * self.caution.share
-        self.current = Aim(laws, self.gates, self.attempts.level, share, (first, most), beside, self.least)
+        limits, looks = (beside, self.least, self.needles), (first, most)
+        self.current = Aim(laws, self.gates, self.attempts.level, self.share, looks, *limits)
         return self.current
 
     def updated(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
         """Returns the aim after plans were measured at a length, with the limit on flips of the likeliest token."""
-        self.joint[length] = joints
+        self.joint[length], last = joints, joints[-1]
+        self.spare(length, last.risk, *last.needles, REHEARSED)
         flips = max(
             (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0),
             default=0.0,
@@ -221,6 +229,12 @@ class Campaign:
         gates = self.gates.with_flips(flips, self.stock.flips) if flips else self.gates
         self.current = replace(aim, laws={**aim.laws, length: self.law(length, joints)}, gates=gates)
         return self.current
+
+    def spare(self, length: int, risk: float, lost: int, won: int, found: int, level: float) -> None:
+        """Lowers the limit on the risk for retrieval where a plan of that risk has lost too many needles."""
+        if self.gates.forgets(lost, won, found, level):
+            closer = risk * float(np.clip(self.gates.spared(found) / (lost - won), *CLOSER))
+            self.needles[length] = min(closer, self.needles.get(length, math.inf))
 
     def prove(self, found: Found) -> tuple[Proof, Proof | None]:
         """Verifies a plan on the next held-out text, alone and with the cache's format, and learns from the result.
@@ -250,6 +264,8 @@ class Campaign:
             if coded is not None and len(coded.evidence[length].names) == len(evidence.names):
                 seen.append(coded.evidence[length].observed(found.joint[length].kl + beside[length]))
             self.shards[length].append(seen)
+            needles = evidence.lost, evidence.won, evidence.found
+            self.spare(length, found.joint[length].risk, *needles, SIGNIFICANT)
             self.warn_of_other_text(length, found.joint[length], evidence.mean_kl())
         return proof, coded
 
@@ -267,8 +283,9 @@ class Campaign:
         inputs, layers = self.measurement.inputs, self.measurement.layers
         s, most = inputs.settings, max(self.most(), 2)
         aim = self.aim(most)
+        passes = s.joint + min(s.joint, s.haystacks) * inputs.scoring.generates
         seconds = sum(
-            layers.seconds[length] * (s.joint * (1 + JOINT_STEPS) + 2 * aim.sequences(length) + 2 * s.haystacks)
+            layers.seconds[length] * (passes * (1 + JOINT_STEPS) + 2 * aim.sequences(length) + 2 * s.haystacks)
             for length in s.lengths
         )
         words = []

@@ -24,10 +24,9 @@ from ..attention.tap import tapping
 from ..plans.choices import EXACT, PRECISE_ROWS, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
-from ..stats.rows import stratified_rows
 from ..stats.spectrum import Gram, gram
 from .arms import CHUNK, ModelArms, exact_tap, refuse_infinite
-from .scoring import Input, reading_of
+from .scoring import Input
 
 
 @dataclass
@@ -306,31 +305,30 @@ def measure(
     choices: Sequence[Choice],
     tensors: Mapping[int, LayerTensors],
     *,
-    rows: int,
+    rows: Tensor,
     labels: int,
     generator: torch.Generator,
     report: Callable[[int, Tensor, Tensor], None],
-) -> int:
-    """Runs one sequence forward and `labels` times backward; returns how many rows each layer reports, over all labels.
+) -> None:
+    """Runs one sequence forward and `labels` times backward.
 
-    Labels are drawn for every scored prediction: at each position, or at the masked positions of a reading.
+    Labels are drawn for every scored prediction: at each position, or at the places of a reading.
 
     Args:
         arms: The model.
         given: Token ids, or a reading.
         choices: Choices to measure.
         tensors: By layer index.
-        rows: Query rows to sample.
+        rows: Sampled query rows.
         labels: Labels to draw.
-        generator: Draws rows and labels.
+        generator: Draws labels.
         report: Called once a layer, the last one first, with its index, the products g . do `[labels, choices, heads,
             rows]` and the dropped mass `[choices, heads, rows]`.
 
     Raises:
         ValueError: If the loss does not depend on a layer.
     """
-    sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
-    recorder, way = FisherRecorder(sampled, choices, tensors, labels, report), WayBack(labels)
+    recorder, way = FisherRecorder(rows, choices, tensors, labels, report), WayBack(labels)
     with differentiable(arms.model), tapping(recorder.tap):
         with way.kept(arms.layers):
             hidden = arms.hidden(given)
@@ -344,7 +342,6 @@ def measure(
             f"model: no prediction depends on the attention of layers {sorted(recorder.left)}, expected that of "
             "every layer to count: risks of these would be 0; leave them out of the model"
         )
-    return labels * len(sampled)
 
 
 def unit_risks(products: Tensor, kv_heads: int, combine: NDArray[np.float64]) -> NDArray[np.float64]:

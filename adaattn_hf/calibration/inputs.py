@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from . import corpus, team, texts
+from . import corpus, needles, team, texts
 from .arms import ModelArms, Progress, silent
 from .corpus import TokenSequence
 from .scoring import NEXT_TOKEN, Reading, Scoring
@@ -61,6 +62,7 @@ class Inputs:
         opened: When the model was opened, by `time.monotonic`.
         states: By length and place, what exact attention makes of the readings of a sequence that plans are compared
             on, in the host's memory: the searches for several budgets share it.
+        haystacks: Likewise a haystack of the sequence, and which needles exact attention finds.
     """
 
     subject: Subject
@@ -74,6 +76,7 @@ class Inputs:
     team: team.Team = field(default_factory=team.present)
     opened: float = field(default_factory=time.monotonic)
     states: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    haystacks: dict[tuple[int, int], tuple[needles.Haystack, tuple[bool, ...]]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -90,6 +93,11 @@ class Inputs:
     def readings(self, sequence: TokenSequence) -> list[Reading]:
         """Returns the passes over a sequence."""
         return self.scoring.readings(sequence.tokens, self.settings.seed, self.arms.device)
+
+    def haystack(self, sequence: TokenSequence, generator: torch.Generator) -> needles.Haystack:
+        """Returns a sequence with needles, as many as the settings ask for and it can hold."""
+        text = torch.tensor(sequence.tokens, dtype=torch.int64, device="cpu")
+        return needles.build(text, min(self.settings.needles, needles.most(len(text))), generator)
 
     def with_settings(self, settings: CalibrationSettings) -> Inputs:
         """Returns the same model and text with other settings, such as another budget.

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from ..policy.knapsack import Array, Launches, of_cache
 from ..policy.prices import PriceTable
+from ..stats.rows import stratified_rows
 from . import fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
 from .memory import forecast, room_for
+from .needles import KEY
 from .scoring import Reading
 from .state import CalibrationState, Known
 
@@ -142,9 +144,10 @@ def measure_risks(
             inputs.progress("risk", sum(state.done.values()), total)
             stop = min(start + team.size, s.sequences)
             own = [_risks_of_sequence(inputs, layers, length, number) for number in team.mine(stop, start)]
-            for sums, rows, dropped in team.gather(own, stop, start):
+            for sums, rows, dropped, needles in team.gather(own, stop, start):
                 state.risks[length].add(sums, rows)
                 state.dropped[length] += dropped
+                state.needles[length] += needles
             state.done[length] = stop
             if directory is not None and team.leads:
                 state.save(directory)
@@ -152,28 +155,48 @@ def measure_risks(
     return state
 
 
-def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array]:
-    """Returns the sums of risks, the rows and the dropped mass of one sequence."""
-    s, candidates = inputs.settings, layers.candidates
-    kv_heads, combine = layers.kv_heads, candidates.combine
-    sums, rows = np.zeros((len(layers.units), len(candidates.choices))), 0
-    dropped = np.zeros((*sums.shape, 3))
+def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array, Array]:
+    """Returns the sums of risks, the rows, the dropped mass and the risks for retrieval of one sequence.
+
+    Needles are asked for in the first one alone: what counts of their risks is which heads retrieve.
+    """
+    s, sequence = inputs.settings, inputs.samples[length].risk[number]
     # rows and labels depend on the settings' seed and the sequence alone, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
-    readings = inputs.readings(inputs.samples[length].risk[number])
+    readings, rows = inputs.readings(sequence), 0
+    sums, dropped, needles = (np.zeros((len(layers.units), len(layers.candidates.choices), *n)) for n in ((), (3,), ()))
     for reading in readings:
+        sampled = stratified_rows(reading.tokens.shape[1], s.rows, generator)
+        own, mass = _risks_of_reading(inputs, layers, reading, sampled, generator)
+        sums += own * reading.rows_per_prediction
+        dropped += mass / len(readings)
+        rows += s.labels * len(sampled)
+    if number == 0 and inputs.scoring.generates:
+        haystack = inputs.haystack(sequence, generator)
+        first = min(haystack.answers) - KEY
+        asking = first + stratified_rows(len(haystack.tokens) - first, s.rows, generator)
+        needles, _ = _risks_of_reading(inputs, layers, haystack.asked(inputs.arms.device), asking, generator)
+    return sums, rows, dropped, needles
 
-        def report(index: int, products: Tensor, mass: Tensor, reading: Reading = reading) -> None:
-            first = layers.indices.index(index) * kv_heads
-            own = slice(first, first + kv_heads)
-            sums[own] += fisher.unit_risks(products, kv_heads, combine) * reading.rows_per_prediction
-            dropped[own] += _dropped_mass(mass, kv_heads, combine) / len(readings)
 
-        rows += fisher.measure(
-            inputs.arms, reading, candidates.parts, layers.tensors,
-            rows=s.rows, labels=s.labels, generator=generator, report=report,
-        )  # fmt: skip
-    return sums, rows, dropped
+def _risks_of_reading(
+    inputs: Inputs, layers: Layers, reading: Reading, rows: Tensor, generator: torch.Generator
+) -> tuple[Array, Array]:
+    """Returns the sums of risks over these rows, and the dropped mass."""
+    candidates, kv_heads = layers.candidates, layers.kv_heads
+    sums, dropped = (np.zeros((len(layers.units), len(candidates.choices), *n)) for n in ((), (3,)))
+
+    def report(index: int, products: Tensor, mass: Tensor) -> None:
+        first = layers.indices.index(index) * kv_heads
+        own = slice(first, first + kv_heads)
+        sums[own] = fisher.unit_risks(products, kv_heads, candidates.combine)
+        dropped[own] = _dropped_mass(mass, kv_heads, candidates.combine)
+
+    fisher.measure(
+        inputs.arms, reading, candidates.parts, layers.tensors,
+        rows=rows, labels=inputs.settings.labels, generator=generator, report=report,
+    )  # fmt: skip
+    return sums, dropped
 
 
 def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:

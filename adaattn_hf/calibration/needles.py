@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..attention.tap import Tap, tapping
 from .arms import ModelArms
+from .scoring import Reading
 
 KEY = 6
 VALUE = 4
@@ -37,6 +38,11 @@ class Haystack:
     answers: tuple[int, ...]
     depths: tuple[float, ...]
     likely: tuple[tuple[int, ...], ...]
+
+    def asked(self, device: torch.device) -> Reading:
+        """Returns the reading that is scored where values are asked for, and nowhere else."""
+        places = torch.tensor([answer + step - 1 for answer in self.answers for step in range(VALUE)], device="cpu")
+        return Reading(self.tokens[None].to(device), self.tokens[places + 1].to(device), places.to(device))
 
 
 def most(length: int) -> int:

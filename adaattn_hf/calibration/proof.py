@@ -23,10 +23,12 @@ class Proof:
     Attributes:
         verdicts: By length; lengths after one that failed were not tested.
         evidence: By length.
+        lost: Whether a limit beside that of the loss failed.
     """
 
     verdicts: Mapping[int, Verified]
     evidence: Mapping[int, Evidence]
+    lost: bool = False
 
     @property
     def passed(self) -> bool:
@@ -71,10 +73,10 @@ def prove(
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
     for length, shard in shards.items():
-        verdicts[length], gathered[length] = _length(measurement, programs, length, shard, test)
+        verdicts[length], gathered[length], lost = _length(measurement, programs, length, shard, test)
         if not verdicts[length].passed:
             break
-    return Proof(verdicts, gathered)
+    return Proof(verdicts, gathered, lost)
 
 
 def _length(
@@ -83,8 +85,8 @@ def _length(
     length: int,
     shard: Sequence[TokenSequence],
     test: Test,
-) -> tuple[Verified, Evidence]:
-    """Returns verdict and evidence for one length."""
+) -> tuple[Verified, Evidence, bool]:
+    """Returns verdict and evidence for one length, and whether a limit beside that of the loss failed."""
     inputs = measurement.inputs
     s, tap = inputs.settings, stored_tap(programs, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
@@ -114,7 +116,9 @@ def _length(
         lost = replace(test.gates, budget=max(verdict.upper, verdict.kl, test.gates.budget)).failures(
             verdict.upper, verdict.kl, verdict.top1, evidence.lost, evidence.won, evidence.found, 0.0
         )
+        if lost and size < sizes[-1]:  # an early look's bound is of a level so high that it says nothing of the loss
+            verdict = replace(verdict, sentence=f"failed: {'; '.join(lost)}")
         if verdict.passed or lost or hopeless(evidence.ratio(), test.gates.budget, sizes, size, levels[-1]):
             break
     inputs.progress(f"verify {length}", total, total)
-    return verdict, evidence
+    return verdict, evidence, bool(lost)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ..attention.tap import Tap
 from ..plans.plan import Plan
 from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
-from ..policy.knapsack import CACHE_GAP, Allocation, Array, allocate
+from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
 from ..policy.risk import rescale
 from ..stats.paired import TokenScores
-from .arms import compare_all, programs_of, stored_tap
+from .arms import compare_all, exact_tap, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
+from .needles import retrieved
 
 JOINT_STEPS = 5
 """Largest number of plans that are measured before one is verified."""
@@ -40,19 +43,21 @@ In half precision the KL falls more slowly than predicted: a part of it is round
 """
 GROW = 1.25
 """After a plan within the limit the next one is predicted to have at least so many times its KL."""
+REHEARSED = 0.2
+"""Significance level of the sign test on needles lost in calibration text: a margin to that of the proof."""
 
 Picks = NDArray[np.int64]
 """`[units]`, index of each unit's choice among the candidates."""
 
 
-def solve(measurement: Measurement, budget: Array, demoted: Sequence[int] = ()) -> Allocation:
-    """Returns the cheapest allocation within a budget per length; units in `demoted` stay exact."""
-    risks = measurement.risks()
-    for unit in demoted:
-        risks[:, unit, 1:] = np.inf
-    if measurement.inputs.settings.with_cache:
-        return allocate(measurement.costs, risks, budget, gap=CACHE_GAP)
-    return allocate(measurement.costs, risks, budget, measurement.launches)
+def solve(measurement: Measurement, budget: Array, needles: Mapping[int, float] | None = None) -> Allocation:
+    """Returns the cheapest allocation within a budget per length; `needles` limits risks for retrieval, by length."""
+    risks, limits = measurement.risks(), np.append(budget, list((needles or {}).values()))
+    for length in needles or ():
+        risks = np.append(risks, measurement.state.needles[length][None], axis=0)
+    gap, launches = (CACHE_GAP, None) if measurement.inputs.settings.with_cache else (GAP, measurement.launches)
+    found = allocate(measurement.costs, risks, limits, launches, gap)
+    return replace(found, risk=found.risk[: len(budget)])
 
 
 def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
@@ -80,6 +85,8 @@ class Joint:
         observed: Loss of each sequence.
         kl_by_source: Mean KL by source of the text.
         rounding: Mean KL of two exact implementations, nats/token.
+        needles: Those in this text that the plan loses, that it alone finds, and that exact attention finds.
+        risk: The plan's risk for retrieval.
     """
 
     kl: float
@@ -88,6 +95,8 @@ class Joint:
     observed: Observation
     kl_by_source: Mapping[str, float]
     rounding: float = 0.0
+    needles: tuple[int, int, int] = (0, 0, 0)
+    risk: float = 0.0
 
     @property
     def added(self) -> float:
@@ -118,13 +127,14 @@ class JointPasses:
         by_layer = programs(self.measurement, picks)
         tap = stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
-        mine: list[TokenScores] = []
+        mine: list[tuple[TokenScores, tuple[int, int, int]]] = []
         for number in inputs.team.mine(len(sequences)):
             readings, place = inputs.readings(sequences[number]), (length, number)
             if place not in inputs.states:
                 inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
-            mine.append(compare_all(inputs.arms, readings, tap, inputs.states[place]))
-        scores = inputs.team.gather(mine, len(sequences))
+            needles = self.needles(length, number, tap) if picks.any() else (0, 0, 0)
+            mine.append((compare_all(inputs.arms, readings, tap, inputs.states[place]), needles))
+        scores, found = zip(*inputs.team.gather(mine, len(sequences)), strict=True)
         by_sequence = np.array([one.kl.mean() for one in scores])
         sources = tuple(sequence.source for sequence in sequences)
         kl = float(by_sequence.mean())
@@ -138,7 +148,25 @@ class JointPasses:
                 for name in dict.fromkeys(sources)
             },
             rounding=self.rounding,
+            needles=(sum(one[0] for one in found), sum(one[1] for one in found), sum(one[2] for one in found)),
+            risk=float(self.measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
         )
+
+    def needles(self, length: int, number: int, tap: Tap) -> tuple[int, int, int]:
+        """Returns how many needles in a sequence a plan loses, how many it alone finds, and how many exact attention.
+
+        Nothing of the proof is used up: its text is other text, and its needles are others.
+        """
+        inputs, place = self.measurement.inputs, (length, number)
+        if not inputs.scoring.generates or number >= inputs.settings.haystacks:
+            return 0, 0, 0
+        if place not in inputs.haystacks:
+            generator = torch.Generator().manual_seed(inputs.settings.seed)
+            haystack = inputs.haystack(inputs.samples[length].joint[number], generator)
+            inputs.haystacks[place] = haystack, retrieved(inputs.arms, haystack, exact_tap)
+        haystack, exact = inputs.haystacks[place]
+        both = list(zip(exact, retrieved(inputs.arms, haystack, tap), strict=True))
+        return both.count((True, False)), both.count((False, True)), sum(exact)
 
 
 @dataclass(frozen=True)
@@ -153,6 +181,7 @@ class Aim:
         looks: Held-out sequences of the first look, and of the last.
         beside: By length, KL that the cache's format adds, nats/token.
         least: By length, KL that is tried whatever the laws afford, nats/token.
+        needles: By length, the risk for retrieval that a plan may have, where plans have lost too many needles.
     """
 
     laws: Mapping[int, LossLaw]
@@ -162,6 +191,7 @@ class Aim:
     looks: tuple[int, int]
     beside: Mapping[int, float] = field(default_factory=dict)
     least: Mapping[int, float] = field(default_factory=dict)
+    needles: Mapping[int, float] = field(default_factory=dict)
 
     def sequences(self, length: int) -> int:
         """Returns how many held-out sequences the verification needs at a length."""
@@ -204,7 +234,6 @@ def seek(
     passes: JointPasses,
     aim: Aim,
     alpha: Array,
-    demoted: Sequence[int],
     history: list[dict[str, Any]],
     update: Callable[[Aim, int, list[Joint]], Aim],
 ) -> tuple[Found | None, Array]:
@@ -212,12 +241,12 @@ def seek(
 
     The first plan is chosen by its sum of risks, and its measured KL re-scales the risks at every length. From then on
     one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one beyond it.
+    A plan that loses needles has lowered the limit on the risk for retrieval, and is followed by one within that.
 
     Args:
         passes: Measures whole plans.
         aim: The target.
         alpha: `[lengths]`, factors that re-scale risks, from earlier searches.
-        demoted: Units that must stay exact.
         history: List to which predictions and measurements are added.
         update: Returns the target updated with the plans measured at a length.
     """
@@ -231,7 +260,7 @@ def seek(
         if step >= JOINT_STEPS and within is not None:
             break
         progress("joint", min(step, JOINT_STEPS - 1), JOINT_STEPS)
-        found = solve(measurement, scale * afforded / alpha, demoted)
+        found = solve(measurement, scale * afforded / alpha, aim.needles)
         if not found.picks.any() or (within and np.array_equal(found.picks, within.allocation.picks)):
             break
         joint = {length: passes.joint(found.picks, length) for length in lengths}
@@ -245,6 +274,7 @@ def seek(
             alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, visible, strict=True)])
         afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
+        retrieves = not any(aim.gates.forgets(*one.needles, REHEARSED) for one in joint.values())
         history.append(
             {
                 "predicted": predicted.tolist(),
@@ -253,14 +283,15 @@ def seek(
                 "flips": [joint[length].flips for length in lengths],
                 "kl_p999": [joint[length].kl_p999 for length in lengths],
                 "delta_nll": [float(joint[length].observed.deltas.mean()) for length in lengths],
+                "needles": [joint[length].needles for length in lengths],
             }
         )
         candidate = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)))
-        if reached <= 1.0 + TOLERANCE and (within is None or found.price < within.allocation.price):
+        if reached <= 1.0 + TOLERANCE and retrieves and (within is None or found.price < within.allocation.price):
             within = candidate
-        if CLOSE <= reached <= 1.0 + TOLERANCE:
+        if CLOSE <= reached <= 1.0 + TOLERANCE and retrieves:
             break
-        if step == 0:
+        if step == 0 or (reached <= 1.0 + TOLERANCE and not retrieves):
             continue
         step_to = 1.0 / float((visible / afforded).max())
         if reached <= 1.0 + TOLERANCE:
@@ -280,9 +311,3 @@ def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
         return 0.0, 0.0
     flips = float(np.median([joint.flips / math.sqrt(joint.kl) for joint in useful]))
     return flips, float(np.median([joint.kl_p999 / joint.kl for joint in useful]))
-
-
-def unit_losses(measurement: Measurement, picks: Picks, alpha: Array) -> Array:
-    """Returns the re-scaled risk `[units]` of an allocation, at the length where it is largest."""
-    risk = measurement.risks(alpha).max(axis=0)
-    return np.asarray(risk[np.arange(len(picks)), picks])

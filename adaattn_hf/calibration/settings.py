@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # help of the command reads the settings, and does not wait f
     from ..plans.plan import Plan
 
 _OF_THE_PROOF = (
-    "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
+    "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "top1", "kl_p999",
     "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch", "captured",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""

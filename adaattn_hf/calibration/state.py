@@ -118,6 +118,7 @@ class CalibrationState:
         risks: By length, the risk table of all choices.
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
+        needles: By length, `[units, choices]` risks for retrieval.
         done: By length, sequences finished.
         prices: The measured price table as JSON, behind the conditions that it was measured under.
         finished: Budgets whose plans are stored, by the names of their directories, with their exit codes.
@@ -127,6 +128,7 @@ class CalibrationState:
         self.identity = json.dumps(identity, sort_keys=True)
         self.risks = {length: RiskTable(units, choices) for length in lengths}
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
+        self.needles = {length: np.zeros((units, choices)) for length in lengths}
         self.done = dict.fromkeys(lengths, 0)
         self.prices: list[Any] = []
         self.finished: dict[str, int] = {}
@@ -139,7 +141,7 @@ class CalibrationState:
         }
         for length, table in self.risks.items():
             arrays[f"total.{length}"] = table.total
-            arrays[f"dropped.{length}"] = self.dropped[length]
+            arrays[f"dropped.{length}"], arrays[f"needles.{length}"] = self.dropped[length], self.needles[length]
             arrays[f"counts.{length}"] = np.array([table.rows, self.done[length]])
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
@@ -152,6 +154,7 @@ class CalibrationState:
             if rows:
                 table.add(arrays[f"total.{length}"], rows)
             self.dropped[length] = arrays[f"dropped.{length}"].reshape(self.dropped[length].shape)
+            self.needles[length] = arrays[f"needles.{length}"].reshape(self.needles[length].shape)
         self.prices, self.finished = json.loads(str(arrays["run"]))
 
     def load(self, directory: Path) -> bool:
@@ -184,6 +187,7 @@ class CalibrationState:
             before = known.state.risks[length]
             table.add(before.total[:, places], before.rows)
             self.dropped[length], self.done[length] = known.state.dropped[length][:, places], known.state.done[length]
+            self.needles[length] = known.state.needles[length][:, places]
 
     @staticmethod
     def forget(directory: Path) -> None:

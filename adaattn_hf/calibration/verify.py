@@ -15,10 +15,10 @@ from ..plans.wording import allowed, at_most, in_nats, rise, share, signed_nats
 from ..policy.acceptance import Bound, Gates, clustered, upper_bound
 from ..policy.aim import Observation
 from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
-from . import needles as needle
 from .arms import compare_all, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs
+from .needles import retrieved
 
 
 @dataclass
@@ -127,11 +127,10 @@ def gather(
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[tuple[bool, ...], tuple[bool, ...]]] = []
     for index in range(haystacks):
-        text = torch.tensor(sequences[index % len(sequences)].tokens, dtype=torch.int64, device="cpu")
         # drawn by every process, so that all draw the same
-        haystack = needle.build(text, min(inputs.settings.needles, needle.most(len(text))), generator)
+        haystack = inputs.haystack(sequences[index % len(sequences)], generator)
         if index in crew.mine(haystacks):
-            found.append((needle.retrieved(arms, haystack, exact_tap), needle.retrieved(arms, haystack, tap)))
+            found.append((retrieved(arms, haystack, exact_tap), retrieved(arms, haystack, tap)))
         step(len(sequences) + index + 1)
     for stock, planned in crew.gather(found, haystacks):
         evidence.add_needles(stock, planned)

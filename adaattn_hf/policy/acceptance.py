@@ -141,11 +141,18 @@ class Gates:
             reasons.append(f"the likeliest token agrees on {share(top1, 2)}, below {share(self.top1, 2)}")
         if not kl_p999 <= self.kl_p999:
             reasons.append(f"the 99.9th percentile of the KL is {in_nats(kl_p999)} nats, above {in_nats(self.kl_p999)}")
-        allowed = math.ceil((NEEDLES if self.needles is None else self.needles) * retrieved)
-        chance = float(stats.binom.sf(lost - 1, lost + won, 0.5)) if lost else 1.0
-        if lost - won > allowed and (self.needles is not None or chance <= SIGNIFICANT):
-            reasons.append(f"{lost - won} of {retrieved} needles are lost, more than {allowed}")
+        if self.forgets(lost, won, retrieved):
+            reasons.append(f"{lost - won} of {retrieved} needles are lost, more than {self.spared(retrieved)}")
         return tuple(reasons)
+
+    def spared(self, retrieved: int) -> int:
+        """Returns how many of the needles that stock attention retrieves may be lost."""
+        return math.ceil((NEEDLES if self.needles is None else self.needles) * retrieved)
+
+    def forgets(self, lost: int, won: int, retrieved: int, level: float = SIGNIFICANT) -> bool:
+        """Whether too many needles are lost; where the user set no limit, more than chance explains at a level."""
+        chance = float(stats.binom.sf(lost - 1, lost + won, 0.5)) if lost else 1.0
+        return lost - won > self.spared(retrieved) and (self.needles is not None or chance <= level)
 
     def nearest(self, upper: float, kl: float, top1: float, kl_p999: float) -> tuple[str, float]:
         """Returns the name of the gate nearest to its limit, and which share of the limit was used."""

@@ -20,6 +20,7 @@ from adaattn_hf.calibration.search import LEAST_KL, Found, Joint
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.stock import StockDistance
 from adaattn_hf.calibration.team import Team
+from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.aim import Observation
 from adaattn_hf.policy.knapsack import Allocation
 
@@ -59,7 +60,7 @@ def simulate(
     readings = [SimpleNamespace(targets=range(LENGTH - 1))]
     state: dict[str, Any] = {}
 
-    def seek(passes: Any, aim: Any, alpha: Any, demoted: Any, history: Any, taught: Any) -> Any:
+    def seek(passes: Any, aim: Any, alpha: Any, history: Any, taught: Any) -> Any:
         world = state["world"]
         state["kl"] = kl = choose(world, aim)
         joint = world.joint(kl)
@@ -80,7 +81,6 @@ def simulate(
     monkeypatch.setattr(campaign, "seek", seek)
     monkeypatch.setattr(campaign, "stock_distance", lambda _: StockDistance(0.0, state["world"].rounding))
     monkeypatch.setattr(campaign, "programs", lambda measurement, picks: {})
-    monkeypatch.setattr(campaign, "unit_losses", lambda measurement, picks, alpha: np.zeros(1))
     monkeypatch.setattr(campaign, "finished_plan", lambda *_: (None, {}))
     monkeypatch.setattr(campaign, "report", lambda *_: {})
     monkeypatch.setattr(verify, "gather", gather)
@@ -181,7 +181,7 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
     """Plans whose KL is a multiple of what is predicted, beside what two exact kernels lie apart on this text."""
     limit = 1e-4
 
-    def solve(measurement: Any, budget: Any, demoted: Any) -> Allocation:
+    def solve(measurement: Any, budget: Any, needles: Any) -> Allocation:
         return Allocation(np.array([round(budget[0] * 1e12)]), -float(budget[0]), budget)
 
     def joint(picks: Any, length: int) -> Joint:
@@ -192,8 +192,8 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
     settings = SimpleNamespace(lengths=(LENGTH,))
     inputs = SimpleNamespace(settings=settings, progress=lambda *_: None)
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
-    aim: Any = SimpleNamespace(affordable=lambda *_: limit)
-    found, _ = search.seek(passes, aim, np.ones(1), (), [], lambda aim, *_: aim)
+    aim: Any = SimpleNamespace(affordable=lambda *_: limit, needles={}, gates=Gates(limit))
+    found, _ = search.seek(passes, aim, np.ones(1), [], lambda aim, *_: aim)
     assert found is not None
     assert found.joint[LENGTH].added <= (1.0 + search.TOLERANCE) * limit
     assert found.joint[LENGTH].added >= 0.25 * limit or beside < 0.0
