@@ -151,7 +151,7 @@ def time_cell(name: str, rounds: int) -> dict[str, Any]:
     apart = {arm: float((work[arm]() - right).abs().max()) for arm in ARMS}
     seconds = {arm: times["process"] for arm, times in measure(work, rounds, torch.device("cpu")).items()}
     ratios = {
-        other: spread([a / b for a, b in zip(seconds["string"], seconds[other], strict=True)]) for other in ARMS[1:]
+        other: spread([a / b for a, b in zip(seconds["string"], seconds[other], strict=False)]) for other in ARMS[1:]
     }
     return {
         "cell": name,

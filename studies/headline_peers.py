@@ -14,11 +14,11 @@ SHOWN = {
 }
 """Cells of each report of `adaattn bench`."""
 UNTIMED = {
-    "xFormers": "not timed: no name in Transformers; CUDA",
-    "SageAttention": "not timed: no name in Transformers; CUDA, no padding masks",
-    "FlashInfer": "not timed: for engines, no name in Transformers; CUDA",
+    "xFormers": "not timed: no name in Transformers; the wheel of 0.0.35 is for CUDA 12.8",
+    "SageAttention": "not timed: no name in Transformers; CUDA, 8 bits, no padding masks",
+    "FlashInfer": "not timed: for engines, no name in Transformers; compiles CUDA kernels at run time",
     "ModelOpt skip-softmax": "approximate: [at its loss](figures.md#compared-with-other-libraries)",
-    "kvpress": "approximate: [at its loss](figures.md#compared-with-other-libraries)",
+    "kvpress": "approximate: [at its loss](figures.md#compared-with-other-libraries), with Transformers below 5.3",
 }
 """What `adaattn bench` does not time, and why."""
 

@@ -25,7 +25,7 @@ class Bench:
 
     Attributes:
         only: Regular expression: time only cells with a matching title.
-        rounds: Samples per implementation and cell.
+        rounds: Samples per implementation and cell; two of one that takes over ten times as long as ours.
         threads: Threads of torch; 0 leaves them as they are.
         device: cpu, cuda, cuda:1.
         baseline: Names to compare with, comma-separated: stock ones, or sdpa:KERNEL (flash, efficient, cudnn, math).

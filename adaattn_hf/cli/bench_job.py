@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +92,9 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
     earlier = _earlier(output, report, asked.overwrite)
     failed = []
     for cell in cells:
-        found = run_cell(cell, [asked.attn_implementation, *present], data, where, asked)
-        if asked.gate and _below(found):
-            # a neighbour on the machine may have disturbed it; a real loss shows twice
-            found = run_cell(cell, [asked.attn_implementation, *present], data, where, replace(asked, profile=None))
-        if _below(found):
+        others = [name for name in present if asked.named or name not in cell.without]
+        found = run_cell(cell, [asked.attn_implementation, *others], data, where, asked)
+        if found["best"] is not None and found["ratio_best"]["wall"]["median"] < cell.floor:
             failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
         found["commit"] = report["provenance"]["commit"]
         earlier[cell.title] = found
@@ -146,10 +143,6 @@ def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> di
     return {} if changed else cells
 
 
-def _below(found: dict[str, Any]) -> bool:
-    return found["ratio_best"] is not None and found["ratio_best"]["wall"]["median"] < found["floor"]
-
-
 def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, asked: Bench) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
     # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
@@ -161,6 +154,9 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
     mine: Any = None
     make, error = ways(cell, grid, device), error_of(cell, device)
     for name in names:
+        if refused:
+            # what a way that ran out of memory left in the cache is no room for kernels that the driver loads
+            torch.cuda.empty_cache()
         try:
             work = make(name)
             result = work()
@@ -183,16 +179,20 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
         works[own] = work
     if asked.profile is not None:
         trace(works, asked.profile, cell.title, device)
-    times = measure(works, asked.rounds, device)
-    ratios = {
-        name: {
-            clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=True)])
-            for clock in ("wall", "process")
+    for _ in range(1 + asked.gate):
+        # a neighbour on the machine may have disturbed the first time; a real loss shows twice
+        times = measure(works, asked.rounds, device)
+        ratios = {
+            name: {
+                clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=False)])
+                for clock in ("wall", "process")
+            }
+            for name in works
+            if name != OURS
         }
-        for name in works
-        if name != OURS
-    }
-    best = min(filter(is_stock, ratios), key=lambda name: ratios[name]["wall"]["median"], default=None)
+        best = min(filter(is_stock, ratios), key=lambda name: ratios[name]["wall"]["median"], default=None)
+        if best is None or ratios[best]["wall"]["median"] >= cell.floor:
+            break
     return {
         "title": cell.title,
         "level": cell.level,

@@ -26,6 +26,7 @@ class Cell:
         gradient: Forward and backward; of a model on labels, without dropout and without the optimiser.
         prepared: Ours went through `adaattn_hf.prepare`: padding taken out, a cache that grows in place.
         cached: The model keeps its keys; of a prompt it answers the last logits alone.
+        without: Names of `stock` that are not timed here, unless asked for by name.
         target: Ratio that should be reached; None where only the floor counts.
         floor: Ratio below which the gate fails.
         note: Why the target is out of reach, for the report.
@@ -52,6 +53,7 @@ class Cell:
     gradient: bool = False
     prepared: bool = False
     cached: bool = False
+    without: Sequence[str] = ()
     model: str | None = None
     target: float | None = None
     note: str = ""

@@ -12,26 +12,27 @@ from .work import Work
 
 # Shorter samples drown in the clock and the scheduler.
 _SAMPLE_SECONDS = 0.01
+_FAR, _FEW = 10, 2
+"""A way that takes so many times as long as the first is no rival, and is timed in so many rounds."""
 
 
 def measure(ways: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
     """Seconds of wall and process time per way and round; the order turns around every round.
 
     Args:
-        ways: Name to work. Every way runs once before the clock starts.
-        rounds: Samples per way.
+        ways: Name to work. Every way runs twice before its samples are taken.
+        rounds: Samples per way; of one that takes over ten times as long as the first way, those of two rounds.
         device: On CUDA every sample ends with a synchronisation.
     """
-    repeats = {}
+    alone = {}
     for name, work in ways.items():
-        work()
-        seconds = timed(work, device)[1].wall
-        repeats[name] = max(1, round(_SAMPLE_SECONDS / max(seconds, 1e-7)))
+        alone[name] = max(min(timed(work, device)[1].wall for _ in range(2)), 1e-7)
+    few = {name for name, seconds in alone.items() if seconds > _FAR * next(iter(alone.values()))}
     samples: dict[str, dict[str, list[float]]] = {name: {"wall": [], "process": []} for name in ways}
-    names = list(ways)
     for index in range(rounds):
+        names = [name for name in ways if index < _FEW or name not in few]
         for name in names if index % 2 == 0 else names[::-1]:
-            elapsed = timed(ways[name], device, repeats[name])[1]
+            elapsed = timed(ways[name], device, max(1, round(_SAMPLE_SECONDS / alone[name])))[1]
             samples[name]["wall"].append(elapsed.wall)
             samples[name]["process"].append(elapsed.process)
     return samples

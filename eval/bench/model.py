@@ -28,13 +28,14 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
     ids = torch.randint(5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random, device="cpu").to(device)
     padding = padding_of(cell, device)
     weights: dict[str, Tensor] = {}
-    pasts: list[tuple[Tensor, Tensor]] = []
+    pasts: list[Tensor] = []
 
     def model_of(implementation: str) -> transformers.PreTrainedModel:
         config = getattr(transformers, known["config"])(**known["arguments"])
         torch.manual_seed(0)
         kind = getattr(transformers, known["class"])
-        model = kind._from_config(config, attn_implementation=implementation, dtype=dtype).to(device).eval()
+        with device:  # where random weights are drawn in no time
+            model = kind._from_config(config, attn_implementation=implementation, dtype=dtype).to(device).eval()
         if weights:
             # one set of weights in memory for all
             model.load_state_dict(weights, assign=True)
@@ -81,19 +82,13 @@ def _training_step(model: transformers.PreTrainedModel, inputs: Mapping[str, Any
     return work
 
 
-def _step(cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: list[tuple[Tensor, Tensor]]) -> Work:
+def _step(cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: list[Tensor]) -> Work:
     config: Any = model.config
     if not pasts:
-        random = torch.Generator().manual_seed(1)
+        random = torch.Generator(ids.device).manual_seed(1)
         head_dim = config.hidden_size // config.num_attention_heads
-        shape = (cell.batch, config.num_key_value_heads, cell.keys, head_dim)
-        pasts += [
-            (
-                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(ids.device, model.dtype),
-                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(ids.device, model.dtype),
-            )
-            for _ in range(config.num_hidden_layers)
-        ]
+        shape = (config.num_hidden_layers, 2, cell.batch, config.num_key_value_heads, cell.keys, head_dim)
+        pasts += torch.randn(shape, generator=random, dtype=model.dtype, device=ids.device)
     prepared = cell.prepared and config._attn_implementation.startswith("adaattn")
     cache: Any = (adaattn_hf.GrowingCache if prepared else transformers.DynamicCache)(config=config)
     with torch.no_grad():

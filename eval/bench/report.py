@@ -44,7 +44,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     device = f"{made['device']} ({made['driver']})" if made["driver"] else made["device"]
     machine = (
         f"Machine: {processor(made)}, {made['cores']} cores, {made['threads']} threads, device {device}. "
-        f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
+        f"Python {made['python']}; {versions}. Commits {commits}. Rounds: at most {report['rounds']}."
     )
     lines = [_HEAD.format(source=harmless(source), machine=machine)]
     for level, title in (("attention", "Attention"), ("model", "Whole models")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -39,7 +40,8 @@ def is_stock(name: str) -> bool:
 
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     """Makes of a way's name the work of a cell."""
-    make = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
+    made = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
+    make = functools.cache(made)  # the kernels of sdpa share its work, and so a model
 
     def named(name: str) -> Work:
         if name not in KERNELS:
@@ -58,7 +60,7 @@ def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
 def shape_of(cell: Cell, grid: Grid) -> dict[str, Any]:
     """The shape of a cell's work as fields of its record; of whole models their configuration."""
     known = asdict(cell)
-    for name in ("name", "level", "dtype", "floor", "target", "note"):
+    for name in ("name", "level", "dtype", "floor", "target", "note", "without"):
         del known[name]
     known["kv_len"] = cell.keys
     if cell.model is not None:

@@ -136,13 +136,12 @@ def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
 
 def tensors_of(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a cell: the same numbers at every call."""
-    random = torch.Generator(device="cpu").manual_seed(0)
+    random = torch.Generator(device).manual_seed(0)  # on the device: gigabytes of a cache would take a host seconds
 
     def tensor(heads: int, length: int) -> Tensor:
-        made = torch.randn(
-            cell.batch, length, heads, cell.head_dim, generator=random, dtype=torch.float32, device="cpu"
-        )
-        leaf = made.to(device=device, dtype=getattr(torch, cell.dtype)).transpose(1, 2)
+        shape = cell.batch, length, heads, cell.head_dim
+        made = torch.randn(shape, generator=random, dtype=torch.float32, device=device)
+        leaf = made.to(getattr(torch, cell.dtype)).transpose(1, 2)
         # keys of a cache lie head by head
         leaf = leaf.contiguous() if length != cell.q_len else leaf
         return leaf.detach().requires_grad_(cell.gradient)

@@ -22,12 +22,15 @@ from adaattn_hf.cli import bench_job as bench_module
 from adaattn_hf.cli.bench import Bench
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
+from adaattn_hf.eval.bench import measure as measuring
+from adaattn_hf.eval.bench import ways as ways_module
 from adaattn_hf.eval.bench.grid import read_grid
 from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.ways import KERNELS, ways
 from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.timing import peak_bytes, spread
+from adaattn_hf.stats.stopwatch import Elapsed
 
 from ..support.interrupting import interrupted
 from ..support.source_tree import ROOT
@@ -35,45 +38,15 @@ from ..support.source_tree import ROOT
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 CPU = torch.device("cpu")
-DEFAULTS = {
-    "floor": 0.0,
-    "dtypes": ["float32"],
-    "layers": 1,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "batch": 1,
-}
-TINY_LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+DEFAULTS = {"floor": 0.0, "dtypes": ["float32"], "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 1}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "llama": {
-        "class": "LlamaForCausalLM",
-        "config": "LlamaConfig",
-        "causal": True,
-        "ids": 64,
-        "arguments": TINY_LLAMA,
+        "class": "LlamaForCausalLM", "config": "LlamaConfig", "causal": True, "ids": 64,
+        "arguments": {**SIZES, "num_key_value_heads": 2},
     },
-    "bert": {
-        "class": "BertModel",
-        "config": "BertConfig",
-        "causal": False,
-        "ids": 64,
-        "arguments": {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
-    },
-}
+    "bert": {"class": "BertModel", "config": "BertConfig", "causal": False, "ids": 64, "arguments": SIZES},
+}  # fmt: skip
 ATTENTION = [
     {"name": "causal", "q_len": 20},
     {"name": "padded", "batch": 2, "q_len": 20, "padding": "left", "lengths": [20, 7]},
@@ -92,37 +65,14 @@ ATTENTION = [
         "lengths": [9, 4],
     },
 ]
+RIGHT, LEFT = (
+    {"prepared": True, "batch": 2, "q_len": 12, "padding": side, "lengths": [12, 5]} for side in ("right", "left")
+)
 WHOLE = [
     {"name": "pass", "model": "llama", "q_len": 12},
-    {
-        "name": "encoder",
-        "model": "bert",
-        "prepared": True,
-        "batch": 2,
-        "q_len": 12,
-        "padding": "right",
-        "lengths": [12, 5],
-    },
-    {
-        "name": "prompt",
-        "model": "llama",
-        "prepared": True,
-        "cached": True,
-        "batch": 2,
-        "q_len": 12,
-        "padding": "left",
-        "lengths": [12, 5],
-    },
-    {
-        "name": "training",
-        "model": "llama",
-        "prepared": True,
-        "gradient": True,
-        "batch": 2,
-        "q_len": 12,
-        "padding": "right",
-        "lengths": [12, 5],
-    },
+    {"name": "encoder", "model": "bert", **RIGHT},
+    {"name": "prompt", "model": "llama", "cached": True, **LEFT},
+    {"name": "training", "model": "llama", "gradient": True, **RIGHT},
     {"name": "step", "model": "llama", "prepared": True, "batch": 2, "q_len": 1, "kv_len": 30},
 ]
 
@@ -235,7 +185,7 @@ def test_what_a_cell_compiles_takes_nothing_from_the_next(monkeypatch: pytest.Mo
         assert found["difference"] == {"sdpa": 0.0}
 
 
-def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
+def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [{"name": "causal", "q_len": 20}, {"name": "pass", "model": "llama", "q_len": 12}]
     grid, output = write_grid(tmp_path / "grid.yaml", *cells), tmp_path / "out.json"
     names = "sdpa,sdpa:flash,sdpa:math,sdpa:efficient,sdpa:cudnn"
@@ -254,6 +204,16 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
     names_seen = {event.key for event in seen.key_averages()}
     assert "aten::_scaled_dot_product_attention_math" in names_seen
     assert not [name for name in names_seen if "flash" in name]
+    made = []
+
+    def works(name: str) -> Any:
+        made.append(name)
+        return list
+
+    monkeypatch.setattr(ways_module, "attention_works", lambda cell, device: works)
+    make = ways(read_grid(grid).cells[0], read_grid(grid), CPU)
+    assert [make(name)() for name in ("sdpa", "sdpa:flash", "sdpa:math")] == [[], [], []]
+    assert made == ["sdpa"], "one piece of work, and so one model, for all"
 
 
 def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
@@ -266,7 +226,7 @@ def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
         name: [e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("adaattn layer")]
         for name, trace in found.items()
     }
-    assert len(named["pass-float32-adaattn.json"]) == TINY_LLAMA["num_hidden_layers"]
+    assert len(named["pass-float32-adaattn.json"]) == SIZES["num_hidden_layers"]
     assert named["pass-float32-adaattn.json"][0].startswith("adaattn layer 0: ")
     assert not named["pass-float32-sdpa.json"]
     longest = (tmp_path / "traces" / "pass-float32-sdpa.txt").read_text(encoding="utf-8")
@@ -286,6 +246,29 @@ def test_the_gate_fails_below_a_floor_and_passes_above_it(tmp_path: Path) -> Non
     assert bench("--grid", low, "--rounds", 1, "--gate", "--output", output).exit_code == 0
     (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
     assert cell["peak_bytes"]["eager"] > cell["peak_bytes"]["sdpa"] > 0
+
+
+def test_a_cell_below_its_floor_is_measured_once_more_for_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8, "floor": 1.0})).cells
+    for gate, ratio in ((False, 0.5), (True, 1.5)):
+        theirs = iter((1.0, 3.0))
+
+        def measured(works: Any, rounds: int, device: Any, theirs: Any = theirs) -> Any:
+            return {name: {"wall": [s], "process": [s]} for name, s in zip(works, (2.0, next(theirs)), strict=True)}
+
+        monkeypatch.setattr(bench_module, "measure", measured)
+        asked = Bench(rounds=1, memory=False, gate=gate)
+        found = bench_module.run_cell(cell, ["adaattn", "sdpa"], read_grid(), CPU, asked)
+        assert found["ratio_best"]["wall"]["median"] == ratio
+
+
+def test_what_has_nothing_to_win_is_left_out_unless_named(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8, "without": ["eager"]})
+    for more, names in (((), {"sdpa"}), (("--baseline", "eager"), {"eager"})):
+        printed = bench("--grid", grid, "--rounds", 1, "--no-memory", "--json", *more)
+        assert set(json.loads(printed.stdout)["cells"][0]["ratios"]) == names
 
 
 def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
@@ -460,12 +443,19 @@ def test_peak_memory_is_what_is_held_at_a_time() -> None:
     assert peak_bytes(work, CPU)[0] == 1 << 20
 
 
-def test_samples_alternate_and_their_spread_is_theirs() -> None:
-    order: list[str] = []
-    times = measure({name: lambda name=name: order.append(name) for name in "ab"}, 4, CPU)  # type: ignore[misc]
-    assert all(len(times[name][clock]) == 4 for name in "ab" for clock in ("wall", "process"))
-    firsts = "".join(name for index, name in enumerate(order) if index == 0 or order[index - 1] != name)
-    assert firsts.endswith("abbaabba".replace("bb", "b").replace("aa", "a"))
+def test_samples_alternate_and_those_of_what_is_no_rival_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+    seconds = {"ours": 1e-3, "near": 9e-3, "far": 11e-3}
+
+    def timed(name: str, device: torch.device, repeats: int = 1) -> tuple[None, Elapsed]:
+        order.append((name, repeats))
+        return None, Elapsed(seconds[name], seconds[name])
+
+    monkeypatch.setattr(measuring, "timed", timed)
+    times = measure({name: name for name in seconds}, 3, CPU)  # type: ignore[misc]
+    assert {name: len(clocks["wall"]) for name, clocks in times.items()} == {"ours": 3, "near": 3, "far": 2}
+    ours, near, far = ("ours", 10), ("near", 1), ("far", 1)
+    assert order[6:] == [ours, near, far, far, near, ours, ours, near]
     assert spread([1.0, 2.0, 3.0]) == {"median": 2.0, "quartile_25": 1.5, "quartile_75": 2.5}
 
 
@@ -508,4 +498,5 @@ def test_a_gpu_has_a_grid_of_its_own_beside_every_kernel_of_stock() -> None:
     grid, small = read_grid(device="cuda"), read_grid()
     assert {cell.title for cell in grid.cells}.isdisjoint(cell.title for cell in small.cells)
     assert any(cell.floor > 1 for cell in grid.cells), "floors of this device"
-    assert set(grid.stock) == {*small.stock, *KERNELS}
+    assert set(grid.stock) == {*small.stock, *KERNELS} - {"sdpa:math"}
+    assert {name for cell in grid.cells for name in cell.without} == {"flex_attention"}
