@@ -83,7 +83,7 @@ class ModelArms:
             if getattr(projection, "in_features", states.shape[-1]) == states.shape[-1]:
                 heads.insert(0, projection)
             for head in heads:
-                parts = head(states)
+                parts = head(states).to(whole.device)
                 if whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
                     return head
         return None
@@ -120,7 +120,7 @@ class ModelArms:
         options = {"use_cache": False} if "use_cache" in signature(whole.forward).parameters else {}
         output = whole(input_ids=reading.tokens, **options)
         states: Tensor = output.logits if self._head is None else output.last_hidden_state
-        return states if reading.places is None else states[:, reading.places]
+        return states if reading.places is None else states[:, reading.places.to(states.device)]
 
     @torch.no_grad()
     def exact(self, given: Input) -> Tensor:

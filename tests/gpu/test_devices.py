@@ -247,6 +247,7 @@ def test_training_a_model_on_two_devices() -> None:
         assert (ours - theirs).norm() <= 5e-2 * theirs.norm()
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad")
 def test_calibrating_a_model_on_two_devices(tmp_path: Path) -> None:
     """Layers are measured where they lie: risks are those of one device, and the plan passes."""
     pytest.importorskip("accelerate")
