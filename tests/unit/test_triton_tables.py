@@ -17,6 +17,7 @@ from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import base
 from adaattn_hf.backends.triton import tables
+from adaattn_hf.backends.triton.launcher import Launcher
 from adaattn_hf.backends.triton.tables import Cut, Dealing
 
 from .test_triton import STRUCTURES, interpreted
@@ -101,7 +102,7 @@ class Operations(TorchDispatchMode):
 def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model meets a new structure with every padded batch: small calls would wait for the host."""
     log: list[object] = []
-    monkeypatch.setattr(tables.Launcher, "__call__", lambda *launched: log.append(launched))
+    monkeypatch.setattr(Launcher, "__call__", lambda *launched: log.append(launched))
     structure = STRUCTURES[name].with_changes()
     assert structure.segments() is not None
     with Operations() as seen:
