@@ -81,7 +81,7 @@ def relinked(text: str, directory: str, page: str, repository: str) -> str:
 def supported_models() -> Iterator[str]:
     """Markdown tables of the model types that are supported and of those that are not, from the page of conformance."""
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
-    families = re.findall(r"^\| ([\w-]+)¹? \| ([a-z -]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    families = re.findall(r"^\| ([\w-]+?)¹? \| ([a-z -]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
     own, table = text.partition("\n## Refused\n")[2].partition("\n## ")[0].split("These look the implementation up")
     refused = {
         name: why

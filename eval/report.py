@@ -18,6 +18,8 @@ Report = Mapping[str, Any]
 Rows = list[tuple[str, list[str]]]
 
 ABSENT = "-"
+BEYOND = 1e6
+"""From here on a perplexity is written in four digits, and one of words says nothing of the model."""
 _nats = partial(signed_nats, digits=3)
 
 
@@ -30,7 +32,7 @@ def in_markdown(text: str) -> str:
 
 
 def _number(value: Any, form: str = ".6g") -> str:
-    return ABSENT if value is None else format(value, form)
+    return ABSENT if value is None else format(value, ".4g" if form.endswith("f") and value >= BEYOND else form)
 
 
 def _limits(entry: Mapping[str, Any], show: Callable[[float], str] = _nats) -> str:
@@ -100,6 +102,14 @@ def rows(report: Report) -> tuple[list[str], Rows]:
     return heads, table
 
 
+def _word_line(report: Report) -> list[str]:
+    """A sentence on a perplexity per word that nothing can be read from."""
+    words, found = (report["quality"]["arms"][0].get(name) for name in ("words", "word_perplexity"))
+    if report["data"]["kind"] != "pages" or not words or (found is not None and found < BEYOND):
+        return []
+    return [f"The text is too short for a perplexity per word ({_count(words, 'word')}), or strange to the model"]
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -114,7 +124,8 @@ def title(report: Report) -> str:
 def terminal_table(report: Report) -> Table:
     """The report as a rich table."""
     heads, table = rows(report)
-    shown = Table(title=Text(printable(title(report))), caption=Text(printable(report["protocol"])))
+    caption = ". ".join([report["protocol"], *_word_line(report)])
+    shown = Table(title=Text(printable(title(report))), caption=Text(printable(caption)))
     shown.add_column("")
     for head in heads:
         shown.add_column(Text(printable(head)), justify="right", overflow="fold")
@@ -156,6 +167,7 @@ def _section(report: Report) -> str:
         f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}, padding "
         f"{report['settings']['padding']}.",
         *_cache_line(report["settings"]),
+        *(f"* {line}." for line in _word_line(report)),
         f"* Data: {in_markdown(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "

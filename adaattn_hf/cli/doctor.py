@@ -85,7 +85,7 @@ def summarise(findings: list[Finding], console: Console) -> None:
             ],
             "gpu": [f"{finding.name}: {finding.state}" for finding in own],
         }.get(about, [finding.name for finding in here])
-        table.add_row(about, escape(", ".join(words)))
+        table.add_row(about, escape(", ".join(words)) or "none")
         apart = [finding.name for finding in own if finding not in here]
         if apart and about in ("backends", "packages"):
             table.add_row("", escape(f"not here: {', '.join(apart)} (--verbose says why)"))

@@ -54,9 +54,8 @@ def show(
     from .pictures.headline import bought
     from .pictures.page import plan_page
 
-    place = path or plan or Path(PLAN_DIRECTORY)
-    with ending(default=place, wrong=(PlanError, OSError)):
-        _refuse_both(path, plan)
+    with ending(default=path or plan or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
+        place = _place(path, plan)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--png needs matplotlib; pip install matplotlib")
         shown, buys = Plan.from_pretrained(place), bought(place)
@@ -134,9 +133,8 @@ def export(
     from ..plans.export import exported
     from ..plans.plan import Plan, PlanError
 
-    place = path or plan or Path(PLAN_DIRECTORY)
-    with ending(default=place, wrong=(PlanError, OSError)):
-        _refuse_both(path, plan)
+    with ending(default=path or plan or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
+        place = _place(path, plan)
         _draw("--output", output, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
     if as_json:
         print_json({"written": str(output)})
@@ -167,9 +165,8 @@ def explore(
     from .pictures.headline import REPORT_FILE, bought
     from .pictures.page import page
 
-    place = path or plan or Path(PLAN_DIRECTORY)
-    with ending(default=place, wrong=(PlanError, OSError)):
-        _refuse_both(path, plan)
+    with ending(default=path or plan or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
+        place = _place(path, plan)
         shown = Plan.from_pretrained(place)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
@@ -196,9 +193,21 @@ def explore(
     tell(console, f"page: {html}")
 
 
-def _refuse_both(path: Path | None, plan: Path | None) -> None:
+def _place(path: Path | None, plan: Path | None) -> Path:
+    """Returns the plan that was named, or else the one that a calibration saved here."""
+    from ..plans.store import PLAN_FILE
+
     if path is not None and plan is not None:
         raise UsageError(f"plan: got {path} and --plan {plan}, expected one of them; leave one out")
+    named, own = path or plan, Path(PLAN_DIRECTORY)
+    if named is None and not (own / PLAN_FILE).is_file():
+        held = sorted(str(one.parent) for one in own.glob(f"*/{PLAN_FILE}"))
+        remedy = f"name one of {', '.join(held)}" if held else "run adaattn calibrate MODEL first, or name another plan"
+        raise UsageError(
+            f"plan: got none, and {own} holds none, expected what adaattn calibrate saves there when a plan passed; "
+            f"{remedy}"
+        )
+    return named or own
 
 
 def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:

@@ -48,7 +48,7 @@ def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp
     page = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## tiny-llama on wikitext (3 documents), float32" in page
     assert "## tiny-llama on lambada (6 documents), float32" in page
-    assert f"{pages['quality']['arms'][1]['word_perplexity']:.6f}" in page
+    assert f"{pages['quality']['arms'][1]['word_perplexity']:.4g}" in page  # of a model that never learned: beyond 1e6
     assert "adaattn (tested)" in result.output
 
 

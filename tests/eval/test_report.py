@@ -75,6 +75,20 @@ def test_a_table_follows_its_json(reports: dict[str, Any]) -> None:
     assert "* Bound max_delta_nll: asked 0.1, no interval" in text
 
 
+@pytest.mark.parametrize(("per_word", "said"), [(40.25, "40.250000"), (1.234e32, "1.234e+32"), (None, "-")])
+def test_a_perplexity_per_word_that_says_nothing_is_short_and_explained(
+    reports: dict[str, Any], per_word: float | None, said: str
+) -> None:
+    changed = copy.deepcopy(reports["pages"])
+    for arm in changed["quality"]["arms"][:2]:
+        arm["word_perplexity"] = per_word
+    changed["quality"]["arms"][2]["word_perplexity"] = 41.0
+    sentence = f"too short for a perplexity per word ({changed['quality']['arms'][0]['words']} words)"
+    for text in (shown(changed), report.markdown([changed])):
+        assert re.search(rf"perplexity per word +[|│] +{re.escape(said)} [|│ ]+{re.escape(said)} ", text)
+        assert (sentence in text) == (per_word != 40.25)
+
+
 def test_last_word_rows_are_there_only_for_last_words(reports: dict[str, Any]) -> None:
     assert "McNemar" in report.markdown([reports["lastword"]])
     assert "McNemar" not in report.markdown([reports["pages"]])

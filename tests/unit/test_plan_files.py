@@ -82,6 +82,24 @@ def test_a_place_that_may_not_be_looked_at_is_a_sentence(
     assert (result.exit_code, result.stderr) == (2, "error: p: Permission denied\n")
 
 
+@pytest.mark.parametrize("words", ["show", "explore --html h", "export --to flex --output o"])
+def test_without_a_plan_it_is_said_how_to_come_by_one(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = "got none, and adaattn-plan holds none, expected what adaattn calibrate saves there when a plan passed"
+    refused = CliRunner().invoke(app, ["plan", *words.split()])
+    assert refused.exit_code == 2
+    said = " ".join(refused.stderr.split())
+    assert said == f"error: plan: {where}; run adaattn calibrate MODEL first, or name another plan"
+    for budget in ("0.1pct", "1pct"):
+        (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
+        (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()
+    refused = CliRunner().invoke(app, ["plan", *words.split()])
+    assert refused.exit_code == 2
+    assert "; name one of adaattn-plan/0.1pct, adaattn-plan/1pct" in " ".join(refused.stderr.split())
+
+
 def test_large_plans_and_free_ones_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     far = make_plan(layers=(LayerPlan(4000, "", (make_choice("window", 8),) * 300),))

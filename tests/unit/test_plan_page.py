@@ -26,6 +26,11 @@ from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..support.choices import make_choice
 from .test_plan import make_plan
 
+CUTS = """{
+const cut = [...document.querySelectorAll(".scroll, .grid button")].filter(e => e.scrollWidth > e.clientWidth);
+document.body.dataset.cut = cut.map(e => e.outerHTML.slice(0, 80)).join();
+}"""
+"""Writes what of a picture is wider than its place, and so cut."""
 KINDS = (make_choice("window", 256, 16, precision="bf16"), EXACT, make_choice(precision="int8"))
 
 
@@ -93,12 +98,13 @@ def test_two_plans_differ_in_numbers_and_picture(tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize(("heads", "window"), [(2, "1280,900"), (32, "420,900")])
+@pytest.mark.parametrize(("heads", "window"), [(2, "1280,900"), (9, "390,900"), (32, "390,900")])
 def test_a_browser_draws_it_so_that_it_can_be_read(heads: int, window: str, tmp_path: Path) -> None:
-    page = drawn(plan_page(wide_plan(heads)), CONTRASTS, tmp_path, f"--window-size={window}")
+    page = drawn(plan_page(wide_plan(heads)), CONTRASTS + CUTS, tmp_path, f"--window-size={window}")
     assert page.count('role="gridcell"') == 3 * heads
     assert "Layer 0, head 0" in page
     assert 'data-wide="false"' in page
+    assert 'data-cut=""' in page
     least = re.search(r'data-least="([\d.]+)"', page)
     assert least is not None
     assert float(least[1]) >= 4.5  # WCAG AA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -24,6 +25,8 @@ MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
 NAMED_COLUMNS = 5
 """Up to so many key/value heads a terminal shows the names of choices, above that one letter each."""
+PRINTED_COLUMNS = 16
+"""Up to so many key/value heads lie beside one another in an image; the layers of more take several lines."""
 
 
 def grid(plan: Plan, rows: Sequence[int] | None = None, heads: int | None = None) -> list[list[Choice]]:
@@ -159,30 +162,42 @@ def time_shares(plan: Plan, rows: Sequence[int], heads: int) -> list[float | Non
 
 
 def png(plan: Plan, buys: Bought | None = None) -> bytes:
-    """Returns the picture as PNG; needs matplotlib."""
+    """Returns the picture as PNG, narrow enough for a phone; needs matplotlib."""
     from matplotlib.figure import Figure
 
     rows, choices = layers_of(plan), grid(plan)
     width = max((len(row) for row in choices), default=1)
+    lines = math.ceil(width / PRINTED_COLUMNS)  # of each layer
+    across = math.ceil(width / lines)
     named, codes = width <= NAMED_COLUMNS, _codes(choices)
     shares = [100.0 if one is None else 100.0 * one for one in time_shares(plan, rows, width)] or [100.0]
-    size = max(8.0, 2 + 0.3 * width), 2.2 + 0.25 * max(len(rows), 1)
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{name_of(plan)}\n{verdict(plan, buys)}".replace("$", r"\$"), fontsize="medium")
-    axes = figure.subplots()
-    image = axes.imshow([shares[at : at + width] for at in range(0, len(shares), width)], "cividis", aspect="auto")
     middle = (min(shares) + max(shares)) / 2
-    for place, row in enumerate(choices):
-        for head, choice in enumerate(row):
-            words = choice.label if named else codes[choice]
-            dark = shares[place * width + head] <= middle
-            axes.text(head, place, words, color="w" if dark else "k", ha="center", va="center", fontsize="small")
-    figure.colorbar(image, label="time, % of exact")
+    cells = [[math.nan] * across for _ in range(max(len(rows), 1) * lines)]
+    figure = Figure(figsize=(4.4, 2.2 + (0.4 if named else 0.25) * len(cells)), layout="constrained")
+    figure.suptitle(_folded(name_of(plan), *verdict(plan, buys).split(" · ")).replace("$", r"\$"), fontsize="medium")
+    axes = figure.subplots()
+    for unit, time in enumerate(shares):
+        place, head = unit // width, unit % width
+        down, right = place * lines + head // across, head % across
+        cells[down][right] = time
+        if rows and head < len(choices[place]):
+            choice = choices[place][head]
+            words = choice.label.replace(" ", "\n") if named else codes[choice]
+            colour = "w" if time <= middle else "k"
+            axes.text(right, down, words, color=colour, ha="center", va="center", fontsize="small")
+    image = axes.imshow(cells, "cividis", aspect="auto")
+    for place in range(1, len(rows)):
+        axes.axhline(place * lines - 0.5, color="w", linewidth=2)
+    figure.colorbar(image, label="time, % of exact", location="bottom")
     axes.set_ylabel("layer")
-    axes.set_yticks(range(len(rows)), list(map(str, rows)))
-    lines = "\n".join(textwrap.fill(line, int(11 * size[0])) for line in below(plan))
-    axes.set_xlabel(f"key/value head\n{lines}")
-    axes.set_xticks(range(width))
+    axes.set_yticks([place * lines for place in range(len(rows))], list(map(str, rows)))
+    axes.set_xlabel(f"key/value head\n{_folded(*below(plan))}")
+    axes.set_xticks(range(across), ["\n".join(map(str, range(head, width, across))) for head in range(across)])
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
+    figure.savefig(drawn, format="png", dpi=240)
     return drawn.getvalue()
+
+
+def _folded(*lines: str) -> str:
+    """Lines as wide as a picture."""
+    return "\n".join(textwrap.fill(line, 56) for line in lines)
