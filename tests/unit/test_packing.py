@@ -11,6 +11,7 @@ from torch import Tensor
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.told import Told, told_to_model
 
 
 def sums(*lengths: int) -> Tensor:
@@ -115,6 +116,10 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
     for structure in (padded, dense, CallStructure(1, 5, 9, causal=True, q_offset=4)):
         assert with_restarts(structure, positions) is structure
     assert with_restarts(CallStructure(1, 5, 5, causal=True), positions.to("meta")).plain
+
+
+def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
+    assert told_to_model() == Told()
 
 
 @given(
