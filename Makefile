@@ -43,9 +43,11 @@ demo: $(READY) ## stock against adaattn on the models in the package, offline
 test: $(READY) ## the whole test-suite; TESTS=tests/unit for a part of it
 	$(PYTEST) $(TESTS)
 
-cover: $(READY) ## the suite with branch coverage of the four mapped directories, and all of what decides
+cover: $(READY) ## the suite with branch coverage of the four mapped directories, and all of what decides; writes docs/results/coverage.md
 	$(PYTEST) $(TESTS) $(addprefix --cov=,$(MAPPED)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
-	$(BIN)/python -m coverage report --include='*/policy/*' --fail-under=100
+	$(BIN)/python -m coverage json -q -o build/coverage.json
+	$(BIN)/python tests/conformance/covered.py build/coverage.json docs/results/coverage.md "$(TESTS)"
+	$(BIN)/python -m coverage report --include='*/policy/*,patches/mask/*' --fail-under=100
 
 hub-kernel: ## kernel repositories for the Hub in build/hub; NAMES=flash-adaattn for one
 	$(PYTHON) hub/build.py $(NAMES)

@@ -151,10 +151,9 @@ def _is_read(structure: CallStructure, device: str, config: Any) -> bool:
     """Whether a kernel reads a structure off its tensors in a traced graph: on CUDA that of one query per sequence."""
     if structure.mask is not None or torch.onnx.is_in_onnx_export():
         return False
-    if device == "cpu":
-        return getattr(config, "_attn_implementation", "") in _NATIVE and traces("native")
-    step = structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
-    return device == "cuda" and step and traces("triton")
+    native = device == "cpu" and getattr(config, "_attn_implementation", "") in _NATIVE
+    step = device == "cuda" and structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
+    return (native and traces("native")) or (step and traces("triton"))
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:

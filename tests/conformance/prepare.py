@@ -7,6 +7,7 @@ the shared mixins from the source distribution of the installed version (it has 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import re
 import shutil
@@ -62,6 +63,7 @@ def prepare(checkout: Path, sdist: Path, out: Path) -> None:
         # not in the source distribution; the tests that use them need several devices
         helpers.write_text("".join(f"{name} = None\n" for name in HELPERS))
     name_what_is_missing(out / "tests", "test_tensor_parallel_mixin")
+    lend_constants(out / "tests", checkout)
     shutil.copytree(
         DECLARED, out / "tests" / "models", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
     )
@@ -90,6 +92,18 @@ def name_what_is_missing(tests: Path, mixin: str) -> None:
             wanted |= {name.split(" as ")[0].strip() for part in names for name in part.split(",")} - {""}
     missing = sorted(name for name in wanted if not re.search(rf"\b{name}\b", content))
     file.write_text(content + "".join(f"{name} = None\n" for name in missing))
+
+
+def lend_constants(tests: Path, checkout: Path) -> None:
+    """Give `transformers.testing_utils` the tables of the checkout, which its tests import, where it lacks them."""
+    show = ["git", "-C", str(checkout), "show", "HEAD:src/transformers/testing_utils.py"]
+    body = ast.parse(subprocess.run(show, check=True, stdout=subprocess.PIPE, text=True).stdout).body
+    found = {
+        one.targets[0].id: one.value for one in body if isinstance(one, ast.Assign) and isinstance(one.value, ast.Dict)
+    }
+    lines = [f"vars(testing_utils).setdefault({name!r}, {ast.unparse(value)})\n" for name, value in found.items()]
+    with open(tests / "__init__.py", "a", encoding="utf-8") as file:
+        file.writelines(["from transformers import testing_utils\n", *lines])
 
 
 def main() -> None:

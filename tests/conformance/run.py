@@ -59,7 +59,7 @@ def merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(tests.values())
 
 
-def run(suite: Path, results: Path, family: str, name: str, selection: str, limit_s: float) -> Path:
+def run(suite: Path, results: Path, family: str, name: str, selection: str, limit_s: float, commit: str | None) -> Path:
     """Returns the result file of one family and implementation, and runs the tests if it is not there yet."""
     target = results / f"{family}.{name}.json"
     if target.exists():
@@ -83,6 +83,7 @@ def run(suite: Path, results: Path, family: str, name: str, selection: str, limi
         "exit": "timeout" if late else child.exitcode,
         "seconds": round(time.monotonic() - began, 1),
         "versions": {p: metadata.version(p) for p in ("transformers", "torch", "adaattn-hf")},
+        "commit": commit,
         "tests": merged([json.loads(line) for line in lines]),
     }
     temporary = target.with_suffix(".tmp")
@@ -98,12 +99,16 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="directories under tests/models; all of families.yaml by default")
     parser.add_argument("--suite", type=Path, default=os.environ.get("ADAATTN_CONFORMANCE"))
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--names", default="sdpa,adaattn")
     parser.add_argument("--limit", type=float, default=600, help="seconds per family and implementation")
-    parser.add_argument("--select", default=" ".join((HERE / "selection.txt").read_text().split()))
     args = parser.parse_args()
     if args.suite is None or not (Path(args.suite) / "tests" / "models").is_dir():
         parser.error(f"--suite or ADAATTN_CONFORMANCE: got {args.suite}, expected what prepare.py makes")
+    # not above: the children, stock attention's too, import this module
+    import adaattn_hf
+    from adaattn_hf.eval.provenance import commit
+
+    made = commit(Path(adaattn_hf.__file__).parent)
+    selection = " ".join((HERE / "selection.txt").read_text().split())
     args.results.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(args.suite), str(HERE), os.environ.get("PYTHONPATH", "")])
     sys.path[:0] = [str(args.suite), str(HERE)]
@@ -111,8 +116,8 @@ def main() -> None:
         if not (Path(args.suite) / "tests" / "models" / family).is_dir():
             print(f"{family}: no tests in the suite", flush=True)
             continue
-        for name in args.names.split(","):
-            file = run(args.suite, args.results.resolve(), family, name, args.select, args.limit)
+        for name in ("sdpa", "adaattn"):
+            file = run(args.suite, args.results.resolve(), family, name, selection, args.limit, made)
             content = json.loads(file.read_text())
             outcomes = [t["outcome"] for t in content["tests"]]
             counts = ", ".join(f"{outcomes.count(o)} {o}" for o in ("passed", "failed", "error", "skipped"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import textwrap
 from collections import Counter
@@ -19,6 +18,8 @@ from string import Template
 from typing import Any
 
 import yaml
+
+from adaattn_hf._files import write_atomically
 
 HERE = Path(__file__).parent
 VERSIONS = HERE.parents[1] / "docs" / "results" / "versions.json"
@@ -189,6 +190,7 @@ def document(results: Results) -> str:
     versions = {
         name: {str(b[i]["versions"][name]) for b in results.values() for i in b} for name in ("transformers", "torch")
     }
+    commits = sorted({str(b[i]["commit"]) for b in results.values() for i in b})
     stock_passed = sum(
         outcome == GOOD
         for family, both in results.items()
@@ -203,6 +205,7 @@ def document(results: Results) -> str:
     return template.substitute(
         transformers=", ".join(sorted(versions["transformers"])),
         torch=", ".join(sorted(versions["torch"])),
+        commit=", ".join(commits),
         families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()),
         passed=stock_passed,
         failures=count,
@@ -247,9 +250,7 @@ def main() -> None:
         if not results:
             parser.error(f"--results: no family in {args.results} was run under both implementations")
         page = document(results)
-    temporary = args.out.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, args.out)
+    write_atomically(args.out, page)
 
 
 if __name__ == "__main__":

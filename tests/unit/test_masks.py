@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPTBigCodeConfig
+from transformers import GPT2Config, GPTBigCodeConfig
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 )
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.mask import structured_mask
+from adaattn_hf.patches.mask import masks, structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
@@ -106,17 +106,22 @@ def test_structure_equals_the_dense_stock_mask(call: dict[str, Any]) -> None:
     assert torch.equal(found.dense(), expected.expand(found.shape))
 
 
-@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), window=st.one_of(st.none(), st.integers(1, 5)))
-def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window: int | None) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    window=st.one_of(st.none(), st.integers(1, 5)),
+    past=st.integers(0, 3),
+)
+def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window: int | None, past: int) -> None:
+    """Behind keys of a past the documents of queries are not those of keys: no structure says so."""
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
     inner = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     function = and_masks(inner, packed_sequence_mask_function(documents))
-    call: dict[str, Any] = dict(
-        batch_size=1, q_length=sum(lengths), kv_length=sum(lengths), mask_function=function, device="cpu"
-    )
+    keys, past = sum(lengths), min(past, sum(lengths) - 1)
+    call: dict[str, Any] = dict(batch_size=1, q_length=keys - past, kv_length=keys, q_offset=past, device="cpu")
+    call["mask_function"] = function
     found = adaattn_mask(**call)
     assert isinstance(found, StructuredMask)
-    assert found.structure.mask is None
+    assert (found.structure.mask is None) == (past == 0)
     expected = sdpa_mask(**call, allow_is_causal_skip=False)
     assert expected is not None
     assert torch.equal(found.dense(), expected)
@@ -171,6 +176,16 @@ def test_a_short_padding_mask_hides_the_keys_that_it_does_not_cover() -> None:
     )
     assert isinstance(found, StructuredMask)
     assert found.dense()[0, 0, 0].tolist() == [True, True, True, False, False]
+
+
+def test_a_traced_mask_keeps_the_padding_beside_it_where_a_model_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "tracing", lambda: True)
+    padding = torch.tensor([[0, 1, 1, 1, 1]])
+    configs = GPT2Config(adaattn={}), GPT2Config()
+    kept, dropped = (structure_of(adaattn_mask(1, 5, 5, attention_mask=padding, config=one)) for one in configs)
+    torch.testing.assert_close(kept.mask, dropped.mask)
+    torch.testing.assert_close(kept.key_padding, padding.bool())
+    assert dropped.key_padding is None
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -11,6 +11,7 @@ from torch import Tensor
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.told import Told, told_to_model
 
 
 def sums(*lengths: int) -> Tensor:
@@ -117,7 +118,13 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
     assert with_restarts(CallStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
-@given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
+def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
+    assert told_to_model() == Told()
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+)
 def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple[int, int]]) -> None:
     q_lengths, k_lengths = [q for q, _ in pairs], [k for _, k in pairs]
     structure = CallStructure(1, sum(q_lengths), sum(k_lengths))
