@@ -34,6 +34,7 @@ from .pages import table
 PROMPTS = "2048,8192,32768"
 NEW, PAGE = (33, 256) if ON_CUDA else (4, 32)
 SDPA = "paged|sdpa" if engine_name("sdpa").startswith("paged") else "sdpa"
+PLANNED = "adaattn under the plan of 1 %"
 KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
 
 
@@ -103,7 +104,7 @@ def measured(row: Cell, model: Any, n: int, engine: dict[str, Any]) -> None:
 def page(section: Section) -> str:
     """The page of what was measured."""
     made = section.setting
-    head = ("arm", "tokens of a prompt", "requests", "prompts read, s", "then tokens/s", "ms a step")
+    head = ("implementation", "tokens of a prompt", "requests", "prompts read, s", "then tokens/s", "ms per step")
     rows = [
         (arm, f"{cell['prompt']:,}", str(cell["requests"]), *(f"{cell[k]:.3g}" for k in ("s", "tokens/s", "ms a step")))
         if "failed" not in cell
@@ -111,10 +112,17 @@ def page(section: Section) -> str:
         for cell in section.cells
         for arm in [cell["cell"].partition(", ")[0]]
     ]
+    found = {tuple(cell["cell"].rsplit(", ", 1)): cell["tokens/s"] for cell in section.cells if "failed" not in cell}
+    gain = " ".join(
+        f"Tokens per second of {name} over {other}, by tokens of a prompt: {', '.join(over)}."
+        for name, other in (("adaattn", "sdpa"), (PLANNED, "adaattn"))
+        if (over := [f"{own / found[other, n]:.1f} at {int(n):,}" for (arm, n), own in found.items()
+                     if arm == name and (other, n) in found])
+    )  # fmt: skip
     where = f"{made['device']}, torch {made['torch']}, Transformers {made['transformers']}, commit {made['commit']}."
     said = " ".join((__doc__ or "").partition("\n\n")[2].split())
     made_by = "Made by `python -m studies.batching`; the figures lie in `batching.json`."
-    return "\n".join(["# Continuous batching", "", made_by, said, "", where, "", *table(head, rows)])
+    return "\n".join(["# Continuous batching", "", gain, "", made_by, said, "", where, "", *table(head, rows)])
 
 
 def main(lengths: list[int], write: Path) -> None:
@@ -127,7 +135,7 @@ def main(lengths: list[int], write: Path) -> None:
     plan = mapped(records(results)["1 %"], model)[0]
     arms: dict[str, tuple[str, Any]] = {
         "adaattn": ("adaattn", None),
-        "adaattn under the plan of 1 %": ("adaattn", plan),
+        PLANNED: ("adaattn", plan),
     }
     arms["sdpa"] = (SDPA, None)
     for version, there in ((2, is_flash_attn_2_available()), (3, is_flash_attn_3_available())):
