@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 ASSETS = ROOT / "docs" / "assets"
 README, FIGURES, COMPARISON = ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "comparison.md"
+H100 = "NVIDIA-H100-80GB-HBM3"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
-REPORTS = ("bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans", "real_models")
+REPORTS = ("batching", "bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans", "real_models")
 
 Reports = Mapping[str, Any]
 Measured = tuple[float, str, Mapping[str, Any]]
@@ -89,14 +90,25 @@ def prompt(arm: str, length: str) -> Callable[[Reports], Measured]:
     return find
 
 
-def on_cpu(part: str, model: str, length: int) -> Callable[[Reports], Measured]:
-    """A prompt (`passes`) or a step after it (`steps 1`) of the study of real models, on a CPU."""
+def real(place: str, part: str, model: str, length: int) -> Callable[[Reports], Measured]:
+    """A prompt (`passes`) or a step after it (`steps 1`) of the study of real models, on a device."""
 
     def find(reports: Reports) -> Measured:
         (own,) = [
-            one for one in reports["real_models"]["cpu"]["speed"] if (one["model"], one["length"]) == (model, length)
+            one for one in reports["real_models"][place]["speed"] if (one["model"], one["length"]) == (model, length)
         ]
         return own[part]["stock"]["median"] / own[part]["exact"]["median"], "sdpa", own["provenance"]
+
+    return find
+
+
+def batched(length: int) -> Callable[[Reports], Measured]:
+    """Tokens per second of requests that are served together, of the study of continuous batching."""
+
+    def find(reports: Reports) -> Measured:
+        report = reports["batching"]
+        cells = {cell["cell"]: cell["tokens/s"] for cell in report["cells"]}
+        return cells[f"adaattn, {length}"] / cells[f"sdpa, {length}"], "sdpa", report["setting"]
 
     return find
 
@@ -107,22 +119,35 @@ PACKED = Case(
     cuda("training", "packed 16 × 1k", "triton", "sdpa, causal"),
 )  # fmt: skip
 STATIC = Case(
-    "Generation, static cache, 32k tokens, 8B", True, "bfloat16",
-    cuda("generation", "32k tokens in a cache of 32k, ms a token", "exact"),
+    "One token after a 32k prompt, static cache, Qwen2.5-Coder-1.5B", True, "bfloat16",
+    real(H100, "steps 1", "qwen15", 32_768),
 )  # fmt: skip
+BATCHED = Case("Eight requests of 8k tokens at once, 8B", True, "bfloat16", batched(8192))
 LONG = Case("Prompt of 8k tokens, SmolLM2-135M", True, "float32", prompt("exact", "8192"))
 PLANNED = Case("The same, if perplexity may rise by 0.1 %", True, "float32", prompt("0.1 %", "8192"))
-READ = Case("Prompt of 4k tokens, Qwen2.5-Coder-0.5B", True, "bfloat16", on_cpu("passes", "qwen05", 4096))
-WRITTEN = Case("One token after a 4k prompt, Qwen2.5-Coder-0.5B", True, "bfloat16", on_cpu("steps 1", "qwen05", 4096))
+WRITTEN = Case(
+    "One token after a 4k prompt, Qwen2.5-Coder-0.5B", True, "bfloat16", real("cpu", "steps 1", "qwen05", 4096)
+)
 SHOWN = (
-    PADDED, PACKED, STATIC, READ, WRITTEN, LONG, PLANNED,
+    PADDED, PACKED, STATIC, BATCHED, WRITTEN, LONG, PLANNED,
     Case("Short prompt, GPT-2, 32 tokens", True, "float32", bench("GPT-2 small 32 tokens (float32)")),
 )  # fmt: skip
 """The bars of the picture, at most eight."""
 GAINS = (
     ("encoders, embedding models and rerankers, on padded batches", [PADDED], "whole BERT-base", "encoders.md"),
     ("training on packed documents", [PACKED], "attention only; `sdpa` ignores document boundaries", "packing.md"),
-    ("generation with a static cache", [STATIC], "whole 8B model, 32k tokens", "cuda.md#generation"),
+    (
+        "generation with a static cache",
+        [STATIC],
+        "whole 1.5B model, each token after a 32k prompt",
+        "cuda.md#generation",
+    ),
+    (
+        "many requests at once",
+        [BATCHED],
+        "whole 8B model, 8 requests of 8k tokens",
+        "cpu-servers.md#continuous-batching",
+    ),
     ("a language model on a CPU", [WRITTEN], "whole 0.5B model, each token after a 4k prompt", "cpu-servers.md"),
     ("long prompts on a CPU", [LONG, PLANNED], "whole 135M model, 8k tokens", "long-prompts.md"),
 )
@@ -166,25 +191,32 @@ def gains(reports: Reports) -> str:
 
 def kept(reports: Reports) -> str:
     """The README's table of how many calibrations found a plan, and which plans keep their budget on unseen text."""
-    seeds = reports["budget"]["seeds"]
     rows = []
+    for model, budget, own in studied(reports):
+        counts = (sum(found for found, _, _ in own), sum(mean for _, mean, _ in own), sum(bound for _, _, bound in own))
+        rows.append((model, budget, *(f"{count} of {len(own)}" for count in counts)))
+    head = (
+        "Model", "Budget", "Calibrations that found a plan", "Of these, on unseen text: measured rise within budget",
+        "95 % upper bound within budget, too",
+    )  # fmt: skip
+    return "\n".join(table(head, rows)[:-1])
+
+
+def studied(reports: Reports) -> Iterator[tuple[str, str, list[tuple[bool, bool, bool]]]]:
+    """By model and budget, of each calibration whether it found a plan, and whether mean and bound are within it."""
+    seeds = reports["budget"]["seeds"]
+    for record in seeds:
+        traced(f"seed {record['seed']} of budget.json", record["provenance"])
     for budget in sorted({record["budget"] for record in seeds}):
         own = [record for record in seeds if record["budget"] == budget]
-        for record in own:
-            traced(f"seed {record['seed']} of budget.json", record["provenance"])
-        counts = (
-            sum(record["met"] for record in own),
-            sum(record["met"] and elsewhere(record) <= budget for record in own),
-            sum(map(inside, own)),
-        )
-        rows.append((percent(budget), *(f"{count} of {len(own)}" for count in counts)))
-    head = (
-        "Budget",
-        "Calibrations that found a plan",
-        "Of these, on unseen text: measured rise within budget",
-        "95 % upper bound within budget, too",
-    )
-    return "\n".join(table(head, rows)[:-1])
+        yield "SmolLM2-135M", percent(budget), [(one["met"], elsewhere(one) <= budget, inside(one)) for one in own]
+    plans = [row for row in reports["real_models"][H100]["rows"] if row["model"].startswith("qwen")]
+    for budget in sorted({row["nats"] for row in plans}):
+        own = [row for row in plans if row["nats"] == budget]
+        found = [
+            (row["met"], *(row["met"] and row["third"][of] <= budget for of in ("delta_nll", "upper"))) for row in own
+        ]
+        yield "Qwen2.5-Coder-0.5B and 1.5B", percent(budget), found
 
 
 def picture(reports: Reports) -> str:
