@@ -39,7 +39,7 @@ def record(name: str, directory: Path) -> dict[str, Any]:
     plan = Plan.from_pretrained(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     cache = plan.protocol.get("cache")
-    if plan.verified is None or not cache or not cache["verified"]["passed"]:
+    if not cache or not cache["verified"]["passed"]:
         raise UsageError(f"directory: {directory} has no cache that was proved; calibrate with --optimize memory")
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -71,13 +71,16 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Keeps the plans that are named and writes the page."""
+    """Adds the plans that are named to those that are kept, and writes the page."""
     target, *named = map(str, sys.argv[1:] if arguments is None else arguments)
-    records = []
+    kept = Path(target) / "cache_plans.json"
+    records = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else []
     for entry in named:
         name, _, directory = entry.partition("=")
-        records.append(record(name, Path(directory)))
-    write_atomically(Path(target) / "cache_plans.json", json_text(records, indent=1, sort_keys=True) + "\n")
+        new = record(name, Path(directory))
+        records = [one for one in records if any(one[key] != new[key] for key in ("name", "tokens", "budget"))]
+        records.append(new)
+    write_atomically(kept, json_text(records, indent=1, sort_keys=True) + "\n")
     write_atomically(Path(target) / "cache_plans.md", page(records).encode())
 
 
