@@ -77,11 +77,7 @@ class Runs(CallStructure):
             if self.window is not None:
                 near = (j > p - self.window) if self.causal else ((p - j).abs() < self.window)
                 seen = seen & (near | (j < self.sinks) if self.sinks else near)
-            queries, keys = (
-                slice(run.q_start, run.q_start + run.q_len),
-                slice(run.k_start, run.k_start + run.k_len),
-            )
-            keep[run.row, 0, queries, keys] = seen
+            keep[run.row, 0, run.q_start : run.q_start + run.q_len, run.k_start : run.k_start + run.k_len] = seen
         return keep[:, :, start : start + count] if rows is None else keep[:, :, rows.to(device)]
 
 

@@ -175,12 +175,7 @@ def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
 
 
 def quantise(
-    x: Tensor,
-    *,
-    bits: int = 8,
-    mean: Tensor | None = None,
-    along: Tensor | None = None,
-    rotated: bool = True,
+    x: Tensor, *, bits: int = 8, mean: Tensor | None = None, along: Tensor | None = None, rotated: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of tokens.
 

@@ -379,10 +379,7 @@ class Facts(NamedTuple):
             else:
                 ends = all(run.offset + run.q_len == run.k_len for run in runs)
                 aligned = ends or not (structure.causal or structure.window is not None)
-                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (
-                    batch * q_len,
-                    batch * keys,
-                ):
+                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (batch * q_len, batch * keys):
                     packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
         # a compiled graph would be guarded by the class of its lengths
         fixed = known and not torch.compiler.is_compiling()

@@ -135,10 +135,7 @@ class ModelArms:
     def chunks(self, *hidden: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields the first position and the logits `[1, chunk, vocabulary]` of each arm, chunk by chunk."""
         for start in range(0, hidden[0].shape[1], CHUNK):
-            yield (
-                start,
-                tuple(self.logits(state[:, start : start + CHUNK].to(self.device)) for state in hidden),
-            )
+            yield start, tuple(self.logits(state[:, start : start + CHUNK].to(self.device)) for state in hidden)
 
 
 def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:

@@ -34,14 +34,7 @@ from .settings import Calibration, CalibrationSettings
 from .state import Known
 from .subject import Subject
 
-__all__ = [
-    "Calibration",
-    "CalibrationSettings",
-    "choose_and_verify",
-    "decided",
-    "measured",
-    "save_plan",
-]
+__all__ = ["Calibration", "CalibrationSettings", "choose_and_verify", "decided", "measured", "save_plan"]
 
 
 def measured(

@@ -223,8 +223,7 @@ class Campaign:
         self.joint[length], last = joints, joints[-1]
         self.spare(length, last.risk, *last.needles, REHEARSED)
         flips = max(
-            (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0),
-            default=0.0,
+            (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0), default=0.0
         )
         gates = self.gates.with_flips(flips, self.stock.flips) if flips else self.gates
         self.current = replace(aim, laws={**aim.laws, length: self.law(length, joints)}, gates=gates)

@@ -75,12 +75,7 @@ def sequences(
 
 
 def draw(
-    paths: Sequence[str | Path],
-    encode: Encode,
-    length: int,
-    wanted: dict[str, int],
-    seed: int,
-    spare: int = 0,
+    paths: Sequence[str | Path], encode: Encode, length: int, wanted: dict[str, int], seed: int, spare: int = 0
 ) -> Sample:
     """Returns disjoint uniform samples of sequences of `length` tokens for each use.
 

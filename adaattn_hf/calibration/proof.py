@@ -61,10 +61,7 @@ class Test:
 
 
 def prove(
-    measurement: Measurement,
-    programs: Mapping[int, Program],
-    shards: Mapping[int, Sequence[TokenSequence]],
-    test: Test,
+    measurement: Measurement, programs: Mapping[int, Program], shards: Mapping[int, Sequence[TokenSequence]], test: Test
 ) -> Proof:
     """Returns the verdicts on a plan, given by its programs by layer index.
 
@@ -80,11 +77,7 @@ def prove(
 
 
 def _length(
-    measurement: Measurement,
-    programs: Mapping[int, Program],
-    length: int,
-    shard: Sequence[TokenSequence],
-    test: Test,
+    measurement: Measurement, programs: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
 ) -> tuple[Verified, Evidence, bool]:
     """Returns verdict and evidence for one length, and whether a limit beside that of the loss failed."""
     inputs = measurement.inputs

@@ -62,11 +62,7 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
         kept += tokens[unit, every.index(choice)]
     call = layers.calls[None][length]
     dim, dim_v = call.key.shape[3], call.value.shape[3]
-    bytes_of = {
-        "model": (dim + dim_v) * call.key.element_size(),
-        "int8": dim + dim_v + 2,
-        "k8v4": dim + dim_v // 2 + 2,
-    }
+    bytes_of = {"model": (dim + dim_v) * call.key.element_size(), "int8": dim + dim_v + 2, "k8v4": dim + dim_v // 2 + 2}
     formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
     found = [
         Storage(name, bool(kept < whole), float(kept / whole) * bytes_of[name] / bytes_of["model"]) for name in formats

@@ -124,14 +124,8 @@ class PriceTable:
             }
             for phase, table in sorted(self.prices.items())
         }
-        return (
-            json.dumps(
-                {"machine": self.machine, "prices": prices, "launch_of": dict(self.launch_of)},
-                indent=1,
-                sort_keys=True,
-            )
-            + "\n"
-        )
+        words = {"machine": self.machine, "prices": prices, "launch_of": dict(self.launch_of)}
+        return json.dumps(words, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> PriceTable:

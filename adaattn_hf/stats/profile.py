@@ -210,15 +210,7 @@ def pooled_weights(
 def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns means over rows, standard deviations, and SQNR in dB, from the sums of any number of calls."""
     rows = sums["rows"].clamp(min=1)
-    plain = (
-        "entropy",
-        "support",
-        "keys",
-        "sink_mass",
-        "block_density_95",
-        "block_density_99",
-        "learned_sink",
-    )
+    plain = ("entropy", "support", "keys", "sink_mass", "block_density_95", "block_density_99", "learned_sink")
     averages = {name: sums[name] / rows for name in plain if name in sums}
     variance = sums["entropy_squared"] / rows - averages["entropy"].square()
     averages["entropy_deviation"] = variance.clamp(min=0).sqrt()

@@ -36,10 +36,7 @@ class Gram:
     def __add__(self, other: Gram) -> Gram:
         """Returns the moments of both samples together."""
         return Gram(
-            self.query + other.query,
-            self.key + other.key,
-            self.key_sum + other.key_sum,
-            self.count + other.count,
+            self.query + other.query, self.key + other.key, self.key_sum + other.key_sum, self.count + other.count
         )
 
     @property

@@ -43,8 +43,7 @@ class TritonBackend(Backend):
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
-            head_precision="model" if same else spec.head_precision,
-            head_until=spec.head_until and not spec.compiling,
+            head_precision="model" if same else spec.head_precision, head_until=spec.head_until and not spec.compiling
         )
         reasons = list(unnamed(served, "the Triton kernels", _SERVES))
         facts = capability(spec.device_index) if spec.device == "cuda" else None

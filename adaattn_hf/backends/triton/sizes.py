@@ -56,10 +56,7 @@ _FOUR_WARPS = 227 << 10
 """What a device must have for a tile that only products of four warps together make good: Hopper and Blackwell's
 datacentre devices have so much. For others the compiler keeps most of such a tile's sums in memory."""
 
-_OVER_128 = (
-    Size(256, 90_240, Tile(64, 64, 4, 3)),
-    Size(512, 69_760, Tile(64, 32, 4, 2)),
-)
+_OVER_128 = (Size(256, 90_240, Tile(64, 64, 4, 3)), Size(512, 69_760, Tile(64, 32, 4, 2)))
 _KEYS = (
     Size(128, 35_328, Tile(64, 64, 4, 2)),
     Size(256, 74_240, Tile(64, 64, 4, 2)),

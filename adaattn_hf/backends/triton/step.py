@@ -99,10 +99,7 @@ def sized(groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, 
 
 
 def attend_step(
-    request: AttentionRequest,
-    graph: bool = False,
-    windows: HeadWindows | None = None,
-    until: int | None = None,
+    request: AttentionRequest, graph: bool = False, windows: HeadWindows | None = None, until: int | None = None
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
