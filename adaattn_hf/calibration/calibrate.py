@@ -54,22 +54,18 @@ def measured(
 ) -> Measurement:
     """Returns risks and prices of a model, which serve any number of budgets; a plan that it carries is removed.
 
+    A model that cannot carry a plan, or text that is too short, is a ValueError.
+
     Args:
         subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
         encode: Maps text to token ids, without special tokens.
         data: Files and directories of text.
-        settings: Settings of the calibration.
         verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
         scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
         prices: Prices measured before; measured now if absent.
         directory: Where the state is saved after every sequence, until `CalibrationState.forget`.
         resume: Continue from the state saved there.
         known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
-        progress: Callback for a progress display.
-        say: Callback for messages to the user.
-
-    Raises:
-        ValueError: If the model cannot carry a plan, or the text is too short.
     """
     # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
@@ -108,9 +104,7 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
 def choose_and_verify(measurement: Measurement, settings: CalibrationSettings | None = None) -> Calibration:
     """Returns the boldest plan that passed verification, or the exact plan.
 
-    Args:
-        measurement: Risks and prices of a model.
-        settings: Settings with another budget or verification than those of the measurement.
+    `settings` may have another budget or verification than those of the measurement.
     """
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))

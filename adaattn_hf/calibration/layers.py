@@ -34,7 +34,6 @@ class Layers:
     Attributes:
         bound: What a plan for them is bound to.
         indices: Indices of the layers, ascending.
-        kv_heads: Key/value heads of each layer.
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
@@ -78,11 +77,7 @@ class Layers:
 
 
 def observe_layers(inputs: Inputs) -> Layers:
-    """Runs one sequence of each length and returns the layers.
-
-    Raises:
-        ValueError: If plans do not support these layers, or the scoring is for another kind of model.
-    """
+    """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them."""
     moments = fisher.Moments()
     calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
     seconds: dict[int, float] = {}
@@ -123,11 +118,7 @@ def observe_layers(inputs: Inputs) -> Layers:
 
 
 def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, dtype: str) -> None:
-    """Refuses families that have no choice for these lengths and this dtype: there would be nothing to measure.
-
-    Raises:
-        ValueError: If exact attention is all that there is.
-    """
+    """Refuses families that offer nothing but exact attention for these lengths and this dtype."""
     if len(found.choices) == 1:
         longest, others = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
         raise ValueError(

@@ -53,8 +53,7 @@ def most(length: int) -> int:
 def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     """Returns a haystack of the length of `text` `[length]` with `needles` needles and their questions at the end.
 
-    Raises:
-        ValueError: If the text is too short for that many needles.
+    More needles than `most` are refused.
     """
     size = KEY + VALUE
     room = len(text) - 2 * needles * size

@@ -72,12 +72,7 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
 
 @dataclass(frozen=True)
 class Rounding:
-    """The loss of a cache format without a plan, on the calibration text that whole plans are measured on.
-
-    Attributes:
-        stored: The format.
-        joint: The measured loss by length.
-    """
+    """The loss of a cache format without a plan, by length, on the text that whole plans are measured on."""
 
     stored: str
     joint: Mapping[int, Joint]
@@ -129,9 +124,6 @@ def choose_storage(
     without a verdict are tested on held-out text that no plan has seen, and share the error rate.
 
     Args:
-        measurement: Risks and prices of the model.
-        by_layer: The plan's programs by layer index.
-        gates: The acceptance criteria.
         level: Error rate of these tests together.
         used: Held-out sequences that plans have used.
         known: Verdicts on formats that were tested with the plan, or why a format is not to be tested.

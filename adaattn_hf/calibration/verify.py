@@ -30,13 +30,11 @@ class Evidence:
         sums: Sum of token differences of each sequence.
         tokens: Scored tokens of each sequence.
         kl: KL of every token.
-        sources: Source of each sequence.
         agree: Tokens with the same likeliest token.
         lost: Needles found by stock attention and lost by the plan.
-        won: Needles found by the plan alone.
+        won: Needles that only the plan finds.
         found: Needles that stock attention finds.
         planned: Needles that the plan finds.
-        needles: Needles.
         apart: Whether the loss of every source must keep the budget by itself; all else is counted over all of them.
     """
 
@@ -93,11 +91,7 @@ class Evidence:
         return float(np.concatenate(self.kl).mean())
 
     def observed(self, kl: float) -> Observation:
-        """Returns these sequences as an observation of loss per KL.
-
-        Args:
-            kl: KL of the plan on calibration text, nats/token.
-        """
+        """Returns these sequences as an observation of loss per KL; `kl` is that on calibration text, nats/token."""
         deltas = np.array(self.sums) / np.array(self.tokens, dtype=np.float64)
         return Observation(kl, deltas, tuple(self.sources))
 

@@ -18,13 +18,9 @@ from ..stats.paired import clustered_ratio
 
 @dataclass(frozen=True)
 class Bound:
-    """Mean of paired loss differences with its one-sided upper confidence bound.
+    """Mean of paired loss differences per token, nats, with its one-sided upper confidence bound.
 
-    Attributes:
-        mean: Mean per token, nats.
-        upper: Upper confidence bound of the mean; infinite with a single cluster.
-        clusters: Number of clusters.
-        tokens: Number of tokens.
+    The bound is infinite with a single cluster.
     """
 
     mean: float
@@ -34,12 +30,9 @@ class Bound:
 
 
 def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence: float) -> Bound:
-    """Returns the mean difference per token and its upper bound, by Student's t on the clusters.
+    """Returns the mean difference per token and its upper bound at a level, by Student's t on the clusters.
 
-    Args:
-        sums: `[clusters]`, sum of the loss differences of its tokens, nats.
-        tokens: `[clusters]`, number of tokens.
-        confidence: Level of the bound, 0.95 say.
+    `sums` `[clusters]` are those of the loss differences of each cluster's `tokens` `[clusters]`, nats.
     """
     ratio = clustered_ratio(sums, tokens)
     return Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, int(tokens.sum()))
@@ -85,7 +78,7 @@ class Gates:
     below that between two stock implementations.
 
     Attributes:
-        budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too, beside what rounding adds.
+        budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too, beyond what rounding adds.
         top1: Smallest share of tokens with the same top-1 prediction.
         kl_p999: Largest 99.9th percentile of the KL of a token, nats.
         needles: Largest net share of stock attention's needles that may be lost. `None`: `NEEDLES`, and a larger loss
@@ -124,8 +117,7 @@ class Gates:
             upper: Upper bound of the loss difference, nats/token.
             kl: Mean KL, nats/token.
             top1: Share of tokens with the same top-1 prediction.
-            lost: Needles that stock attention retrieves and the plan does not.
-            won: Needles that the plan retrieves and stock attention does not.
+            lost, won: Needles that only stock attention retrieves, and those that only the plan does.
             retrieved: Needles that stock attention retrieves.
             kl_p999: 99.9th percentile of the KL, nats.
         """

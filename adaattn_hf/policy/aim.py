@@ -36,12 +36,9 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Observation:
-    """The measured losses of one plan on several sequences.
+    """The measured losses of one plan on several sequences: mean differences `deltas` `[sequences]`, nats/token.
 
-    Attributes:
-        kl: Mean KL of the plan on the calibration text that plans are compared on, nats/token, with that of rounding.
-        deltas: `[sequences]`, mean loss difference of each, nats/token.
-        sources: The source of each sequence.
+    `kl` is its mean KL on the calibration text that plans are compared on, nats/token, with that of rounding.
     """
 
     kl: float

@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 class Launches:
     """Fixed costs of launches: in a call a layer pays once per launch, for its choice that makes the launch dearest.
 
-    A call is a prefill of one length, or all decode steps behind it.
+    A call is a prefill of one length, or all decode steps after it.
 
     Attributes:
         layer: `[units]`, the layer of each unit.
@@ -58,7 +58,6 @@ def of_units(
     of their slopes, at each length and phase by itself.
 
     Args:
-        table: Measured prices.
         calls: By phase and length, how many calls there are.
         labels: `[units][choices]`, what prices are named by.
         names: `[choices]`, names of launches.
@@ -77,13 +76,7 @@ def of_units(
 
 @dataclass(frozen=True)
 class Allocation:
-    """One choice per unit, with its total price and risk.
-
-    Attributes:
-        picks: `[units]`, the chosen choice of each unit.
-        price: Total price, launches counted.
-        risk: `[bins]`, total risk of each bin.
-    """
+    """The choice picked for each of `[units]`, with their total price, launches counted, and total risk `[bins]`."""
 
     picks: NDArray[np.int64]
     price: float
@@ -127,12 +120,8 @@ def allocate(
     Args:
         prices: `[units, choices]`; infinite forbids a choice. The first choice is the exact one.
         risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. The exact one must be without risk.
-        budget: `[bins]`, nats/token.
-        launches: Fixed costs of launches.
+        budget: `[bins]`, nats/token, nothing negative.
         gap: Relative optimality gap at which the solver may stop.
-
-    Raises:
-        ValueError: If shapes disagree, a budget is negative, or a unit's exact choice has a risk or no price.
     """
     units, choices = prices.shape
     if risks.shape != (len(budget), units, choices):
