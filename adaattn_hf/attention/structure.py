@@ -101,8 +101,8 @@ class CallStructure:
     def kind(self) -> str:
         """Name of the shape: `full`, `causal`, `suffix`, `window`, `ragged` or `irregular`.
 
-        `suffix` is causal with queries that stand behind the first key (chunked prefill, one decode step);
-        `ragged` needs data (padding, documents, a device-side offset) to become segments.
+        `suffix` is causal with queries that stand after the first key (chunked prefill, one decode step); `ragged`
+        needs data (padding, documents, a device-side offset) to become segments.
         """
         return self.derived(CallStructure._kind)
 
@@ -130,7 +130,7 @@ class CallStructure:
 
     @property
     def places(self) -> tuple[int, int] | None:
-        """The first place at which a query stands, and the one behind the last; None where tensors say it."""
+        """The first place at which a query stands, and the one after the last; None where tensors say it."""
         return (self.offset(), self.offset() + self.q_len) if self.plain else None
 
     def mask_covers(self, heads: int) -> bool:

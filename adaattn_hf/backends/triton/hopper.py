@@ -55,11 +55,7 @@ class Warps(NamedTuple):
     def pays(self, pairs: int, queries: int, groups: int, programs: int) -> bool:
         """Whether queries see enough keys.
 
-        Args:
-            pairs: Of queries and keys that all key/value heads see.
-            queries: Of all key/value heads.
-            groups: Query heads per key/value head.
-            programs: That run at once.
+        `pairs` of queries and keys, and `queries`, are those of all key/value heads, with `groups` query heads each.
         """
         many = _MANY_TURNS * programs * 64 * self.groups <= queries * groups
         return pairs >= (self.least_of_many if many else self.least) * queries
@@ -71,12 +67,9 @@ class Warps(NamedTuple):
 
 
 def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
-    """How the warps of a dense call or one with windows share it out, as measured on an H200; None where they lose.
+    """How the warps of a dense call, or one with windows, share it out, as measured on an H200; None where they lose.
 
-    Args:
-        dim: Channels of a head, of keys and values alike.
-        groups: Query heads per key/value head.
-        windows: Whether some head has a window.
+    Keys and values have `dim` channels.
     """
     if dim == 128:
         return Warps(2, 1, 128, 2, windows, ahead=True)

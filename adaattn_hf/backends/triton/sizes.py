@@ -42,7 +42,6 @@ class Size(NamedTuple):
         width: Bytes of a padded head up to which it serves.
         memory: Bytes of shared memory that a program takes then, as compiled for devices that have less than Hopper
             (`make compiled` holds them to it); of a step, for up to 16 rows.
-        tile: The tile.
         more: Of a step, the bytes for each further row: query heads that share keys, up to a power of two.
     """
 
@@ -103,12 +102,10 @@ SIZES: dict[str, tuple[Size, ...]] = {
 
 
 def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None:
-    """The tile of a kernel for heads of so many bytes, in so much shared memory; None where none fits.
+    """The tile of a kernel, by its name in `SIZES`, in the shared memory of a device's program; None where none fits.
 
     Args:
-        kernel: Its name in `SIZES`.
         width: Bytes of a padded head, the largest of queries, keys and values.
-        memory: Bytes that a program of the device may have.
         rows: Of a step, query heads that share keys, up to a power of two.
     """
     for size in SIZES[kernel]:
@@ -119,11 +116,7 @@ def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None
 
 @functools.cache
 def tile_on(kernel: str, width: int, device: torch.device, rows: int = 16) -> Tile:
-    """The same on a device.
-
-    Raises:
-        ValueError: None fits; the backend refuses such calls.
-    """
+    """The same on a device; where none fits it raises, as the backend refuses such calls."""
     memory = shared_memory(device)
     tile = tile_of(kernel, width, memory, rows)
     if tile is None:
