@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .structure import CallStructure, Segment
 
-__all__ = ["Runs", "aligned_runs"]
-
 
 @dataclass(eq=False)
 class Runs(CallStructure):

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
@@ -54,21 +52,6 @@ class Layers:
     def units(self) -> list[tuple[int, int]]:
         """Layer and key/value head of each unit."""
         return [(layer, head) for layer in self.indices for head in range(self.kv_heads)]
-
-    def kept_tokens(self, length: int) -> NDArray[np.int64]:
-        """Tokens of a sequence that a streaming head keeps, `[units, choices]`.
-
-        Layers with a window of their own keep that, whatever the plan says.
-        """
-        spans = [choice.span for choice in self.candidates.choices]
-        own = [self.windows[layer] for layer, _ in self.units]
-        most = [length if window is None else min(length, window - 1) for window in own]
-        return np.array(
-            [
-                [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
-                for all_, window in zip(most, own, strict=True)
-            ]
-        )
 
     @property
     def kinds(self) -> dict[int, int | None]:

@@ -60,8 +60,19 @@ class Measurement:
 
     @property
     def kept_tokens(self) -> NDArray[np.int64]:
-        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`."""
-        return self.layers.kept_tokens(max(self.inputs.settings.lengths))
+        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`.
+
+        Layers with a window of their own keep that, whatever the plan says.
+        """
+        layers, length = self.layers, max(self.inputs.settings.lengths)
+        spans, own = [choice.span for choice in layers.candidates.choices], [layers.windows[i] for i, _ in layers.units]
+        most = [length if window is None else min(length, window - 1) for window in own]
+        return np.array(
+            [
+                [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
+                for all_, window in zip(most, own, strict=True)
+            ]
+        )
 
     @property
     def costs(self) -> Array:

@@ -30,13 +30,11 @@ class Haystack:
     Attributes:
         tokens: `[length]` token ids, needles and questions included.
         answers: Per needle the position of the first value token in the question.
-        depths: Per needle its relative position in the haystack, from 0 to 1.
         likely: Per needle the accepted first tokens, one for each value of its key.
     """
 
     tokens: Tensor
     answers: tuple[int, ...]
-    depths: tuple[float, ...]
     likely: tuple[tuple[int, ...], ...]
 
     def asked(self, device: torch.device) -> Reading:
@@ -65,10 +63,9 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     drawn[needles // 2 : needles // 2 + twice, :KEY] = drawn[:twice, :KEY]
     keys = [tuple(key) for key in drawn[:, :KEY].tolist()]
     likely = tuple(tuple(int(other[KEY]) for other, its in zip(drawn, keys, strict=True) if its == key) for key in keys)
-    depths = tuple((index + 0.5) / needles for index in range(needles))
     pieces, start = [], 0
-    for index, depth in enumerate(depths):
-        stop = int(depth * room)
+    for index in range(needles):
+        stop = int((index + 0.5) / needles * room)
         pieces += [text[start:stop], drawn[index]]
         start = stop
     pieces.append(text[start:room])
@@ -78,7 +75,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
         pieces.append(drawn[index])
         answers[index] = position + KEY
         position += size
-    return Haystack(torch.cat(pieces), tuple(answers), depths, likely)
+    return Haystack(torch.cat(pieces), tuple(answers), likely)
 
 
 def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:

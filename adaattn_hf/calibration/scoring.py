@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
+from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from .settings import Masking
 
 

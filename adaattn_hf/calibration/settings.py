@@ -51,7 +51,7 @@ def _families() -> tuple[str, ...]:
 
 
 def _windows() -> tuple[int, ...]:
-    from ..policy.candidates import WINDOWS
+    from ..plans.choices.window import WINDOWS
 
     return WINDOWS
 

@@ -19,9 +19,10 @@ from ..policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
 RISKS_FILE = "adaattn_risks.npz"
-_NO_ARRAYS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_BROKEN = (
+    zipfile.BadZipFile, zlib.error, EOFError, OSError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+)  # fmt: skip
 """Errors that reading a damaged or foreign file raises."""
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS)
 
 
 def _arrays(path: Path) -> dict[str, Any]:

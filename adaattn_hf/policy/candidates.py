@@ -14,18 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import unknown
 from ..plans.choices import EXACT, Choice, Part, Setting, all_keys, all_operands
-from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
-
-__all__ = [
-    "FAMILIES",
-    "WINDOWS",
-    "WINDOWS_BOTH_WAYS",
-    "Candidates",
-    "candidates",
-    "known_families",
-    "offered",
-    "refuse_unknown",
-]
+from ..plans.choices.window import WINDOWS
 
 FAMILIES = tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default)
 """The families that are considered by default."""

@@ -8,28 +8,20 @@ joint KL rescales the sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
 
-@dataclass
 class RiskTable:
     """Running sums of risk per unit and choice of one length bin.
 
     `total` `[units, choices]` is the sum of 1/2 (g . do)^2 over the sampled `rows`.
     """
 
-    units: int
-    choices: int
-    total: Array = field(init=False)
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        self.total = np.zeros((self.units, self.choices))
+    def __init__(self, units: int, choices: int) -> None:
+        self.total, self.rows = np.zeros((units, choices)), 0
 
     def add(self, summed: Array, rows: int) -> None:
         """Adds the sums `[units, choices]` of one sequence over `rows` sampled rows; finite, and at least 0."""

@@ -648,7 +648,9 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
     assert keys[8:12] == keys[:4]
     assert len(set(keys)) == 12
     assert [len(own) for own in haystack.likely] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
-    assert all(haystack.depths[i + 8] - haystack.depths[i] == 0.5 for i in range(4))
+    windows = haystack.tokens.unfold(0, 10, 1)
+    places = [int((windows == haystack.tokens[at - 6 : at + 4]).all(1).nonzero()[0]) for at in haystack.answers]
+    assert [places[i + 8] - places[i] for i in range(4)] == [(1024 - 160) // 2] * 4, "half a haystack apart"
 
     class Arms:
         """Answers every question by the value that the key had first, and the rest as it is."""
@@ -680,12 +682,7 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     for index in range(4):
         evidence.add(str(index), scores)
     evidence.add_needles([True] * 8, [True] * 8)
-    kwargs: dict[str, Any] = {
-        "confidence": 0.95,
-        "tries": 1,
-        "activation_share": (1.0, 1.0),
-        "predicted": 0.0,
-    }
+    kwargs: dict[str, Any] = {"confidence": 0.95, "tries": 1, "activation_share": (1.0, 1.0), "predicted": 0.0}
     assert judge(evidence, Gates(1e-3), **kwargs).passed
     evidence.add_needles([True] * 8, [False] * 6 + [True] * 2)
     verdict = judge(evidence, Gates(1e-3), **kwargs)

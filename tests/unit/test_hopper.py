@@ -69,13 +69,7 @@ WINDOWS = HeadRules((100, 0), (4, 0), ("model",) * 2)
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "rules", "together"),
-    [
-        (4, 128, None, 1),
-        (4, 128, WINDOWS, 1),
-        (4, 64, None, 1),
-        (6, 64, None, 3),
-    ],
+    ("heads", "dim", "rules", "together"), [(4, 128, None, 1), (4, 128, WINDOWS, 1), (4, 64, None, 1), (6, 64, None, 3)]
 )
 def test_heavy_calls_are_dealt_out(
     launched: Launched, heads: int, dim: int, rules: HeadRules | None, together: int
@@ -164,13 +158,7 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
     whole = drawn(causal())
     odd = replace(whole, key=shifted(whole.key))
     spread = replace(whole, query=torch.zeros(1, 4, N, 256, dtype=torch.bfloat16)[..., ::2])
-    others = [
-        drawn(causal(), softcap=10.0),
-        drawn(causal(), 96),
-        drawn(causal(), 64, per_head=WINDOWS),
-        odd,
-        spread,
-    ]
+    others = [drawn(causal(), softcap=10.0), drawn(causal(), 96), drawn(causal(), 64, per_head=WINDOWS), odd, spread]
     for request in others:
         launch.attend(request)
     assert [name for name, *_ in launched] == ["forward"] * len(others)
@@ -209,12 +197,7 @@ def heavy(**changes: Any) -> CallSpec:
 def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
     ours = ("fa3_fwd", "fa4", "fa3", "triton", "sdpa", "eager")
     assert select.order(heavy()) == select.order(heavy(head_dim=64, head_dim_v=64)) == ours
-    for other in (
-        {"needs_grad": True},
-        {"head_dim": 96, "head_dim_v": 96},
-        {"head_dim": 64},
-        {"kind": "full"},
-    ):
+    for other in ({"needs_grad": True}, {"head_dim": 96, "head_dim_v": 96}, {"head_dim": 64}, {"kind": "full"}):
         assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(keys=1024)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(pairs=1 << 29)) == ("triton", "sdpa", "eager")

@@ -147,9 +147,7 @@ def test_price_lines_interpolate_and_round_trip() -> None:
     assert line.seconds(0) == 0.0
     assert fit_price([1, 3], [1.0, 9.0]).constant == 0.0
     table = PriceTable(
-        "m",
-        {"w": "shared"},
-        {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}},
+        "m", {"w": "shared"}, {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}}
     )
     assert table.price("prefill", 2000, "exact").slope == pytest.approx(4.0)
     assert table.price("prefill", 8000, "exact").slope == pytest.approx(64.0)
@@ -190,11 +188,7 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     assert not any(precision_of(choice) == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
     assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 512
     assert max(getattr(c.keys, "window", 0) for c in candidates(8192, 64, "float32").choices) == 5120
-    assert candidates(4096, 64, "float32", ("rank",)).choices == (
-        EXACT,
-        make_choice(rank=32),
-        make_choice(rank=48),
-    )
+    assert candidates(4096, 64, "float32", ("rank",)).choices == (EXACT, make_choice(rank=32), make_choice(rank=48))
     with pytest.raises(ValueError, match="Did you mean 'window'"):
         candidates(4096, 64, "float32", ("windows",))
 
@@ -474,10 +468,7 @@ def test_the_price_of_a_plan_is_that_of_its_launches_one_by_one(seed: int) -> No
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: allocate(np.ones((1, 1)), np.zeros((1, 1, 1)), np.array([-1.0])),
-            "expected nothing negative",
-        ),
+        (lambda: allocate(np.ones((1, 1)), np.zeros((1, 1, 1)), np.array([-1.0])), "expected nothing negative"),
         (lambda: fit_price([1, 2], [0.1]), "heads has 2 and seconds 1 entries"),
         (lambda: fit_price([], []), "expected as many and at least one"),
         (lambda: RiskTable(2, 1).add(np.zeros((1, 1)), 3), r"summed has shape \(1, 1\), expected \(2, 1\)"),

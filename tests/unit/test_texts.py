@@ -71,11 +71,7 @@ def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (
-            "null.jsonl",
-            b'{"text": "one"}\n{"text": null}\n',
-            r"null\.jsonl.*field 'text' is null, expected a string",
-        ),
+        ("null.jsonl", b'{"text": "one"}\n{"text": null}\n', r"null\.jsonl.*field 'text' is null, expected a string"),
         ("number.jsonl", b'{"text": 7}\n', "field 'text' is a number, expected a string"),
         ("list.jsonl", b'["one"]\n', "is a list, expected an object with the text field 'text'"),
         ("other.jsonl", b'{"body": "one"}\n', "has 'body', expected the text field 'text'.*rename"),

@@ -54,9 +54,7 @@ def test_a_model_with_a_window_may_have_heads_with_less(name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    "extra",
-    [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
-    ids=["softcap", "sinks"],
+    "extra", [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=["softcap", "sinks"]
 )
 @pytest.mark.parametrize("name", ["left padding", "padded decode", "documents"])
 def test_other_mathematics(name: str, extra: dict[str, Any]) -> None:
@@ -94,10 +92,7 @@ def test_three_thousand_tokens_and_a_window_of_three_hundred() -> None:
 def test_steps_read_the_keys_of_their_head(kv_heads: int) -> None:
     """Shares of a long head and of windowed ones, more than the merge holds at once, odd batch."""
     windows = (0, 300, 1, 2000)[:kv_heads]
-    check(
-        make(STEP, 4, kv_heads, 16, 16, torch.float32, per_head=rules(windows, (0, 7, 4, 900)[:kv_heads])),
-        4e-6,
-    )
+    check(make(STEP, 4, kv_heads, 16, 16, torch.float32, per_head=rules(windows, (0, 7, 4, 900)[:kv_heads])), 4e-6)
 
 
 @interpreted
