@@ -128,7 +128,7 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         if structure.window is None or not structure.windowed:
             return None
         return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
-    # every step of a generation asks with a structure of its own, of which the rules alone then decide
+    # every step of a generation asks with a structure of its own, of which only the rules then decide
     free = structure.window is None
     windows, reach = rules.where_free[structure.causal] if free else structure.derived(windows_and_reach, rules)
     return windows if reach < structure.kv_len else None

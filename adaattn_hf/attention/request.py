@@ -248,7 +248,7 @@ class CallSpec(NamedTuple):
     run where every query and key was seen to lie in one, as in a packed row, down to a power of two; on CUDA `keys` by
     `keys_class`, and the pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes
     of keys and values, up to one.
-    `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
+    `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): only operations of torch can
     compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
     None stands for the current one.
     """

@@ -5,8 +5,8 @@
 The rotation spreads outliers of single channels over all channels (QuaRot, Ashkboos et al. 2024). Subtracting one
 vector from all keys shifts every score of a row by the same amount, which softmax does not see (SageAttention, Zhang
 et al. 2024). About half of the queries' energy lies along their mean, so keys are rounded such that their errors cancel
-along it. A token's scale depends on that token alone. It is a positive 8-bit float with 5 bits of exponent and 3 of
-fraction, at least `peak / largest code`, and takes one byte beside the 64 or so that a head's codes take.
+along it. A token's scale depends only on that token. It is a positive 8-bit float with 5 bits of exponent and 3 of
+fraction, at least `peak / largest code`, and takes one byte besides the 64 or so that a head's codes take.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class CallStructure:
         sinks: The first `sinks` keys of the sequence (after left padding, or of the document) are exempt from `window`.
         chunk: Only keys in the query's own chunk of this length are visible.
         chunk_start: `[batch]` key index at which chunk 0 starts; 0 when absent.
-        key_padding: `[batch, kv_len]`, True for real tokens, which alone are seen. A query that is padding sees what a
+        key_padding: `[batch, kv_len]`, True for real tokens, the only ones seen. A query that is padding sees what a
             real one would in its place.
         q_segments, k_segments: `[batch or 1, q_len]` and `[batch or 1, kv_len]` document numbers, non-decreasing;
             a query sees its own document only.

@@ -41,7 +41,7 @@ class Seated:
 
 
 SEATED = "_adaattn_seated"
-"""Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced anew."""
+"""Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced again."""
 
 
 @dataclass

@@ -76,14 +76,9 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
     dropped = np.asarray(sum(measurement.state.dropped.values()) / max(sum(measurement.state.done.values()), 1))
     return [
         UnitRecord(
-            layer,
-            head,
-            float(risk[unit]),
-            float(price[unit]),
-            float(exact_price[unit]),
-            *(float(value) for value in dropped[unit, picks[unit]]),
+            *unit, float(risk[at]), float(price[at]), float(exact_price[at]), *map(float, dropped[at, picks[at]])
         )
-        for unit, (layer, head) in enumerate(measurement.layers.units)
+        for at, unit in enumerate(measurement.layers.units)
     ]
 
 

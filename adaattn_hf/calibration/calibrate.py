@@ -10,7 +10,7 @@
   bolder or smaller plans, each on fresh text (`campaign`)
 
 All randomness comes from one seed, so that with prices from a file the plan is the same byte for byte. Prices measured
-anew differ in the last digits, which may decide between two choices of nearly equal price.
+again differ in the last digits, which may decide between two choices of nearly equal price.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measured(
         resume: Continue from the state saved there.
         known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
     """
-    # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
     if settings.with_cache and not scoring.generates:
         raise ValueError(
@@ -83,7 +83,7 @@ def measured(
 def decided(measurement: Measurement, budget: float | None = None) -> Calibration:
     """Returns the plan of a budget in nats/token, that of the settings if absent, and times whole passes of it.
 
-    Budgets are searched and proved one by one, and nothing that one learns from held-out text aims another: each has
+    Budgets are searched and verified one by one, and nothing that one learns from held-out text aims another: each has
     the error rate of its settings, and k of them are all kept with at least 1 - k alpha.
     """
     inputs = measurement.inputs
@@ -93,7 +93,7 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
         try:
             timed = whole_forward(inputs, by_layer, inputs.settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
-        except torch.OutOfMemoryError:  # the plan is proved, and stays
+        except torch.OutOfMemoryError:  # the plan is verified, and stays
             inputs.say(
                 f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller "
                 "--batch-size would fit"

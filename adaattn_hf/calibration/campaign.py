@@ -47,7 +47,7 @@ by another limit."""
 CLOSER = (0.25, 0.5)
 """A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 HALVED = 0.5
-"""Where windows beside a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
+"""Where windows with a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
 OUTSIDE = 2.0
 """A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
@@ -60,7 +60,7 @@ class Campaign:
         s = inputs.settings
         self.stock = stock_distance(inputs)
         self.measurement, self.passes = measurement, JointPasses(measurement, self.stock.kl)
-        # where a smaller cache is wanted, formats are tested alone if every plan fails
+        # where a smaller cache is wanted, formats are tested without a plan if every plan fails
         self.attempts = Attempts(s.alpha, s.tries, s.bolder, reserved=int(s.with_cache))
         self.alpha = np.ones(len(s.lengths))
         self.share = SHARE
@@ -110,24 +110,20 @@ class Campaign:
             self.history.append({kind: asdict(worst), "held_out": self.looked_at})
             if worst.passed:
                 passed, self.proved = (found, proof), worst if coded else None
-                room = worst.upper < ROOM * self.gates.budget
-                further = self.attempts.advanced() if room else None
-                if further is None:
-                    break
-                self.attempts = further
+                further = self.attempts.advanced() if worst.upper < ROOM * self.gates.budget else None
             else:
                 sentence = worst.sentence
                 if alone is None and passed is None and proof.passed:  # the fallback
                     alone, self.proved = (found, proof), f"beside the plan {sentence}"
                 self.attempts = self.attempts.failed()
                 further = self.attempts.advanced() if passed else self.attempts
-                if further is None:
-                    break
-                self.attempts = further
                 if inputs.settings.with_cache:
                     self.least = {length: HALVED * one.added for length, one in found.joint.items()}
                 others = (coded or proof).lost or worst.upper <= self.gates.budget
                 self.share *= AFTER_OTHERS if others else AFTER_LOSS
+            if further is None:
+                break
+            self.attempts = further
         passed = passed or alone
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:

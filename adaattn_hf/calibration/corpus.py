@@ -1,8 +1,8 @@
 """Samples token sequences of one length from text files, in one pass and with constant memory.
 
 Every candidate sequence gets a random rank from the seed and its index, and the sequences of smallest rank are kept
-(bottom-k sampling): a uniform sample that need not know how many candidates there are. The sample depends on the seed
-and the text alone.
+(bottom-k sampling): a uniform sample that need not know how many candidates there are. The sample depends only on
+the seed and the text.
 """
 
 from __future__ import annotations

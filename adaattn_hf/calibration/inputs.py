@@ -123,7 +123,7 @@ def open_inputs(
     texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     corpus.refuse_copies((*sample.risk, *sample.joint), sample.held_out)
-    # the same stretches at every length: text that one length is proved on was not used for another
+    # the same stretches at every length: text that one length is verified on was not used for another
     samples = {length: sample.cut(scoring.content(length)) for length in settings.lengths}
     return Inputs(subject, arms, settings, scoring, samples, progress, say, verify_data is not None)
 

@@ -170,7 +170,7 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
     Only the first one is asked for needles: what counts of their risks is which heads retrieve.
     """
     s, sequence = inputs.settings, inputs.samples[length].risk[number]
-    # rows and labels depend on the settings' seed and the sequence alone, whichever process measures it
+    # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
     readings, rows = inputs.readings(sequence), 0
     sums, dropped, needles = (np.zeros((len(layers.units), len(layers.candidates.choices), *n)) for n in ((), (3,), ()))

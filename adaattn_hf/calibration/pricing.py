@@ -233,8 +233,8 @@ def unit_prices(
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds, summed over calls, and the launch constants of every call.
 
-    A request is one prefill of each length and `decode_tokens` decode steps behind it; with 0 no decode price is asked
-    for. A choice that changes nothing beside a layer's own window has an infinite price there.
+    A request is one prefill of each length and `decode_tokens` decode steps after it; with 0 no decode price is asked
+    for. A choice that changes nothing in a layer with a window of its own has an infinite price there.
     """
     choices = layers.candidates.choices
     weights = {"prefill": 1.0, "decode": float(decode_tokens)}

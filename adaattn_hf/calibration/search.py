@@ -29,7 +29,7 @@ JOINT_STEPS = 5
 MOST_JOINT_STEPS = 8
 """The same while none was within the limit."""
 TOLERANCE = 0.03
-"""Share by which a plan may exceed the limit, which is small beside the margin to the budget."""
+"""Share by which a plan may exceed the limit, which is small compared with the margin to the budget."""
 LEAST_KL = 1e-9
 """Smallest KL that is aimed at, nats/token."""
 VISIBLE = 0.1

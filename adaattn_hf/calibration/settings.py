@@ -20,7 +20,7 @@ _OF_THE_PROOF = (
 
 OPTIMIZED = ("time", "memory")
 NO_OPTION = {"option": None}
-"""Of settings that are for programs alone, or that the command works out itself."""
+"""Of settings that are only for programs, or that the command works out itself."""
 
 
 def share(text: str, argument: str) -> float:

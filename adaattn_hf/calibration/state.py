@@ -1,4 +1,4 @@
-"""Measured risks: saved after every sequence, so that an interrupted run can resume, and kept beside the plan."""
+"""Measured risks: saved after every sequence, so that an interrupted run can resume, and kept with the plan."""
 
 from __future__ import annotations
 

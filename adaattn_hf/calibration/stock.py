@@ -1,4 +1,4 @@
-"""How far two stock implementations of attention lie apart in the model's dtype: what rounding alone does."""
+"""How far two stock implementations of attention lie apart in the model's dtype: what only rounding does."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def clustered(
     """Returns sums and tokens per document, or per chunk of text where documents count for fewer than `DOCUMENTS`.
 
     They count for as many of one size as (sum of chunks)^2 / sum of squares (Kish 1965, "Survey Sampling"): one book
-    beside a few pages is one document, whose spread nobody knows.
+    with a few pages is one document, whose spread nobody knows.
     """
     chunks = np.array(list(Counter(names).values()))
     enough = chunks.sum() ** 2 >= DOCUMENTS * np.square(chunks).sum()

@@ -99,7 +99,7 @@ class LossLaw:
     def affordable(self, bound: float, sequences: int, level: float) -> float:
         """Returns the largest KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL.
 
-        It is 0 where the spread of rounding alone takes all of the bound.
+        It is 0 where the spread of rounding takes all of the bound.
         """
         quantile = student_quantile(1.0 - level, max(sequences - 1, 1))
         linear, root = self.per_kl + CAUTION * self.per_kl_error, quantile * self.spread / math.sqrt(sequences)

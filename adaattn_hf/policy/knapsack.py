@@ -3,7 +3,7 @@
     minimise    sum_u price[u, x_u] + sum over calls, layers, launches of the largest constant among the units' choices
     subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
 
-It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to a proven optimality gap.
+It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to an optimality gap that it guarantees.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def allocate(
         raise ValueError(
             "a unit's first choice has a risk or no price, expected the exact one, without risk and with a price"
         )
-    # what alone exceeds a budget is in no plan, and in units of a tiny budget its risk is beyond the solver's numbers
+    # what exceeds a budget by itself is in no plan; in units of a tiny budget its risk is beyond the solver's numbers
     allowed &= (np.where(np.isfinite(risks), risks, np.inf) <= budget[:, None, None]).all(axis=0)
     items = units * choices
     # by call, layer and launch, whose largest constant is a variable of its own: the units, and their constants

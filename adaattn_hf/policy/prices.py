@@ -66,7 +66,7 @@ class PriceTable:
     Attributes:
         machine: The machine they were measured on, in words.
         launch_of: Maps a choice's label to the name of its launch; choices with one launch share its fixed cost (see
-            `execute.launch_names`). A choice that is missing here is launched alone.
+            `execute.launch_names`). A choice that is missing here has a launch of its own.
         prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice labels.
     """
 

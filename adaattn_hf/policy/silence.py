@@ -23,7 +23,7 @@ LIBC = None if os.name == "posix" else "ucrtbase"
 def silenced(file: int = STDOUT) -> Iterator[None]:
     """Throws away what a library writes to a file of the process, its standard output say, while it lasts.
 
-    What Python prints meanwhile, as other threads do of progress, still arrives.
+    What Python prints at that time, as other threads do of progress, still arrives.
     """
     flush = ctypes.CDLL(LIBC).fflush
     if sys.stdout is not None:

@@ -101,7 +101,7 @@ def head_sums(
         softcap: `c` of `c * tanh(logit / c)`.
         bias: Added to the logits, broadcastable to `[heads, rows, kv_len]`.
         sink_logits: `[heads]`, learned logits that join each row's softmax without a value. Weights are normalised over
-            the keys alone; the mass of the sinks is reported as `learned_sink`.
+            the keys only; the mass of the sinks is reported as `learned_sink`.
         answer: `[heads, rows, head_dim_v]`, the output that was computed for these rows, whose error is measured as
             those of int8 and bf16 are.
 

@@ -1,6 +1,6 @@
 """Samples query rows, stratified by position, and computes their logits and attention weights.
 
-Every statistic costs O(n * s): s sampled query rows against all n keys. Rows are sampled by position alone, so that
+Every statistic costs O(n * s): s sampled query rows against all n keys. Rows are sampled only by position, so that
 early rows (few keys, peaked) and late ones are represented alike.
 """
 

@@ -75,7 +75,7 @@ def on_device(calls: Calls, host: bool = True) -> dict[str, list[float]]:
                 device, share = _device(calls[name], cold, writes[name])
                 if share <= 1 or writes[name] == _MOST_WRITES:
                     break
-                # the device waited for the host: this was not the kernels' time alone
+                # the device waited for the host: this was not only the kernels' time
                 writes[name] = min(math.ceil(2 * share * writes[name]), _MOST_WRITES)
             runs[name].append(max(device, busy))
     return runs

@@ -38,7 +38,7 @@ class TritonBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
-        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+        from ..capability import capability  # only of CUDA: registering names does not ask for devices
         from .sizes import LEAST_SM, refusals
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16

@@ -20,7 +20,7 @@ _SM = (9, 0)
 _LEAST_OF_WINDOWS = 1950
 """Keys that queries of 64 channels see on average, some 100 fewer than blocks of them read, from which on windows gain
 by these kernels. With windows of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys
-where other kernels ran between, as that is far less code to fetch anew; of 8 sequences at once 0.9 times as long,
+where other kernels ran between, as that is far less code to fetch again; of 8 sequences at once 0.9 times as long,
 windows of 512 0.93 times."""
 _LEAST_OF_ROWS = 640
 """The same without windows where all groups of warps have rows of one head, 192 an item: in documents of 1,000 tokens
@@ -39,7 +39,7 @@ class Warps(NamedTuple):
         stages: Tiles in a ring.
         alternate: Whether the groups begin their products one after the other.
         ahead: Whether queries come an item ahead.
-        least: Keys that queries must see on average, lest rows or tiles at edges be too many.
+        least: Keys that queries must see on average; with fewer, too many rows or tiles are at edges.
         least_of_many: The same where each of the programs computes many items.
     """
 
@@ -75,7 +75,7 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
         return Warps(2, 1, 128, 2, windows, ahead=True)
     if dim == 64:
         together = 3 if groups % 3 == 0 else 1
-        # to bring queries ahead is code that has to be fetched anew: 1 to 2 % slower here, 2 to 7 % faster above
+        # to bring queries ahead is code that has to be fetched again: 1 to 2 % slower here, 2 to 7 % faster above
         least = _LEAST_OF_WINDOWS if windows else 0 if together > 1 else _LEAST_OF_ROWS
         return Warps(3, together, 128, 2, True, least=least, least_of_many=least // 4 if windows else least)
     return None

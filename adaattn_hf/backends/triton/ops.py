@@ -18,7 +18,7 @@ from ...attention.structure import OPERANDS, CallStructure
 if TYPE_CHECKING:
     from ...attention.heads import HeadWindows
 
-# Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
+# Operators live under the name of the package that holds this file: several copies of it may be loaded.
 _NAMESPACE = __name__.partition(".")[0]
 
 
