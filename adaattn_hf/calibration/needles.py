@@ -39,7 +39,8 @@ class Haystack:
 
     def asked(self, device: torch.device) -> Reading:
         """Returns the reading that is scored where values are asked for, and nowhere else."""
-        places = torch.tensor([answer + step - 1 for answer in self.answers for step in range(VALUE)], device="cpu")
+        asked = [answer + step - 1 for answer in self.answers for step in range(VALUE)]
+        places = torch.tensor(asked, dtype=torch.int64, device="cpu")
         return Reading(self.tokens[None].to(device), self.tokens[places + 1].to(device), places.to(device))
 
 

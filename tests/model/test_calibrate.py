@@ -32,7 +32,6 @@ from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import Joint, JointPasses
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState, Known
-from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.cli.options import nats
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -613,19 +612,6 @@ def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:
     assert draw(text, encode, 64, {"a": 3, "b": 4}, 1).parts != first.parts
     with pytest.raises(ValueError, match="give more text"):
         draw(text, encode, 64, {"a": 10_000}, 0)
-
-
-def test_documents_of_jsonl_and_directories(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    (tmp_path / "b.txt").write_text("three")
-    assert [(name, "".join(pieces)) for name, pieces in read_documents([tmp_path])] == [
-        (f"{tmp_path / 'a.jsonl'}:0", "one"), (f"{tmp_path / 'a.jsonl'}:1", "two"), (str(tmp_path / "b.txt"), "three"),
-    ]  # fmt: skip
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        list(read_documents([tmp_path / "c"]))
-    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
-    with pytest.raises(ValueError, match="expected the text field 'text'"):
-        list(read_documents([tmp_path / "a.jsonl"]))
 
 
 def test_needles_lie_where_they_say() -> None:

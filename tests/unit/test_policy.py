@@ -31,7 +31,7 @@ from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, rescale
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
 from adaattn_hf.policy.silence import silenced
-from adaattn_hf.stats.paired import Ratio, clustered_ratio, student_quantile
+from adaattn_hf.stats.paired import Ratio, student_quantile
 
 from ..support.choices import make_choice, precision_of
 
@@ -480,11 +480,6 @@ def test_malformed_numbers_are_named(call: Callable[[], object], words: str) -> 
         call()
 
 
-def test_one_cluster_bounds_nothing() -> None:
-    alone = clustered_ratio(np.array([0.1]), np.array([10.0]))
-    assert alone.upper(0.95) == math.inf
-
-
 @pytest.mark.skipif(os.name != "posix", reason="its C library goes by another name elsewhere")
 def test_a_solver_that_writes_past_python_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
     """As HiGHS does, held back by C until later, too."""
@@ -548,8 +543,3 @@ def test_a_solver_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(knapsack, "milp", lambda *given, **options: SimpleNamespace(x=None, message="time is up"))
     with pytest.raises(ValueError, match="the solver found no allocation: time is up"):
         allocate(np.array([[2.0, 1.0]]), np.zeros((1, 1, 2)), np.ones(1))
-
-
-def test_a_line_through_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads has 0 and seconds 1 entries"):
-        fit_price([], [1.0])

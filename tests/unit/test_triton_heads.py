@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.runs import Runs
 from adaattn_hf.attention.structure import CallStructure, Segment
 
 from ..support.head_rules import rules
-from .test_triton import STRUCTURES, interpreted, make
+from .test_triton import STRUCTURES, check, interpreted, make
 
 pytestmark = pytest.mark.usefixtures("bulk_always")
 
@@ -24,15 +24,6 @@ RULES = {
     "all heads": rules((5, 30), (2, 0)),
     "a window as long as the call": rules((70, 9), (0, 40)),
 }
-
-
-def check(request: AttentionRequest, atol: float = 4e-3) -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
-    result, truth = attend(request), reference.attention(request)
-    torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
-    assert result.lse is not None
-    torch.testing.assert_close(result.lse.double(), truth.lse, atol=atol / 2, rtol=0)
 
 
 SERVED = [name for name, s in STRUCTURES.items() if s.window is None and s.sinks_at_runs]
