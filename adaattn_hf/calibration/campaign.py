@@ -189,20 +189,14 @@ class Campaign:
         """Returns the law of loss per KL at a length, fitted to the plans of a search and all held-out shards."""
         inputs = self.measurement.inputs
         beside = [] if self.format is None else [self.format.joint[length]]
-        law = LossLaw.first_guess(self.scored(length), self.stock.kl).learned(
-            [one.observed for one in (*beside, *joints)]
-        )
+        scored = float(sum(len(one.targets) for one in inputs.readings(inputs.samples[length].joint[0])))
+        law = LossLaw.first_guess(scored, self.stock.kl).learned([one.observed for one in (*beside, *joints)])
         if inputs.other_source:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
             law = law.learned(shard)
         # each source is verified by its own sequences
         return replace(law, spread=law.spread * math.sqrt(inputs.sources))
-
-    def scored(self, length: int) -> float:
-        """Returns the scored predictions of a sequence."""
-        inputs = self.measurement.inputs
-        return float(sum(len(one.targets) for one in inputs.readings(inputs.samples[length].joint[0])))
 
     def aim(self, most: int) -> Aim:
         """Returns the aim of the next plan: how much held-out text to use, and the KL that it may have."""

@@ -13,30 +13,6 @@ from scipy import stats
 
 from ..plans import wording
 from ..plans.wording import at_most, in_nats, share
-from ..stats.paired import clustered_ratio
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Mean of paired loss differences per token, nats, with its one-sided upper confidence bound.
-
-    The bound is infinite with a single cluster.
-    """
-
-    mean: float
-    upper: float
-    clusters: int
-    tokens: int
-
-
-def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence: float) -> Bound:
-    """Returns the mean difference per token and its upper bound at a level, by Student's t on the clusters.
-
-    `sums` `[clusters]` are those of the loss differences of each cluster's `tokens` `[clusters]`, nats.
-    """
-    ratio = clustered_ratio(sums, tokens)
-    return Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, int(tokens.sum()))
-
 
 DOCUMENTS = 8
 """Documents of one size whose spread tells an error; where there are fewer, chunks of text are taken as independent."""

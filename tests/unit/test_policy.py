@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from adaattn_hf.calibration.search import REHEARSED
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
+from adaattn_hf.policy.acceptance import Gates, clustered
 from adaattn_hf.policy.aim import CAUTION, LossLaw, Observation
 from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
@@ -31,7 +31,7 @@ from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, rescale
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
 from adaattn_hf.policy.silence import silenced
-from adaattn_hf.stats.paired import Ratio, student_quantile
+from adaattn_hf.stats.paired import Ratio, clustered_ratio, student_quantile
 
 from ..support.choices import make_choice, precision_of
 
@@ -308,9 +308,9 @@ def test_sources_that_differ_widen_the_law() -> None:
 def test_bound_covers_the_truth_at_its_level() -> None:
     random = np.random.default_rng(0)
     tokens = np.full(12, 100)
-    covered = [upper_bound(random.normal(0.3, 1.0, 12) * 100, tokens, 0.95).upper >= 0.3 for _ in range(2000)]
+    covered = [clustered_ratio(random.normal(0.3, 1.0, 12) * 100, tokens).upper(0.95) >= 0.3 for _ in range(2000)]
     assert 0.935 < float(np.mean(covered)) < 0.965
-    assert upper_bound(np.array([1.0]), np.array([10]), 0.95).upper == math.inf
+    assert clustered_ratio(np.array([1.0]), np.array([10])).upper(0.95) == math.inf
 
 
 def test_clusters_are_documents_where_there_are_enough() -> None:
@@ -332,7 +332,7 @@ def test_documents_of_unequal_size_err_no_oftener(sizes: tuple[int, ...], level:
     tokens = [1000] * len(names)
 
     def upper() -> float:
-        return upper_bound(*clustered(names, random.standard_normal(len(names)).tolist(), tokens), 1 - level).upper
+        return clustered_ratio(*clustered(names, random.standard_normal(len(names)).tolist(), tokens)).upper(1 - level)
 
     failed = float(np.mean([upper() < 0.0 for _ in range(4000)]))
     assert 0.5 * level < failed < 1.35 * level
