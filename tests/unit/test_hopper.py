@@ -142,15 +142,21 @@ def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched
     assert computed == [{300, 129, 50}, {20, 127}]
 
 
-def test_a_call_of_short_runs_alone_is_one_launch(launched: Launched) -> None:
-    """The first tokens in a static cache have fewer keys than a tile, behind which there is room for more."""
-    launch.attend(drawn(CallStructure(1, 40, N, causal=True, q_offset=60)))
-    assert [name for name, *_ in launched] == ["forward"]
-
-
-def test_a_call_of_short_documents_is_one_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
-    launch.attend(drawn(documents(*[100] * 20, 10)))
+@pytest.mark.parametrize(
+    ("structure", "least"),
+    [
+        # the first tokens in a static cache have fewer keys than a tile, after which there is room for more
+        (CallStructure(1, 40, N, causal=True, q_offset=60), 0),
+        (documents(*[100] * 20, 10), 1 << 20),  # only the last document would be for Hopper, and it is light
+        (causal(), 1 << 40),
+    ],
+    ids=["short runs", "short documents", "light"],
+)
+def test_short_runs_and_light_calls_are_one_launch_of_the_other_kernel(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, structure: CallStructure, least: int
+) -> None:
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    launch.attend(drawn(structure))
     assert [name for name, *_ in launched] == ["forward"]
 
 
@@ -171,12 +177,6 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
     monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", least)  # queries see 256.5 keys on average
     launch.attend(drawn(causal(), 64))
     assert [name for name, *_ in launched] == [kernel]
-
-
-def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 40)
-    launch.attend(drawn(causal()))
-    assert [name for name, *_ in launched] == ["forward"]
 
 
 @pytest.fixture
