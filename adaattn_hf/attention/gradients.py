@@ -22,11 +22,7 @@ class _Refusal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Raises.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raises a RuntimeError, always."""
         raise RuntimeError(
             "second derivatives of attention: the fused backward passes have none, nor have those of stock sdpa; load "
             'the model with attn_implementation="adaattn_eager", which is differentiable any number of times'
@@ -59,13 +55,9 @@ def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink_logits: Tensor) -
     """`-sum_i p_sink,i D_i` with `D = rowsum(dO * O)`: a sink draws weight and carries no value.
 
     Args:
-        grad: Gradient of the output, `[batch, q_len, heads, head_dim_v]`.
-        out: The output.
+        grad, out: Of the output, `[batch, q_len, heads, head_dim_v]`.
         lse: Log-sum-exp of each row with the sink in it, `[batch, heads, q_len]`, nats; its dtype is computed in.
-        sink_logits: `[heads]`.
-
-    Returns:
-        Like `sink_logits`.
+        sink_logits: `[heads]`, as the result.
     """
     wide = lse.dtype
     delta = (grad.to(wide) * out.to(wide)).sum(dim=3).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What a call may ask of each key/value head apart: a window, a precision of the products."""
+"""What a call may ask of each key/value head separately: a window, a precision of the products."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class HeadRules:
     can be remembered with them.
 
     Attributes:
-        windows: Keys before a query, the query itself counted, and as many behind it where attention looks both ways;
-            0 does not restrict, and neither does one that is not shorter than the structure's own window.
+        windows: Keys before a query, the query itself counted, and as many after it where attention looks both ways; 0
+            does not restrict, and neither does one that is not shorter than the structure's own window.
         sinks: First keys of the sequence that are exempt from the head's window; where the structure has a window of
             its own, its own sinks are exempt instead.
         precisions: `model` computes in the dtype at hand; `bf16` rounds queries, keys, weights and values to bfloat16;
@@ -93,11 +93,7 @@ class HeadRules:
         return self.precision, self.windowed, self.has_sinks
 
     def check_fit(self, kv_heads: int, head_dim: int) -> None:
-        """Refuses keys of other heads than the rules are for.
-
-        Raises:
-            ValueError: There are more or fewer, or the mean keys have another size.
-        """
+        """Refuses keys of another number of heads than the rules are for, and mean keys of another size."""
         if len(self.windows) != kv_heads:
             raise ValueError(
                 f"per_head: got rules for {len(self.windows)} heads, expected one for each of the {kv_heads} key/value "
@@ -132,7 +128,7 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         if structure.window is None or not structure.windowed:
             return None
         return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
-    # every step of a generation asks with a structure of its own, of which the rules alone then decide
+    # every step of a generation asks with a structure of its own, of which only the rules then decide
     free = structure.window is None
     windows, reach = rules.where_free[structure.causal] if free else structure.derived(windows_and_reach, rules)
     return windows if reach < structure.kv_len else None
@@ -227,12 +223,7 @@ def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionR
 
 
 def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
-    """Returns the request of a few query rows against all keys, with a dense mask of what they see.
-
-    Args:
-        request: A call.
-        rows: `[rows]` indices of query rows.
-    """
+    """Returns the request of a few query `rows` `[rows]` against all keys, with a dense mask of what they see."""
     if request.per_head is not None:  # which counts rows of the whole call
         request = as_dense_mask(request.widened())
     device, structure, bias = request.query.device, request.structure, request.bias
@@ -248,7 +239,7 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
 def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionRequest:
     """Returns the request of the query rows from `first` to before `stop` of a causal call, plain or padded.
 
-    Keys behind the last of these rows are left out, unless they are codes, whose record speaks of all of them.
+    Keys after the last of these rows are left out, unless they are codes, whose record speaks of all of them.
     """
     structure, key, value, bias = request.structure, request.key, request.value, request.bias
     seen = structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
@@ -273,13 +264,9 @@ def _range_of(structure: CallStructure, first: int, stop: int, seen: int) -> Cal
 
 
 def joined_heads(parts: Sequence[Tensor], order: Sequence[int], groups: int, dim: int) -> Tensor:
-    """Returns the parts of several `some_heads`, joined and back in the model's order of heads.
+    """Returns the parts of several `some_heads`, joined along `dim` and back in the model's order of heads.
 
-    Args:
-        parts: Tensors with the query heads of each part along `dim`.
-        order: Key/value heads of all parts, one after the other.
-        groups: Query heads per key/value head.
-        dim: Dimension of the heads.
+    `order` are the key/value heads of all parts, one after the other, each with `groups` query heads.
     """
     whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
     if list(order) == sorted(order):

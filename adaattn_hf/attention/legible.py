@@ -16,11 +16,9 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
     """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
-    exactly the mask that was given. A bias that only hides keys counts as a mask. Looks at data.
-
-    Args:
-        request: A call. Where its structure knows the padding beside the mask, nothing else is taken for padding.
-        window: The window that the layer says it has, which one row of a mask cannot tell from padding.
+    exactly the mask that was given. A bias that only hides keys counts as a mask. Where a structure knows the padding
+    besides the mask, nothing else is taken for padding. Looks at data. `window` is that which the layer says it has:
+    one row of a mask cannot tell it from padding.
     """
     structure, bias = request.structure, request.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:

@@ -18,12 +18,9 @@ from .tap import autocast_device
 
 
 class ReferenceResult(NamedTuple):
-    """What attention is.
+    """What attention is: `out` `[batch, q_len, heads, head_dim_v]`.
 
-    Attributes:
-        out: `[batch, q_len, heads, head_dim_v]`.
-        weights: `[batch, heads, q_len, kv_len]`.
-        lse: `[batch, heads, q_len]`, nats.
+    `weights` `[batch, heads, q_len, kv_len]`, `lse` `[batch, heads, q_len]` in nats.
     """
 
     out: Tensor
@@ -34,7 +31,7 @@ class ReferenceResult(NamedTuple):
 def attention(request: AttentionRequest, dtype: torch.dtype = torch.float64) -> ReferenceResult:
     """Exact attention in `dtype`, without dropout.
 
-    Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. What heads are asked apart is computed as
+    Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. Rules per head are computed as
     `heads.as_dense_mask` says.
     """
     request = as_dense_mask(request.widened())

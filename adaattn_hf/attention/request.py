@@ -31,7 +31,7 @@ class AttentionRequest:
         sink_logits: `[heads]` learned sinks: one more column of the softmax that carries no value.
         bias: Added to the scores; float, broadcastable to `[batch, heads, q_len, kv_len]`; may need a gradient.
         need_lse: Also return the log-sum-exp of each row.
-        per_head: What each key/value head computes apart; None where all do the same.
+        per_head: What each key/value head computes separately; None where all do the same.
         stored: What turns key and value into numbers, where they are the codes that a cache stores.
         layer: Number of the layer that asks, told to taps.
     """
@@ -51,11 +51,7 @@ class AttentionRequest:
     layer: int | None = None
 
     def __post_init__(self) -> None:
-        """Bring the tensors into one batch, and refuse what does not belong together.
-
-        Raises:
-            ValueError: Names the tensor, what it has and what it should have.
-        """
+        """Bring the tensors into one batch, and refuse what does not belong together."""
         check_tensors(self.query, self.key, self.value)
         if not self.query.shape[0] == self.key.shape[0] == self.value.shape[0]:
             self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
@@ -162,11 +158,7 @@ def head_dim_of(value: Tensor) -> int:
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse tensors that are not dense `[batch, heads, length, head_dim]`, and heads without a channel.
-
-    Raises:
-        ValueError: Names the first of them and what it has.
-    """
+    """Refuse tensors that are not dense `[batch, heads, length, head_dim]`, and heads without a channel."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")
@@ -183,11 +175,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
-    """Refuse integers, and floats of eight bits, whose scales attention is not told.
-
-    Raises:
-        ValueError: Names the tensor and its dtype.
-    """
+    """Refuse integers, and floats of eight bits, whose scales attention is not told."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise ValueError(
             f"{name}: got {tensor.dtype}, expected a floating-point dtype of 16 bits or more; cast it with .float()"
@@ -205,8 +193,7 @@ def other_devices(query: Tensor, key: Tensor, value: Tensor) -> ValueError:
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value in one batch, without a copy: learned queries, say, come once for the whole batch.
 
-    Raises:
-        ValueError: Their batches are neither equal nor 1.
+    Batches that are neither equal nor 1 are refused.
     """
     batches = {query.shape[0], key.shape[0], value.shape[0]} - {1}
     if len(batches) > 1:
@@ -219,11 +206,7 @@ def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def broadcast_to_scores(name: str, bias: Tensor, extents: tuple[int, ...]) -> Tensor:
-    """A bias with all four dimensions.
-
-    Raises:
-        ValueError: It does not broadcast to the scores.
-    """
+    """A bias with all four dimensions; one that does not broadcast to the scores is refused."""
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(shape) > 4 or any(size not in (1, extent) for size, extent in zip(shape, extents, strict=True)):
         raise ValueError(
@@ -242,13 +225,10 @@ def holds_no_memory(*tensors: Tensor) -> bool:
 
 
 class AttentionResult(NamedTuple):
-    """What a backend answers.
+    """What a backend answers; rows that see no key are zero in `out` and -inf in `lse`.
 
-    Attributes:
-        out: `[batch, q_len, heads, head_dim_v]` in the query's dtype.
-        lse: `[batch, heads, q_len]`, fp32, nats; None where it was not asked for.
-
-    Rows that see no key are zero in `out` and -inf in `lse`.
+    `out` is `[batch, q_len, heads, head_dim_v]` in the query's dtype, `lse` `[batch, heads, q_len]` in fp32, nats; None
+    where it was not asked for.
     """
 
     out: Tensor
@@ -268,7 +248,7 @@ class CallSpec(NamedTuple):
     run where every query and key was seen to lie in one, as in a packed row, down to a power of two; on CUDA `keys` by
     `keys_class`, and the pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes
     of keys and values, up to one.
-    `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
+    `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): only operations of torch can
     compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
     None stands for the current one.
     """
@@ -339,10 +319,8 @@ class CallSpec(NamedTuple):
     def of(cls, request: AttentionRequest, *, look: bool = False, facts: Facts | None = None) -> CallSpec:
         """The spec of a request.
 
-        Args:
-            request: A call.
-            look: Look at padding, for which the host may have to wait for a device.
-            facts: Those of the request's structure, where they are known and no graph is traced.
+        With `look` at padding, for which the host may have to wait for a device. `facts` are those of the request's
+        structure, where they are known and no graph is traced.
         """
         q, k, v, structure = request.query, request.key, request.value, request.structure
         bias, sink_logits = request.bias, request.sink_logits

@@ -1,6 +1,6 @@
 """Rounding of queries, keys and values to int8 with one scale per token, and to narrower floating-point types.
 
-Symmetric int8: a token's scale is its largest magnitude / 127, a function of that token alone, so that rounding never
+Symmetric int8: a token's scale is its largest magnitude / 127, a function of only that token, so that rounding never
 looks at another token.
 """
 

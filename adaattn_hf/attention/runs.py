@@ -12,15 +12,12 @@ from torch import Tensor
 
 from .structure import CallStructure, Segment
 
-__all__ = ["Runs", "aligned_runs"]
-
 
 @dataclass(eq=False)
 class Runs(CallStructure):
     """A structure that is made of runs from the start, where one offset for all would not say it.
 
-    Attributes:
-        runs: `causal` and `window` hold within each; a query of no run sees nothing.
+    `causal` and `window` hold within each run; a query of no run sees nothing.
     """
 
     one_offset: ClassVar[bool] = False
@@ -39,7 +36,7 @@ class Runs(CallStructure):
 
     @property
     def places(self) -> tuple[int, int] | None:
-        """The first place in its sequence at which a query stands, and the one behind the last."""
+        """The first place in its sequence at which a query stands, and the one after the last."""
         ends = [(run.offset, run.offset + run.q_len) for run in self.runs] or [(0, 0)]
         return min(first for first, _ in ends), max(last for _, last in ends)
 
@@ -77,26 +74,21 @@ class Runs(CallStructure):
             if self.window is not None:
                 near = (j > p - self.window) if self.causal else ((p - j).abs() < self.window)
                 seen = seen & (near | (j < self.sinks) if self.sinks else near)
-            queries, keys = (
-                slice(run.q_start, run.q_start + run.q_len),
-                slice(run.k_start, run.k_start + run.k_len),
-            )
-            keep[run.row, 0, queries, keys] = seen
+            keep[run.row, 0, run.q_start : run.q_start + run.q_len, run.k_start : run.k_start + run.k_len] = seen
         return keep[:, :, start : start + count] if rows is None else keep[:, :, rows.to(device)]
 
 
 def aligned_runs(
     cu_q: Sequence[int], cu_k: Sequence[int], q_total: int, k_total: int, causal: bool
 ) -> tuple[Segment, ...]:
-    """The runs of sequences packed one behind the other in one row; the last query of each stands at its last key.
+    """The runs of sequences packed one after the other in one row; the last query of each stands at its last key.
+
+    Running sums that do not start with 0, fall, or go beyond the tokens are refused.
 
     Args:
         cu_q, cu_k: `sequences + 1` running sums of lengths, starting with 0.
-        q_total, k_total: Tokens that there are; those behind the last sequence belong to none.
+        q_total, k_total: Tokens that there are; those after the last sequence belong to none.
         causal: Queries before the first key of a sequence then see nothing, and are left out.
-
-    Raises:
-        ValueError: The sums do not start with 0, fall, or go beyond the tokens.
     """
     if len(cu_q) != len(cu_k):
         raise ValueError(f"cu_seqlens_k: got {len(cu_k)} entries, expected as many as cu_seqlens_q has, {len(cu_q)}")

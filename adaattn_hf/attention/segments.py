@@ -45,7 +45,7 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     rows, places = new.nonzero(as_tuple=True)
     begins = places.tolist()
-    stops = (after or ids.shape[1] for after in [*begins[1:], 0])  # behind a row's last run another row begins, at 0
+    stops = (after or ids.shape[1] for after in [*begins[1:], 0])  # after a row's last run another row begins, at 0
     found: list[dict[int, Run]] = [{} for _ in range(ids.shape[0])]
     for row, begin, stop, number in zip(rows.tolist(), begins, stops, ids[rows, places].tolist(), strict=False):
         if number in found[row]:
@@ -92,7 +92,7 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
                 pieces = _chunks(structure.chunk, origin, offset, (q_low, q_high), (k_low, k_high))
             for a, b, c, d in pieces:
                 if structure.causal:
-                    # keys behind the last query and queries before the first key see nothing of one another
+                    # keys after the last query and queries before the first key see nothing of one another
                     a, d = max(a, c - offset), min(d, b + offset)
                 a, b = max(a, 0), min(b, q_len)
                 if b > a and d > c:

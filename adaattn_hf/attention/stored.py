@@ -5,8 +5,8 @@
 The rotation spreads outliers of single channels over all channels (QuaRot, Ashkboos et al. 2024). Subtracting one
 vector from all keys shifts every score of a row by the same amount, which softmax does not see (SageAttention, Zhang
 et al. 2024). About half of the queries' energy lies along their mean, so keys are rounded such that their errors cancel
-along it. A token's scale depends on that token alone. It is a positive 8-bit float with 5 bits of exponent and 3 of
-fraction, at least `peak / largest code`, and takes one byte beside the 64 or so that a head's codes take.
+along it. A token's scale depends only on that token. It is a positive 8-bit float with 5 bits of exponent and 3 of
+fraction, at least `peak / largest code`, and takes one byte besides the 64 or so that a head's codes take.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ class StoredKV:
         )
 
     def check_device(self, device: torch.device) -> None:
-        """Refuses a record that does not lie where its codes do.
-
-        Raises:
-            ValueError: Names the first tensor that lies elsewhere.
-        """
+        """Refuses a record of which a tensor does not lie where its codes do."""
         for name in ("key_scale", "value_scale", "key_mean", "first_key"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:
@@ -145,9 +141,7 @@ def decode_scale(code: Tensor) -> Tensor:
 def direction_of(queries: Tensor, kv_heads: int) -> Tensor:
     """Unit vectors along the mean query of each key/value head, for `quantise`: fp32 `[batch, kv_heads, head_dim]`.
 
-    Args:
-        queries: `[batch, heads, n, head_dim]`, two at least; the first, which sees one key alone, is left out.
-        kv_heads: Key/value heads.
+    Of the queries `[batch, heads, n, head_dim]`, two at least, the first, which sees only one key, is left out.
     """
     mean = queries[:, :, 1:].mean(dim=2, dtype=torch.float32).unflatten(1, (kv_heads, -1)).mean(dim=2)
     return torch.nn.functional.normalize(mean @ hadamard(mean.shape[2], mean.device), dim=2)
@@ -156,12 +150,8 @@ def direction_of(queries: Tensor, kv_heads: int) -> Tensor:
 def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
     """Codes whose errors cancel along a direction: up to three codes of a token are rounded the other way.
 
-    Greedily minimises `|e|^2 + head_dim / 2 * (e . along)^2` over the errors `e`, one code at a time.
-
-    Args:
-        codes: `[batch, heads, n, head_dim]`, the nearest ones.
-        steps: The same, unrounded.
-        along: `[batch, heads, head_dim]`, of length 1.
+    Greedily minimises `|e|^2 + head_dim / 2 * (e . along)^2` over the errors `e`, one code at a time. `codes` `[batch,
+    heads, n, head_dim]` are the `steps` rounded to nearest; `along` `[batch, heads, head_dim]` has length 1.
     """
     weight, along = codes.shape[3] / 2, along[:, :, None]
     for _ in range(3):
@@ -175,12 +165,7 @@ def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
 
 
 def quantise(
-    x: Tensor,
-    *,
-    bits: int = 8,
-    mean: Tensor | None = None,
-    along: Tensor | None = None,
-    rotated: bool = True,
+    x: Tensor, *, bits: int = 8, mean: Tensor | None = None, along: Tensor | None = None, rotated: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of tokens.
 

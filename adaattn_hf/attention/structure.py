@@ -41,7 +41,7 @@ class CallStructure:
         sinks: The first `sinks` keys of the sequence (after left padding, or of the document) are exempt from `window`.
         chunk: Only keys in the query's own chunk of this length are visible.
         chunk_start: `[batch]` key index at which chunk 0 starts; 0 when absent.
-        key_padding: `[batch, kv_len]`, True for real tokens, which alone are seen. A query that is padding sees what a
+        key_padding: `[batch, kv_len]`, True for real tokens, the only ones seen. A query that is padding sees what a
             real one would in its place.
         q_segments, k_segments: `[batch or 1, q_len]` and `[batch or 1, kv_len]` document numbers, non-decreasing;
             a query sees its own document only.
@@ -101,8 +101,8 @@ class CallStructure:
     def kind(self) -> str:
         """Name of the shape: `full`, `causal`, `suffix`, `window`, `ragged` or `irregular`.
 
-        `suffix` is causal with queries that stand behind the first key (chunked prefill, one decode step);
-        `ragged` needs data (padding, documents, a device-side offset) to become segments.
+        `suffix` is causal with queries that stand after the first key (chunked prefill, one decode step); `ragged`
+        needs data (padding, documents, a device-side offset) to become segments.
         """
         return self.derived(CallStructure._kind)
 
@@ -130,7 +130,7 @@ class CallStructure:
 
     @property
     def places(self) -> tuple[int, int] | None:
-        """The first place at which a query stands, and the one behind the last; None where tensors say it."""
+        """The first place at which a query stands, and the one after the last; None where tensors say it."""
         return (self.offset(), self.offset() + self.q_len) if self.plain else None
 
     def mask_covers(self, heads: int) -> bool:
@@ -379,10 +379,7 @@ class Facts(NamedTuple):
             else:
                 ends = all(run.offset + run.q_len == run.k_len for run in runs)
                 aligned = ends or not (structure.causal or structure.window is not None)
-                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (
-                    batch * q_len,
-                    batch * keys,
-                ):
+                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (batch * q_len, batch * keys):
                     packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
         # a compiled graph would be guarded by the class of its lengths
         fixed = known and not torch.compiler.is_compiling()

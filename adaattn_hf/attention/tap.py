@@ -1,8 +1,8 @@
-"""Who listens to an attention call: taps that answer it, recorders that note it, and transforms of torch's own.
+"""Who listens to an attention call: taps that answer it, recorders that note it, and torch's own transforms.
 
 While a tap is open, every attention call of this thread is answered by it: the attention function hands over the module
 and the request, and returns what the tap returns. Calibration and monitoring listen here. A recorder notes each call's
-spec for `explain`, and what `record` measures of its answer. Nothing of a model is patched and nothing stays behind.
+spec for `explain`, and what `record` measures of its answer. Nothing of a model is patched and nothing is left over.
 Plans that stand in for those of a model's configuration (`adaattn_hf.use_plan`) are known here, too.
 """
 
@@ -27,12 +27,7 @@ Tap = Callable[[nn.Module, AttentionRequest], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """What stands in for the settings of a module's configuration.
-
-    Attributes:
-        raw: Settings that hold a plan, or none.
-        slots: Where what was read from them is kept.
-    """
+    """A stand-in for the settings of a module: `raw` holds a plan or none, `slots` what was read from it."""
 
     raw: Mapping[str, Any]
     slots: dict[str, Any] = field(default_factory=dict)
@@ -46,17 +41,16 @@ class Seated:
 
 
 SEATED = "_adaattn_seated"
-"""Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced anew."""
+"""Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced again."""
 
 
 @dataclass
 class Recorder:
-    """Collects the calls of a forward pass.
+    """Collects the calls of a forward pass: the module, the spec and the backend that was asked for by name.
 
     Attributes:
-        dry: Nothing is computed; calls return uninitialised tensors of the right shape (for the meta device).
-        calls: Per call the module, the spec and the backend that was asked for by name.
         looks: Whether `answered` needs all heads of a call at once, and all keys that they see.
+        dry: Nothing is computed; calls return uninitialised tensors of the right shape (for the meta device).
     """
 
     looks: ClassVar[bool] = False

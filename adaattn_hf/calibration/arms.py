@@ -37,10 +37,9 @@ HOLDERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class ModelArms:
-    """A model split into its base model (the body) and its head.
+    """A model, `model(input_ids)` giving `logits`, split into its base model (the body) and its head.
 
     Attributes:
-        model: The model, `model(input_ids)` giving `logits`.
         device: Where its weights are, or the first of them.
         attentions: Its attention modules, in the order of their calls.
         layers: Parts of it with at most one attention module each, which hold nearly all of a pass's activations.
@@ -109,11 +108,7 @@ class ModelArms:
         return logits
 
     def hidden(self, given: Input) -> Tensor:
-        """Returns the last hidden states of the predictions `[1, predictions, width]`, logits if no head was found.
-
-        Args:
-            given: Token ids `[1, n]`, or a reading.
-        """
+        """Returns the last hidden states of the predictions `[1, predictions, width]`, logits if no head was found."""
         reading = reading_of(given)
         whole = self._body if self._head is not None else self.model
         assert whole is not None
@@ -135,10 +130,7 @@ class ModelArms:
     def chunks(self, *hidden: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields the first position and the logits `[1, chunk, vocabulary]` of each arm, chunk by chunk."""
         for start in range(0, hidden[0].shape[1], CHUNK):
-            yield (
-                start,
-                tuple(self.logits(state[:, start : start + CHUNK].to(self.device)) for state in hidden),
-            )
+            yield start, tuple(self.logits(state[:, start : start + CHUNK].to(self.device)) for state in hidden)
 
 
 def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
@@ -206,16 +198,9 @@ def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Pr
 
 @torch.no_grad()
 def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None) -> TokenScores:
-    """Returns the paired scores of a sequence under exact attention and under a tap.
+    """Returns the paired scores of a sequence under exact attention and under a tap, which must all be finite.
 
-    Args:
-        arms: The model.
-        given: Token ids `[1, n]`, scored at every next token, or a reading.
-        tap: Computes the attention of the second arm.
-        exact: Hidden states of the first arm, computed if absent.
-
-    Raises:
-        ValueError: If a loss is not finite, of which no difference can be told.
+    `exact` are hidden states of the first arm, computed if absent.
     """
     reading = reading_of(given)
     if exact is None:
@@ -235,11 +220,7 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
 
 
 def refuse_infinite(finite: NDArray[np.bool_], name: str) -> None:
-    """Refuses losses of which no difference can be told; `finite` `[tokens]` says which losses are finite.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Refuses losses that have no difference; `finite` `[tokens]` says which losses are finite."""
     if not finite.all():
         raise ValueError(
             f"model: {name} gives {(~finite).sum()} of {len(finite)} tokens a loss of nan or infinity, expected finite "

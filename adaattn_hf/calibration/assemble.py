@@ -30,10 +30,7 @@ from .subject import Subject
 
 
 def make_plan(
-    measurement: Measurement,
-    picks: NDArray[np.int64],
-    verified: Verified | None = None,
-    alpha: Array | None = None,
+    measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None = None, alpha: Array | None = None
 ) -> Plan:
     """Returns the plan of an allocation `picks` `[units]`, without a protocol and without tensors.
 
@@ -44,11 +41,7 @@ def make_plan(
     records = _records(measurement, picks, np.ones(len(settings.lengths)) if alpha is None else alpha)
     for place, index in enumerate(facts.indices):
         mine = picks[place * facts.kv_heads : (place + 1) * facts.kv_heads]
-        layer = LayerPlan(
-            index,
-            facts.bound.hashes[index],
-            tuple(facts.candidates.choices[pick] for pick in mine),
-        )
+        layer = LayerPlan(index, facts.bound.hashes[index], tuple(facts.candidates.choices[pick] for pick in mine))
         if not layer.is_exact:
             layers.append(layer)
             units += records[place * facts.kv_heads : (place + 1) * facts.kv_heads]
@@ -83,14 +76,9 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
     dropped = np.asarray(sum(measurement.state.dropped.values()) / max(sum(measurement.state.done.values()), 1))
     return [
         UnitRecord(
-            layer,
-            head,
-            float(risk[unit]),
-            float(price[unit]),
-            float(exact_price[unit]),
-            *(float(value) for value in dropped[unit, picks[unit]]),
+            *unit, float(risk[at]), float(price[at]), float(exact_price[at]), *map(float, dropped[at, picks[at]])
         )
-        for unit, (layer, head) in enumerate(measurement.layers.units)
+        for at, unit in enumerate(measurement.layers.units)
     ]
 
 

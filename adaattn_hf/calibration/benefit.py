@@ -26,16 +26,13 @@ WORTH = 5.0
 
 @dataclass(frozen=True)
 class Benefit:
-    """Speed-up of a whole forward pass over exact attention.
+    """Speed-up of a whole forward pass of `batch` sequences over exact attention.
 
     Attributes:
-        length: Tokens of the sequence.
         ratio: Geometric mean over the rounds of exact seconds over planned seconds.
-        low: Lower limit of the two-sided 95 % interval, by Student's t on the logarithms.
-        high: Upper limit.
+        low, high: Limits of the two-sided 95 % interval, by Student's t on the logarithms.
         rounds: Rounds, each of one exact and one planned pass.
         clock: What was measured, `time` or `CPU time`.
-        batch: Sequences at once.
     """
 
     length: int

@@ -10,7 +10,7 @@
   bolder or smaller plans, each on fresh text (`campaign`)
 
 All randomness comes from one seed, so that with prices from a file the plan is the same byte for byte. Prices measured
-anew differ in the last digits, which may decide between two choices of nearly equal price.
+again differ in the last digits, which may decide between two choices of nearly equal price.
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ from .settings import Calibration, CalibrationSettings
 from .state import Known
 from .subject import Subject
 
-__all__ = [
-    "Calibration",
-    "CalibrationSettings",
-    "choose_and_verify",
-    "decided",
-    "measured",
-    "save_plan",
-]
+__all__ = ["Calibration", "CalibrationSettings", "choose_and_verify", "decided", "measured", "save_plan"]
 
 
 def measured(
@@ -61,24 +54,20 @@ def measured(
 ) -> Measurement:
     """Returns risks and prices of a model, which serve any number of budgets; a plan that it carries is removed.
 
+    A model that cannot carry a plan, or text that is too short, is a ValueError.
+
     Args:
         subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
         encode: Maps text to token ids, without special tokens.
         data: Files and directories of text.
-        settings: Settings of the calibration.
         verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
         scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
         prices: Prices measured before; measured now if absent.
         directory: Where the state is saved after every sequence, until `CalibrationState.forget`.
         resume: Continue from the state saved there.
         known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
-        progress: Callback for a progress display.
-        say: Callback for messages to the user.
-
-    Raises:
-        ValueError: If the model cannot carry a plan, or the text is too short.
     """
-    # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
     if settings.with_cache and not scoring.generates:
         raise ValueError(
@@ -94,7 +83,7 @@ def measured(
 def decided(measurement: Measurement, budget: float | None = None) -> Calibration:
     """Returns the plan of a budget in nats/token, that of the settings if absent, and times whole passes of it.
 
-    Budgets are searched and proved one by one, and nothing that one learns from held-out text aims another: each has
+    Budgets are searched and verified one by one, and nothing that one learns from held-out text aims another: each has
     the error rate of its settings, and k of them are all kept with at least 1 - k alpha.
     """
     inputs = measurement.inputs
@@ -104,7 +93,7 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
         try:
             timed = whole_forward(inputs, by_layer, inputs.settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
-        except torch.OutOfMemoryError:  # the plan is proved, and stays
+        except torch.OutOfMemoryError:  # the plan is verified, and stays
             inputs.say(
                 f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller "
                 "--batch-size would fit"
@@ -115,9 +104,7 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
 def choose_and_verify(measurement: Measurement, settings: CalibrationSettings | None = None) -> Calibration:
     """Returns the boldest plan that passed verification, or the exact plan.
 
-    Args:
-        measurement: Risks and prices of a model.
-        settings: Settings with another budget or verification than those of the measurement.
+    `settings` may have another budget or verification than those of the measurement.
     """
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))

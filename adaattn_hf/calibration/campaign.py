@@ -47,7 +47,7 @@ by another limit."""
 CLOSER = (0.25, 0.5)
 """A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 HALVED = 0.5
-"""Where windows beside a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
+"""Where windows with a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
 OUTSIDE = 2.0
 """A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
@@ -60,7 +60,7 @@ class Campaign:
         s = inputs.settings
         self.stock = stock_distance(inputs)
         self.measurement, self.passes = measurement, JointPasses(measurement, self.stock.kl)
-        # where a smaller cache is wanted, formats are tested alone if every plan fails
+        # where a smaller cache is wanted, formats are tested without a plan if every plan fails
         self.attempts = Attempts(s.alpha, s.tries, s.bolder, reserved=int(s.with_cache))
         self.alpha = np.ones(len(s.lengths))
         self.share = SHARE
@@ -110,24 +110,20 @@ class Campaign:
             self.history.append({kind: asdict(worst), "held_out": self.looked_at})
             if worst.passed:
                 passed, self.proved = (found, proof), worst if coded else None
-                room = worst.upper < ROOM * self.gates.budget
-                further = self.attempts.advanced() if room else None
-                if further is None:
-                    break
-                self.attempts = further
+                further = self.attempts.advanced() if worst.upper < ROOM * self.gates.budget else None
             else:
                 sentence = worst.sentence
                 if alone is None and passed is None and proof.passed:  # the fallback
                     alone, self.proved = (found, proof), f"beside the plan {sentence}"
                 self.attempts = self.attempts.failed()
                 further = self.attempts.advanced() if passed else self.attempts
-                if further is None:
-                    break
-                self.attempts = further
                 if inputs.settings.with_cache:
                     self.least = {length: HALVED * one.added for length, one in found.joint.items()}
                 others = (coded or proof).lost or worst.upper <= self.gates.budget
                 self.share *= AFTER_OTHERS if others else AFTER_LOSS
+            if further is None:
+                break
+            self.attempts = further
         passed = passed or alone
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
@@ -193,20 +189,14 @@ class Campaign:
         """Returns the law of loss per KL at a length, fitted to the plans of a search and all held-out shards."""
         inputs = self.measurement.inputs
         beside = [] if self.format is None else [self.format.joint[length]]
-        law = LossLaw.first_guess(self.scored(length), self.stock.kl).learned(
-            [one.observed for one in (*beside, *joints)]
-        )
+        scored = float(sum(len(one.targets) for one in inputs.readings(inputs.samples[length].joint[0])))
+        law = LossLaw.first_guess(scored, self.stock.kl).learned([one.observed for one in (*beside, *joints)])
         if inputs.other_source:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
             law = law.learned(shard)
         # each source is verified by its own sequences
         return replace(law, spread=law.spread * math.sqrt(inputs.sources))
-
-    def scored(self, length: int) -> float:
-        """Returns the scored predictions of a sequence."""
-        inputs = self.measurement.inputs
-        return float(sum(len(one.targets) for one in inputs.readings(inputs.samples[length].joint[0])))
 
     def aim(self, most: int) -> Aim:
         """Returns the aim of the next plan: how much held-out text to use, and the KL that it may have."""
@@ -223,8 +213,7 @@ class Campaign:
         self.joint[length], last = joints, joints[-1]
         self.spare(length, last.risk, *last.needles, REHEARSED)
         flips = max(
-            (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0),
-            default=0.0,
+            (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0), default=0.0
         )
         gates = self.gates.with_flips(flips, self.stock.flips) if flips else self.gates
         self.current = replace(aim, laws={**aim.laws, length: self.law(length, joints)}, gates=gates)

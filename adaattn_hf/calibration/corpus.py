@@ -1,8 +1,8 @@
 """Samples token sequences of one length from text files, in one pass and with constant memory.
 
 Every candidate sequence gets a random rank from the seed and its index, and the sequences of smallest rank are kept
-(bottom-k sampling): a uniform sample that need not know how many candidates there are. The sample depends on the seed
-and the text alone.
+(bottom-k sampling): a uniform sample that need not know how many candidates there are. The sample depends only on
+the seed and the text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A chunk of text as tokens.
+    """A chunk of text as token ids.
 
     Attributes:
         document: Name of the document that it comes from; chunks of one document are not independent.
-        tokens: Token ids.
         source: Name of the file or directory, as the user gave it.
     """
 
@@ -42,12 +41,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Sample:
-    """Disjoint sequences for each use.
-
-    Attributes:
-        parts: `parts[use]` is a list of sequences.
-        fingerprint: Hash of all text read.
-    """
+    """Disjoint sequences, `parts[use]` for each use, and a hash of all text read."""
 
     parts: dict[str, list[TokenSequence]]
     fingerprint: str
@@ -75,27 +69,13 @@ def sequences(
 
 
 def draw(
-    paths: Sequence[str | Path],
-    encode: Encode,
-    length: int,
-    wanted: dict[str, int],
-    seed: int,
-    spare: int = 0,
+    paths: Sequence[str | Path], encode: Encode, length: int, wanted: dict[str, int], seed: int, spare: int = 0
 ) -> Sample:
-    """Returns disjoint uniform samples of sequences of `length` tokens for each use.
+    """Returns disjoint uniform samples of sequences of `length` tokens, as many for each use as are `wanted`.
 
-    All sources contribute equally many sequences, as far as they have them, whatever their sizes.
-
-    Args:
-        paths: Files and directories of text.
-        encode: Text to token ids, without special tokens.
-        length: Tokens per sequence.
-        wanted: Sequences wanted per use.
-        seed: Seed of the sample.
-        spare: Further sequences for the last of the uses, as many as the text holds.
-
-    Raises:
-        ValueError: If the text holds fewer sequences than are wanted in all.
+    All sources contribute equally many sequences, as far as they have them, whatever their sizes. `encode` makes token
+    ids without special tokens. The last use gets up to `spare` sequences more, as many as the text holds. A text that
+    holds fewer than are wanted in all is refused.
     """
     digest = hashlib.sha256()
     count = sum(wanted.values())
@@ -134,11 +114,7 @@ def draw(
 
 
 def refuse_copies(own: Iterable[TokenSequence], held_out: Sequence[TokenSequence]) -> None:
-    """Refuses held-out text that a plan is chosen by (`own`), under whatever name.
-
-    Raises:
-        ValueError: If most of a held-out sequence is in the others.
-    """
+    """Refuses held-out sequences most of whose text is in `own`, by which a plan is chosen, under whatever name."""
     known = {run for one in own for run in _runs(one.tokens, 1)}
     copies = [one for one in held_out if np.mean([run in known for run in _runs(one.tokens, RUN)]) > COPIED]
     if copies:

@@ -31,12 +31,9 @@ from .scoring import Input
 
 @dataclass
 class Moments:
-    """Pass zero: mean keys and Gram matrices of each layer.
+    """Pass zero: by layer index, mean keys with Gram matrices, and the model's own window, `None` without one.
 
-    Attributes:
-        grams: By layer index.
-        windows: By layer index: the model's own window, `None` without one.
-        causal: Whether attention is causal, of any layer.
+    `causal` holds whether attention is causal, for all layers.
     """
 
     grams: dict[int, Gram] = field(default_factory=dict)
@@ -54,11 +51,7 @@ class Moments:
 
 
 def layer_of(module: nn.Module, request: AttentionRequest) -> int:
-    """Returns the number of the layer that makes a request.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Returns the number of the layer that makes a request, and refuses a layer without one."""
     if request.layer is None:
         raise ValueError(
             f"{type(module).__name__} has no layer_idx: a plan could not name its layer; plans serve models whose "
@@ -70,7 +63,7 @@ def layer_of(module: nn.Module, request: AttentionRequest) -> int:
 def in_pieces(
     request: AttentionRequest, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
 ) -> tuple[Tensor, Tensor]:
-    """Returns `row_outputs`, of half of the rows at a time where the device has no room for all."""
+    """Returns `row_outputs`, computed for half of the rows at a time where the device has no room for all."""
     try:
         return row_outputs(request, rows, choices, tensors)
     except torch.OutOfMemoryError:
@@ -84,10 +77,9 @@ def in_pieces(
 class FisherRecorder:
     """Records the gradients and changes of one layer at a time, as layers are computed again on the way back.
 
+    `rows`, `choices`, `tensors`, `labels` and `report` are those of `measure`.
+
     Attributes:
-        rows: Sampled query rows.
-        choices: See `measure`, as for `tensors` and `report`.
-        labels: Gradients to come of each layer.
         left: Indices of the layers that are not reported yet.
         forward: Whether the forward pass is still under way.
     """
@@ -154,9 +146,7 @@ class LayerCall:
     """One call of a layer, whose graph is not kept: it is computed again when all gradients of its outputs are known.
 
     Attributes:
-        forward: The layer.
-        given: Its arguments, flat.
-        spec: How they are put together.
+        given: Its arguments, flattened; `spec` puts them together.
         gradients: By label and output, the gradients so far.
     """
 
@@ -166,7 +156,7 @@ class LayerCall:
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def outputs(self, given: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        """Returns what the layer makes of some arguments, flat."""
+        """Returns the outputs of the layer for some arguments, both flattened."""
         args, kwargs = tree_unflatten(given, self.spec)
         return tree_flatten(self.forward(*args, **kwargs))
 
@@ -215,9 +205,8 @@ class WayBack:
     Autograd holds one layer's activations, and each layer is computed again once, whatever the number of labels.
 
     Attributes:
-        labels: How many there are.
         calls: The calls that are still to be gone back through.
-        label: Whose gradients are on their way.
+        label: The label whose gradients are being computed.
     """
 
     labels: int
@@ -270,12 +259,9 @@ class WayBack:
 
 
 def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) -> Tensor:
-    """Returns labels `[n, labels]` drawn from log-likelihoods `[n, vocabulary]`, on their device.
+    """Returns labels `[n, labels]` drawn from finite log-likelihoods `[n, vocabulary]`, on their device.
 
     Random numbers come from the CPU's generator, so that they are the same for every device.
-
-    Raises:
-        ValueError: If a likelihood is no number.
     """
     below = likelihood.double().exp().cumsum(-1)
     refuse_infinite(below[:, -1].isfinite().cpu().numpy(), "exact attention")
@@ -310,23 +296,15 @@ def measure(
     generator: torch.Generator,
     report: Callable[[int, Tensor, Tensor], None],
 ) -> None:
-    """Runs one sequence forward and `labels` times backward.
+    """Runs one sequence forward and `labels` times backward; refuses a model whose loss does not depend on a layer.
 
     Labels are drawn for every scored prediction: at each position, or at the places of a reading.
 
     Args:
-        arms: The model.
-        given: Token ids, or a reading.
-        choices: Choices to measure.
         tensors: By layer index.
         rows: Sampled query rows.
-        labels: Labels to draw.
-        generator: Draws labels.
-        report: Called once a layer, the last one first, with its index, the products g . do `[labels, choices, heads,
-            rows]` and the dropped mass `[choices, heads, rows]`.
-
-    Raises:
-        ValueError: If the loss does not depend on a layer.
+        report: Called once for each layer, the last one first, with its index, the products g . do `[labels, choices,
+            heads, rows]` and the dropped mass `[choices, heads, rows]`.
     """
     recorder, way = FisherRecorder(rows, choices, tensors, labels, report), WayBack(labels)
     with differentiable(arms.model), tapping(recorder.tap):

@@ -21,14 +21,10 @@ from .subject import Subject
 
 @dataclass(frozen=True)
 class LengthSample:
-    """Disjoint sequences of one length, by use.
+    """Disjoint sequences of one length: to measure risks, to compare whole plans in the search, and for verification.
 
-    Attributes:
-        risk: For measuring risks.
-        joint: For measuring whole plans during the search.
-        held_out: For verification, each plan on sequences that no earlier plan has seen; as many as the text holds and
-            the settings can use.
-        fingerprint: Hash of the text that they were drawn from.
+    Each plan is verified on held-out sequences that no earlier plan has seen; there are as many as the text holds and
+    the settings can use. `fingerprint` is a hash of the text that they were drawn from.
     """
 
     risk: tuple[TokenSequence, ...]
@@ -47,16 +43,10 @@ class LengthSample:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A model ready for calibration, and its text.
+    """A model in evaluation mode, ready for calibration, and its text.
 
     Attributes:
-        subject: The model, in evaluation mode.
-        arms: The model split into body and head.
-        settings: Settings of the calibration.
-        scoring: How the model is scored.
         samples: Text by length.
-        progress: Callback for a progress display.
-        say: Callback for messages to the user.
         other_source: Whether the held-out text comes from another source.
         team: The processes that share the work.
         opened: When the model was opened, by `time.monotonic`.
@@ -100,11 +90,7 @@ class Inputs:
         return needles.build(text, min(self.settings.needles, needles.most(len(text))), generator)
 
     def with_settings(self, settings: CalibrationSettings) -> Inputs:
-        """Returns the same model and text with other settings, such as another budget.
-
-        Raises:
-            ValueError: If risks would have to be measured again.
-        """
+        """Returns the same model and text with settings, such as another budget, under which the same risks hold."""
         settings = replace(settings, windows=self.scoring.windows(settings.windows))
         if settings.measured() != self.settings.measured():
             raise ValueError(
@@ -127,8 +113,7 @@ def open_inputs(
 ) -> Inputs:
     """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
 
-    Raises:
-        ValueError: If the model cannot carry a plan, or the text is too short or named twice.
+    A model that cannot carry a plan is refused, and text that is too short or named twice.
     """
     settings = replace(settings, windows=scoring.windows(settings.windows))
     model = subject.model
@@ -138,17 +123,13 @@ def open_inputs(
     texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     corpus.refuse_copies((*sample.risk, *sample.joint), sample.held_out)
-    # the same stretches at every length: text that one length is proved on was not used for another
+    # the same stretches at every length: text that one length is verified on was not used for another
     samples = {length: sample.cut(scoring.content(length)) for length in settings.lengths}
     return Inputs(subject, arms, settings, scoring, samples, progress, say, verify_data is not None)
 
 
 def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:
-    """Refuses lengths that a model cannot read: a budget would be proved on text that it makes nothing of.
-
-    Raises:
-        ValueError: If the longest one has more tokens than the model has positions.
-    """
+    """Refuses lengths beyond the model's positions: a budget would be verified on text that it cannot read."""
     if positions is not None and lengths[-1] > positions:
         raise ValueError(
             f"lengths is {list(lengths)}, expected at most the {positions} tokens that {name} has positions for "
@@ -187,11 +168,7 @@ def _draw(
 
 
 def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: int) -> list[TokenSequence]:
-    """Returns equally many held-out sequences of every source, because each source is verified by its own.
-
-    Raises:
-        ValueError: If a source has fewer than two sequences, which have no standard deviation.
-    """
+    """Returns equally many held-out sequences of every source, at least two: each source is verified by its own."""
     counts = {str(path): 0 for path in paths}
     for sequence in held_out:
         counts[sequence.source] += 1

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
@@ -34,7 +32,6 @@ class Layers:
     Attributes:
         bound: What a plan for them is bound to.
         indices: Indices of the layers, ascending.
-        kv_heads: Key/value heads of each layer.
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
@@ -56,21 +53,6 @@ class Layers:
         """Layer and key/value head of each unit."""
         return [(layer, head) for layer in self.indices for head in range(self.kv_heads)]
 
-    def kept_tokens(self, length: int) -> NDArray[np.int64]:
-        """Tokens of a sequence that a streaming head keeps, `[units, choices]`.
-
-        Layers with a window of their own keep that, whatever the plan says.
-        """
-        spans = [choice.span for choice in self.candidates.choices]
-        own = [self.windows[layer] for layer, _ in self.units]
-        most = [length if window is None else min(length, window - 1) for window in own]
-        return np.array(
-            [
-                [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
-                for all_, window in zip(most, own, strict=True)
-            ]
-        )
-
     @property
     def kinds(self) -> dict[int, int | None]:
         """By layer: its window if layers with that window are priced separately, else `None`."""
@@ -78,11 +60,7 @@ class Layers:
 
 
 def observe_layers(inputs: Inputs) -> Layers:
-    """Runs one sequence of each length and returns the layers.
-
-    Raises:
-        ValueError: If plans do not support these layers, or the scoring is for another kind of model.
-    """
+    """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them."""
     moments = fisher.Moments()
     calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
     seconds: dict[int, float] = {}
@@ -123,11 +101,7 @@ def observe_layers(inputs: Inputs) -> Layers:
 
 
 def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, dtype: str) -> None:
-    """Refuses families that have no choice for these lengths and this dtype: there would be nothing to measure.
-
-    Raises:
-        ValueError: If exact attention is all that there is.
-    """
+    """Refuses families that offer nothing but exact attention for these lengths and this dtype."""
     if len(found.choices) == 1:
         longest, others = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
         raise ValueError(

@@ -38,8 +38,6 @@ class Measurement:
     """Layers, risks and prices of one model.
 
     Attributes:
-        inputs: The model and its text.
-        layers: Its attention layers and their choices.
         state: Sums over the sequences measured.
         table: Measured prices.
         prices: `[units, choices]`, seconds.
@@ -62,8 +60,19 @@ class Measurement:
 
     @property
     def kept_tokens(self) -> NDArray[np.int64]:
-        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`."""
-        return self.layers.kept_tokens(max(self.inputs.settings.lengths))
+        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`.
+
+        Layers with a window of their own keep that, whatever the plan says.
+        """
+        layers, length = self.layers, max(self.inputs.settings.lengths)
+        spans, own = [choice.span for choice in layers.candidates.choices], [layers.windows[i] for i, _ in layers.units]
+        most = [length if window is None else min(length, window - 1) for window in own]
+        return np.array(
+            [
+                [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
+                for all_, window in zip(most, own, strict=True)
+            ]
+        )
 
     @property
     def costs(self) -> Array:
@@ -158,10 +167,10 @@ def measure_risks(
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array, Array]:
     """Returns the sums of risks, the rows, the dropped mass and the risks for retrieval of one sequence.
 
-    Needles are asked for in the first one alone: what counts of their risks is which heads retrieve.
+    Only the first one is asked for needles: what counts of their risks is which heads retrieve.
     """
     s, sequence = inputs.settings, inputs.samples[length].risk[number]
-    # rows and labels depend on the settings' seed and the sequence alone, whichever process measures it
+    # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
     readings, rows = inputs.readings(sequence), 0
     sums, dropped, needles = (np.zeros((len(layers.units), len(layers.candidates.choices), *n)) for n in ((), (3,), ()))
@@ -202,10 +211,8 @@ def _risks_of_reading(
 def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:
     """Returns mean, 95th percentile and mean square of the rows' dropped mass, for each unit's worst query head.
 
-    Args:
-        dropped: `[parts, heads, rows]` of one layer.
-        kv_heads: Key/value heads.
-        combine: `[choices, parts]` of zeros and ones: the loss of a combined choice is the sum over its parts.
+    `dropped` is `[parts, heads, rows]` of one layer. The loss of a combined choice is the sum over its parts, which
+    `combine` `[choices, parts]` marks by ones.
     """
     parts, heads, rows = dropped.shape
     grouped = dropped.double().view(parts, kv_heads, heads // kv_heads, rows).amax(2)
@@ -215,11 +222,7 @@ def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:
 
 
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
-    """Returns the prices of the launches: the given table after a check, or one measured now.
-
-    Raises:
-        ValueError: If the table lacks a choice, a length or a phase.
-    """
+    """Returns the prices of the launches: the given table if it holds all that is needed, or one measured now."""
     inputs.progress("prices", 0, 1)
     middle = layers.tensors[layers.indices[len(layers.indices) // 2]]
     phases = pricing.PHASES if inputs.scoring.generates else ("prefill",)

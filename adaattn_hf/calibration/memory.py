@@ -24,11 +24,9 @@ SCORES = 5
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at the peak of a calibration, on one of its longest sequences.
+    """Bytes at the peak of a calibration, on one of its longest sequences, of `length` tokens.
 
     Attributes:
-        length: Tokens of the sequence.
-        weights: The model.
         inputs: What every layer is computed again from.
         layer: Activations of one layer and their gradients.
         rows: Attention of the sampled rows, measured before there are gradients.

@@ -30,18 +30,17 @@ class Haystack:
     Attributes:
         tokens: `[length]` token ids, needles and questions included.
         answers: Per needle the position of the first value token in the question.
-        depths: Per needle its relative position in the haystack, from 0 to 1.
         likely: Per needle the accepted first tokens, one for each value of its key.
     """
 
     tokens: Tensor
     answers: tuple[int, ...]
-    depths: tuple[float, ...]
     likely: tuple[tuple[int, ...], ...]
 
     def asked(self, device: torch.device) -> Reading:
         """Returns the reading that is scored where values are asked for, and nowhere else."""
-        places = torch.tensor([answer + step - 1 for answer in self.answers for step in range(VALUE)], device="cpu")
+        asked = [answer + step - 1 for answer in self.answers for step in range(VALUE)]
+        places = torch.tensor(asked, dtype=torch.int64, device="cpu")
         return Reading(self.tokens[None].to(device), self.tokens[places + 1].to(device), places.to(device))
 
 
@@ -53,8 +52,7 @@ def most(length: int) -> int:
 def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     """Returns a haystack of the length of `text` `[length]` with `needles` needles and their questions at the end.
 
-    Raises:
-        ValueError: If the text is too short for that many needles.
+    More needles than `most` are refused.
     """
     size = KEY + VALUE
     room = len(text) - 2 * needles * size
@@ -66,10 +64,9 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     drawn[needles // 2 : needles // 2 + twice, :KEY] = drawn[:twice, :KEY]
     keys = [tuple(key) for key in drawn[:, :KEY].tolist()]
     likely = tuple(tuple(int(other[KEY]) for other, its in zip(drawn, keys, strict=True) if its == key) for key in keys)
-    depths = tuple((index + 0.5) / needles for index in range(needles))
     pieces, start = [], 0
-    for index, depth in enumerate(depths):
-        stop = int(depth * room)
+    for index in range(needles):
+        stop = int((index + 0.5) / needles * room)
         pieces += [text[start:stop], drawn[index]]
         start = stop
     pieces.append(text[start:room])
@@ -79,7 +76,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
         pieces.append(drawn[index])
         answers[index] = position + KEY
         position += size
-    return Haystack(torch.cat(pieces), tuple(answers), depths, likely)
+    return Haystack(torch.cat(pieces), tuple(answers), likely)
 
 
 def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:

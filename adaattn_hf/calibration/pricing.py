@@ -96,14 +96,10 @@ def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
 
 
 def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
-    """Returns the price by launches of a few heads and of all.
+    """Returns the price by the times of launches of a few key/value heads and of all, the fewest first.
 
     More heads cost nothing where the two times overlap, as in a step that takes as long as its launch: noise would be
     charged for every token.
-
-    Args:
-        heads: Key/value heads of each launch, rising.
-        spreads: Their times.
     """
     medians = [median for _, median, _ in spreads]
     if len(heads) > 1 and spreads[-1][0] <= spreads[0][2]:
@@ -114,13 +110,10 @@ def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
 def prices_of(
     heads: Sequence[int], spreads: Mapping[str, Sequence[Spread]], exact: str, on_cuda: bool
 ) -> dict[str, Price]:
-    """Returns the price of every choice, by label.
+    """Returns the price of every choice, by label, from the times of launches of so many key/value heads, rising.
 
-    Args:
-        heads: Key/value heads of each launch, rising; on CUDA all heads and twice as many.
-        spreads: By label, the times of these launches.
-        exact: Label of exact attention, of whose launch is asked whether it fills the device.
-        on_cuda: Whether heads are computed side by side.
+    On CUDA the launches are of all heads and of twice as many; that of `exact` attention tells whether it fills the
+    device.
     """
     (_, once, _), (_, last, _) = spreads[exact][0], spreads[exact][-1]
     if on_cuda and last >= FILLED * once:
@@ -160,11 +153,10 @@ def measure_prices(
 
     Args:
         kinds: By kind of layer (see `launch_label`) and length, a call of one layer of the model on real text.
-        choices: The choices.
         tensors: Bases and means of that layer.
         phases: Phases to time; models that do not generate have no decode.
         batch: Sequences at once.
-        captured: Whether a decode step on CUDA costs the device's time alone, as in a captured graph.
+        captured: Whether a decode step on CUDA costs only the device's time, as in a captured graph.
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
     for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:
@@ -191,11 +183,7 @@ def measure_prices(
 
 
 def check_prices(table: PriceTable, layers: Layers, phases: Sequence[str], lengths: Sequence[int]) -> None:
-    """Refuses a table that lacks prices of candidates.
-
-    Raises:
-        ValueError: If a phase or a launch was not measured, or a length is not between the measured ones.
-    """
+    """Refuses a table without a price of every candidate in these phases, at lengths around these."""
     labels = [
         launch_label(choice, own)
         for own in dict.fromkeys(layers.kinds.values())
@@ -245,8 +233,8 @@ def unit_prices(
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds, summed over calls, and the launch constants of every call.
 
-    A request is one prefill of each length and `decode_tokens` decode steps behind it; with 0 no decode price is asked
-    for. A choice that changes nothing beside a layer's own window has an infinite price there.
+    A request is one prefill of each length and `decode_tokens` decode steps after it; with 0 no decode price is asked
+    for. A choice that changes nothing in a layer with a window of its own has an infinite price there.
     """
     choices = layers.candidates.choices
     weights = {"prefill": 1.0, "decode": float(decode_tokens)}

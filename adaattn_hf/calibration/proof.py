@@ -18,12 +18,9 @@ from .verify import Evidence
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """The verdicts of held-out text on a plan.
+    """The verdicts of held-out text on a plan, and its evidence, both by length.
 
-    Attributes:
-        verdicts: By length; lengths after one that failed were not tested.
-        evidence: By length.
-        lost: Whether a limit beside that of the loss failed.
+    Lengths after one that failed were not tested. `lost` says whether a limit other than that of the loss failed.
     """
 
     verdicts: Mapping[int, Verified]
@@ -46,7 +43,6 @@ class Test:
     """How a plan is tested.
 
     Attributes:
-        gates: The acceptance criteria.
         level: Error rate of all looks at one length; a plan must pass at every length.
         number: Plans tested so far, including this one.
         predicted: By length: predicted KL, nats/token.
@@ -61,10 +57,7 @@ class Test:
 
 
 def prove(
-    measurement: Measurement,
-    programs: Mapping[int, Program],
-    shards: Mapping[int, Sequence[TokenSequence]],
-    test: Test,
+    measurement: Measurement, programs: Mapping[int, Program], shards: Mapping[int, Sequence[TokenSequence]], test: Test
 ) -> Proof:
     """Returns the verdicts on a plan, given by its programs by layer index.
 
@@ -80,13 +73,9 @@ def prove(
 
 
 def _length(
-    measurement: Measurement,
-    programs: Mapping[int, Program],
-    length: int,
-    shard: Sequence[TokenSequence],
-    test: Test,
+    measurement: Measurement, programs: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
 ) -> tuple[Verified, Evidence, bool]:
-    """Returns verdict and evidence for one length, and whether a limit beside that of the loss failed."""
+    """Returns verdict and evidence for one length, and whether a limit other than that of the loss failed."""
     inputs = measurement.inputs
     s, tap = inputs.settings, stored_tap(programs, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))

@@ -15,19 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
+from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from .settings import Masking
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One pass over a sequence: its input, and the true tokens of its predictions.
+    """One pass over a sequence: its token ids `[1, n]`, and the true tokens `[scored]` of its predictions.
 
-    Attributes:
-        tokens: `[1, n]` token ids that the model reads.
-        targets: `[scored]` true tokens of the scored predictions.
-        places: `[scored]` positions of these predictions; None if every position predicts the next token (the last
-            one has no target).
+    `places` `[scored]` are the positions of these predictions; `None` if every position predicts the next token (the
+    last one has no target).
     """
 
     tokens: Tensor
@@ -53,16 +50,14 @@ def reading_of(given: Input) -> Reading:
 class NextToken:
     """Causal models: every next token, in one reading.
 
-    Attributes:
-        causal: Whether attention of such models is causal.
-        generates: Whether they generate text, so that needles are tested and decode steps have a price.
+    They generate text, so that needles are tested and decode steps have a price.
     """
 
     causal: ClassVar[bool] = True
     generates: ClassVar[bool] = True
 
     def content(self, length: int) -> int:
-        """Returns how many tokens of text a sequence of `length` tokens holds: all, it is text alone."""
+        """Returns how many tokens of text a sequence of `length` tokens holds: all of them."""
         return length
 
     def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,12 +80,10 @@ NEXT_TOKEN = NextToken()
 class MaskedTokens:
     """Masked-language models: the true tokens at masked positions, in several readings of each sequence.
 
-    The masked positions of different readings are disjoint as long as there are positions left.
+    The masked positions of different readings are disjoint as long as there are positions left. Special tokens before a
+    text (`prefix`) and after it (`suffix`) are never masked.
 
     Attributes:
-        mask_token: Id of the mask token.
-        prefix: Special tokens before a text, never masked.
-        suffix: Special tokens after it.
         share: Share of the text's tokens that is masked in a reading.
         count: Readings of a sequence.
     """
@@ -114,8 +107,7 @@ class MaskedTokens:
     def of(cls, tokenizer: Any, share: float = Masking.mask_share, count: int = Masking.maskings) -> MaskedTokens:
         """Returns the scoring with a tokenizer's mask token and the special tokens that it puts around a text.
 
-        Raises:
-            ValueError: If it has no mask token, or changes a text that it puts special tokens around.
+        A tokenizer without a mask token is refused, and one that changes a text that it puts special tokens around.
         """
         mask = tokenizer.mask_token_id
         if mask is None:

@@ -29,7 +29,7 @@ JOINT_STEPS = 5
 MOST_JOINT_STEPS = 8
 """The same while none was within the limit."""
 TOLERANCE = 0.03
-"""Share by which a plan may exceed the limit, which is small beside the margin to the budget."""
+"""Share by which a plan may exceed the limit, which is small compared with the margin to the budget."""
 LEAST_KL = 1e-9
 """Smallest KL that is aimed at, nats/token."""
 VISIBLE = 0.1
@@ -85,7 +85,7 @@ class Joint:
         observed: Loss of each sequence.
         kl_by_source: Mean KL by source of the text.
         rounding: Mean KL of two exact implementations, nats/token.
-        needles: Those in this text that the plan loses, that it alone finds, and that exact attention finds.
+        needles: Those that the plan loses, those that only it finds, and those that exact attention finds.
         risk: The plan's risk for retrieval.
     """
 
@@ -111,12 +111,7 @@ class Joint:
 
 @dataclass(frozen=True, eq=False)
 class JointPasses:
-    """Measures whole plans on calibration text.
-
-    Attributes:
-        measurement: Risks and prices of a model.
-        rounding: Mean KL of two exact implementations, nats/token.
-    """
+    """Measures whole plans on calibration text; `rounding` is the mean KL of two exact implementations, nats/token."""
 
     measurement: Measurement
     rounding: float = 0.0
@@ -153,7 +148,7 @@ class JointPasses:
         )
 
     def needles(self, length: int, number: int, tap: Tap) -> tuple[int, int, int]:
-        """Returns how many needles in a sequence a plan loses, how many it alone finds, and how many exact attention.
+        """Returns how many needles in a sequence a plan loses, how many only it finds, and how many exact attention.
 
         Nothing of the proof is used up: its text is other text, and its needles are others.
         """
@@ -175,7 +170,6 @@ class Aim:
 
     Attributes:
         laws: By length, the law of loss per KL.
-        gates: The acceptance criteria.
         level: Error rate of the verification.
         share: Share of the budget at which the predicted bound is aimed.
         looks: Held-out sequences of the first look, and of the last.
@@ -200,10 +194,8 @@ class Aim:
     def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
         """Returns the largest KL that a plan may add to that of rounding and keep all gates with a margin, nats/token.
 
-        Args:
-            length: Length bin.
-            flips_per_root: Flips per token over the square root of the KL; 0 if not yet measured.
-            tail_per_kl: 99.9th percentile of the KL over its mean; 0 if not yet measured.
+        The flips per token over the square root of the KL, and its 99.9th percentile over its mean, are 0 until
+        measured.
         """
         budget = self.share * self.gates.budget
         limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
@@ -217,12 +209,9 @@ class Aim:
 
 @dataclass(frozen=True)
 class Found:
-    """The plan that a search chose.
+    """The plan that a search chose: its choices, and by length its measured loss on calibration text.
 
-    Attributes:
-        allocation: Its choices.
-        joint: By length, its measured loss on calibration text.
-        predicted: By length, its re-scaled risk before it was measured, nats/token.
+    `predicted` is by length its re-scaled risk before it was measured, nats/token.
     """
 
     allocation: Allocation
@@ -240,12 +229,10 @@ def seek(
     """Returns the cheapest plan that is predicted to keep all gates, `None` if none saves anything.
 
     The first plan is chosen by its sum of risks, and its measured KL re-scales the risks at every length. From then on
-    one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one beyond it.
-    A plan that loses needles has lowered the limit on the risk for retrieval, and is followed by one within that.
+    one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one beyond it. A
+    plan that loses needles has lowered the limit on the risk for retrieval, and is followed by one within that.
 
     Args:
-        passes: Measures whole plans.
-        aim: The target.
         alpha: `[lengths]`, factors that re-scale risks, from earlier searches.
         history: List to which predictions and measurements are added.
         update: Returns the target updated with the plans measured at a length.

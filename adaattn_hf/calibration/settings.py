@@ -20,15 +20,11 @@ _OF_THE_PROOF = (
 
 OPTIMIZED = ("time", "memory")
 NO_OPTION = {"option": None}
-"""Of settings that are for programs alone, or that the command works out itself."""
+"""Of settings that are only for programs, or that the command works out itself."""
 
 
 def share(text: str, argument: str) -> float:
-    """Returns a share as people write it: `40%`, `0.4` or `0.4x`.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Returns a share as people write it: `40%`, `0.4` or `0.4x`; all else is a ValueError."""
     number = text.strip()
     unit, parts = ("%", 100.0) if number.endswith("%") else ("x", 1.0)
     try:
@@ -38,11 +34,7 @@ def share(text: str, argument: str) -> float:
 
 
 def kinds(text: str, argument: str) -> tuple[str, ...]:
-    """Returns kinds of choices by commas: `window,bf16`.
-
-    Raises:
-        ValueError: If one is unknown, or there is none.
-    """
+    """Returns kinds of choices by commas, `window,bf16` say; a ValueError if one is unknown, or there is none."""
     from ..policy.candidates import known_families, refuse_unknown
 
     found = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -59,7 +51,7 @@ def _families() -> tuple[str, ...]:
 
 
 def _windows() -> tuple[int, ...]:
-    from ..policy.candidates import WINDOWS
+    from ..plans.choices.window import WINDOWS
 
     return WINDOWS
 
@@ -190,14 +182,10 @@ class CalibrationSettings:
 
 @dataclass(eq=False)
 class Calibration:
-    """The result of a calibration.
+    """The result of a calibration: the plan, verified, or exact if none passed (not `met`).
 
-    Attributes:
-        plan: The plan: verified, or exact if none passed.
-        tensors: Bases and means that the plan needs, by name.
-        met: Whether an approximating plan passed.
-        sentence: The outcome in words.
-        report: Everything measured, for a report.
+    `tensors` are bases and means that it needs, by name; `sentence` is the outcome in words, `report` everything
+    measured.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Measured risks: saved after every sequence, so that an interrupted run can resume, and kept beside the plan."""
+"""Measured risks: saved after every sequence, so that an interrupted run can resume, and kept with the plan."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from ..policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
 RISKS_FILE = "adaattn_risks.npz"
-_NO_ARRAYS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_BROKEN = (
+    zipfile.BadZipFile, zlib.error, EOFError, OSError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+)  # fmt: skip
 """Errors that reading a damaged or foreign file raises."""
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS)
 
 
 def _arrays(path: Path) -> dict[str, Any]:
@@ -46,14 +47,7 @@ _SAME = {
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Risks that an earlier run measured.
-
-    Attributes:
-        path: Their file.
-        identity: What they belong to.
-        state: The numbers.
-        settings: By what they were measured.
-    """
+    """Risks that an earlier run measured: their file, what they belong to, the numbers, and how they were measured."""
 
     path: Path
     identity: Mapping[str, Any]
@@ -62,11 +56,7 @@ class Known:
 
     @classmethod
     def read(cls, place: Path) -> Known:
-        """Reads what lies beside a plan, given by its directory or its file.
-
-        Raises:
-            ValueError: If nothing lies there, or it cannot be read.
-        """
+        """Reads the risks kept with a plan, which is given by its directory or its file; a ValueError if it cannot."""
         path = (place if place.is_dir() else place.parent) / RISKS_FILE
         if not path.is_file():
             raise ValueError(
@@ -87,11 +77,9 @@ class Known:
             raise ValueError(f"from: {path} holds no risks ({error}); leave --from out to measure them") from error
 
     def choices(self, found: Candidates, identity: Mapping[str, Any]) -> Candidates:
-        """Returns the candidates whose risks are known.
+        """Returns the candidates whose risks are known, at least one that is not exact.
 
-        Raises:
-            ValueError: If the risks are of other weights, lengths, text or of another dtype, or if exact attention is
-                all that is left.
+        Risks of other weights, lengths or text, or of another dtype, are refused.
         """
         for name, (held, expected) in _SAME.items():
             there, here = self.identity.get(name), json.loads(json.dumps(identity[name]))
@@ -115,12 +103,10 @@ class CalibrationState:
 
     Attributes:
         identity: What the numbers belong to, as JSON: version, settings, weights and tokens.
-        risks: By length, the risk table of all choices.
-        dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
-            square.
+        dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean square.
         needles: By length, `[units, choices]` risks for retrieval.
         done: By length, sequences finished.
-        prices: The measured price table as JSON, behind the conditions that it was measured under.
+        prices: The conditions that prices were measured under, then their table as JSON.
         finished: Budgets whose plans are stored, by the names of their directories, with their exit codes.
     """
 
@@ -158,11 +144,7 @@ class CalibrationState:
         self.prices, self.finished = json.loads(str(arrays["run"]))
 
     def load(self, directory: Path) -> bool:
-        """Reads the saved state; returns whether there was one.
-
-        Raises:
-            ValueError: If the state belongs to another calibration, or cannot be read.
-        """
+        """Reads the saved state; returns whether there was one. A broken one, or another calibration's, is refused."""
         path = directory / FILE
         if not path.is_file():
             return False
@@ -196,11 +178,7 @@ class CalibrationState:
 
 
 def refuse_interrupted(directory: Path) -> None:
-    """Refuses to start where an interrupted calibration would be overwritten.
-
-    Raises:
-        ValueError: If the directory holds one.
-    """
+    """Refuses to start in a directory whose interrupted calibration would be overwritten."""
     path = directory / FILE
     if path.is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How far two stock implementations of attention lie apart in the model's dtype: what rounding alone does."""
+"""How far two stock implementations of attention lie apart in the model's dtype: what only rounding does."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ TOKENS = 1024
 
 @dataclass(frozen=True)
 class StockDistance:
-    """Eager and sdpa attention beside one another.
+    """Eager compared with sdpa attention: share of tokens whose likeliest token differs, and mean KL in nats/token.
 
-    Attributes:
-        flips: Share of tokens whose likeliest token differs.
-        kl: Mean KL, nats/token; nothing that counts in float32.
+    In float32 the KL does not count.
     """
 
     flips: float

@@ -62,11 +62,7 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
         kept += tokens[unit, every.index(choice)]
     call = layers.calls[None][length]
     dim, dim_v = call.key.shape[3], call.value.shape[3]
-    bytes_of = {
-        "model": (dim + dim_v) * call.key.element_size(),
-        "int8": dim + dim_v + 2,
-        "k8v4": dim + dim_v // 2 + 2,
-    }
+    bytes_of = {"model": (dim + dim_v) * call.key.element_size(), "int8": dim + dim_v + 2, "k8v4": dim + dim_v // 2 + 2}
     formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
     found = [
         Storage(name, bool(kept < whole), float(kept / whole) * bytes_of[name] / bytes_of["model"]) for name in formats
@@ -76,12 +72,7 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
 
 @dataclass(frozen=True)
 class Rounding:
-    """The loss of a cache format without a plan, on the calibration text that whole plans are measured on.
-
-    Attributes:
-        stored: The format.
-        joint: The measured loss by length.
-    """
+    """The loss of a cache format without a plan, by length, on the text that whole plans are measured on."""
 
     stored: str
     joint: Mapping[int, Joint]
@@ -133,9 +124,6 @@ def choose_storage(
     without a verdict are tested on held-out text that no plan has seen, and share the error rate.
 
     Args:
-        measurement: Risks and prices of the model.
-        by_layer: The plan's programs by layer index.
-        gates: The acceptance criteria.
         level: Error rate of these tests together.
         used: Held-out sequences that plans have used.
         known: Verdicts on formats that were tested with the plan, or why a format is not to be tested.

@@ -1,4 +1,4 @@
-"""What calibration needs to know of a model beside its forward pass; `patches.plans.subject` tells it."""
+"""What calibration needs to know of a model besides its forward pass; `patches.plans.subject` tells it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Data-parallel calibration: process r of n takes sequences r, r + n, …; gathered in order, so n changes no result.
 
-Results are gathered per sequence and added in the order of the sequences, so that the sums, and with them the
-plan, are those of a single process bit for bit (with as many threads per process: torch's own sums depend on
-them). Objects travel through the default process group, which must carry CPU data (gloo does).
+Results are gathered per sequence and added in the order of the sequences, so that the sums, and with them the plan, are
+those of a single process bit for bit (with as many threads per process: torch's own sums depend on them). Objects
+travel through the default process group, which must carry CPU data (gloo does).
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """One process of several.
-
-    Attributes:
-        rank: Which one this is.
-        size: How many there are.
-    """
+    """One process of several, by its rank."""
 
     rank: int = 0
     size: int = 1
@@ -65,10 +60,7 @@ def present() -> Team:
 
 
 def join() -> tuple[Team, int]:
-    """Joins the processes that `accelerate launch` or `torchrun` started; returns the team and this process's device.
-
-    Does nothing for a single process.
-    """
+    """Joins the processes of `accelerate launch` or `torchrun`, if any; returns the team and the local rank."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
     return present(), int(os.environ.get("LOCAL_RANK", "0"))

@@ -40,9 +40,7 @@ MAGIC: tuple[tuple[bytes, str, str], ...] = (
 def text_files(path: Path) -> list[Path]:
     """Returns the file of a path, or the text and `.jsonl` files in a directory and in those below it, by their names.
 
-    Raises:
-        FileNotFoundError: If there is no such path.
-        ValueError: If a directory holds no such file, or a file is a table, a pipe or a device.
+    A path that does not exist is refused, a directory without such a file, and a table, a pipe or a device.
     """
     if path.is_dir():
         known = (*TEXT_SUFFIXES, ".jsonl")
@@ -67,12 +65,7 @@ def no_table(path: Path) -> str:
 
 
 def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path] | None) -> None:
-    """Refuses a file that is named twice: a plan would be proved on the text that it was chosen by.
-
-    Raises:
-        FileNotFoundError: If a path does not exist.
-        ValueError: If a file is named twice, by itself or in a directory, or a path holds no text.
-    """
+    """Refuses a file that is named twice: a plan would be verified on the text that it was chosen by."""
     known: dict[Path, str] = {}
     for argument, paths in (("data", data), ("verify_data", verify_data or ())):
         for path in paths:
@@ -90,11 +83,8 @@ def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path]
 def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[str]]]:
     """Yields documents as a name and pieces of text: each line of a `.jsonl` file (its field `text`), or a whole file.
 
-    Directories are read file by file in the order of their names, with the directories below them.
-
-    Raises:
-        FileNotFoundError: If a path does not exist.
-        ValueError: If a file is no text in UTF-8, or a line of a `.jsonl` has no `text`.
+    Directories are read file by file in the order of their names, with the directories below them. A file that is no
+    text in UTF-8 is refused, and a line of a `.jsonl` without a `text`.
     """
     for path in map(Path, paths):
         for file in text_files(path):
@@ -106,11 +96,7 @@ def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number of each line that is not blank, from 0, and what it holds.
-
-    Raises:
-        ValueError: If the file is no text in UTF-8, or a line is not JSON.
-    """
+    """Yields the number of each line that is not blank, from 0, and its JSON; refuses other lines."""
     for number, line in enumerate(pieces(path, lines=True)):
         if line.strip():
             try:
@@ -120,11 +106,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def text_of(record: Any, where: str, fields: tuple[str, ...] = ("text",)) -> str:
-    """Returns the text of a record: the first of those fields that it has.
-
-    Raises:
-        ValueError: If it is no object with such a field, or the field is no string.
-    """
+    """Returns the text of a record: the first of those fields that it has, which must be a string."""
     named = " or ".join(map(repr, fields))
     if not isinstance(record, Mapping):
         raise ValueError(f"{where} is {_kind(record)}, expected an object with the text field {named}")
@@ -150,11 +132,7 @@ def _kind(value: Any) -> str:
 
 
 def pieces(path: Path, lines: bool = False) -> Iterator[str]:
-    """Yields the lines of a file, or pieces that end at a line break, so that few tokens span two pieces.
-
-    Raises:
-        ValueError: If it is no text in UTF-8.
-    """
+    """Yields the lines of a file in UTF-8, or pieces that end at a line break, so that few tokens span two pieces."""
     _refuse_foreign(path)
     try:
         with path.open(encoding=ENCODING) as file:
@@ -181,11 +159,7 @@ def pieces(path: Path, lines: bool = False) -> Iterator[str]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuses a file whose first bytes say that it is something else than text in UTF-8.
-
-    Raises:
-        ValueError: With what it is, and what makes text of it.
-    """
+    """Refuses a file whose first bytes say that it is not text in UTF-8, with the command that converts it."""
     with path.open("rb") as file:
         head = file.read(256)
     # without a mark in front, every other byte of what is written in Latin letters is zero

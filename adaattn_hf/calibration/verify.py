@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,13 +12,26 @@ from ..attention.tap import Tap
 from ..plans.plan import Verified
 from ..plans.program import Program
 from ..plans.wording import allowed, at_most, in_nats, rise, share, signed_nats
-from ..policy.acceptance import Bound, Gates, clustered, upper_bound
+from ..policy.acceptance import Gates, clustered
 from ..policy.aim import Observation
 from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
 from .arms import compare_all, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs
 from .needles import retrieved
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Mean of paired loss differences per token, nats, with its one-sided upper confidence bound.
+
+    The bound is infinite with a single cluster.
+    """
+
+    mean: float
+    upper: float
+    clusters: int
+    tokens: int
 
 
 @dataclass
@@ -30,13 +43,11 @@ class Evidence:
         sums: Sum of token differences of each sequence.
         tokens: Scored tokens of each sequence.
         kl: KL of every token.
-        sources: Source of each sequence.
         agree: Tokens with the same likeliest token.
         lost: Needles found by stock attention and lost by the plan.
-        won: Needles found by the plan alone.
+        won: Needles that only the plan finds.
         found: Needles that stock attention finds.
         planned: Needles that the plan finds.
-        needles: Needles.
         apart: Whether the loss of every source must keep the budget by itself; all else is counted over all of them.
     """
 
@@ -81,8 +92,9 @@ class Evidence:
         for source in dict.fromkeys(names):
             mine = [place for place, name in enumerate(names) if name == source]
             sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
-            bounds.append(upper_bound(*clustered([self.names[place] for place in mine], sums, tokens), confidence))
-        return replace(max(bounds, key=lambda one: one.upper), tokens=sum(self.tokens))
+            ratio = clustered_ratio(*clustered([self.names[place] for place in mine], sums, tokens))
+            bounds.append(Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, sum(self.tokens)))
+        return max(bounds, key=lambda one: one.upper)
 
     def ratio(self) -> Ratio:
         """Returns the mean loss difference with its error, clustered by document."""
@@ -93,11 +105,7 @@ class Evidence:
         return float(np.concatenate(self.kl).mean())
 
     def observed(self, kl: float) -> Observation:
-        """Returns these sequences as an observation of loss per KL.
-
-        Args:
-            kl: KL of the plan on calibration text, nats/token.
-        """
+        """Returns these sequences as an observation of loss per KL; `kl` is that on calibration text, nats/token."""
         deltas = np.array(self.sums) / np.array(self.tokens, dtype=np.float64)
         return Observation(kl, deltas, tuple(self.sources))
 

@@ -13,37 +13,6 @@ from scipy import stats
 
 from ..plans import wording
 from ..plans.wording import at_most, in_nats, share
-from ..stats.paired import clustered_ratio
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Mean of paired loss differences with its one-sided upper confidence bound.
-
-    Attributes:
-        mean: Mean per token, nats.
-        upper: Upper confidence bound of the mean; infinite with a single cluster.
-        clusters: Number of clusters.
-        tokens: Number of tokens.
-    """
-
-    mean: float
-    upper: float
-    clusters: int
-    tokens: int
-
-
-def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence: float) -> Bound:
-    """Returns the mean difference per token and its upper bound, by Student's t on the clusters.
-
-    Args:
-        sums: `[clusters]`, sum of the loss differences of its tokens, nats.
-        tokens: `[clusters]`, number of tokens.
-        confidence: Level of the bound, 0.95 say.
-    """
-    ratio = clustered_ratio(sums, tokens)
-    return Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, int(tokens.sum()))
-
 
 DOCUMENTS = 8
 """Documents of one size whose spread tells an error; where there are fewer, chunks of text are taken as independent."""
@@ -55,7 +24,7 @@ def clustered(
     """Returns sums and tokens per document, or per chunk of text where documents count for fewer than `DOCUMENTS`.
 
     They count for as many of one size as (sum of chunks)^2 / sum of squares (Kish 1965, "Survey Sampling"): one book
-    beside a few pages is one document, whose spread nobody knows.
+    with a few pages is one document, whose spread nobody knows.
     """
     chunks = np.array(list(Counter(names).values()))
     enough = chunks.sum() ** 2 >= DOCUMENTS * np.square(chunks).sum()
@@ -85,7 +54,7 @@ class Gates:
     below that between two stock implementations.
 
     Attributes:
-        budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too, beside what rounding adds.
+        budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too, beyond what rounding adds.
         top1: Smallest share of tokens with the same top-1 prediction.
         kl_p999: Largest 99.9th percentile of the KL of a token, nats.
         needles: Largest net share of stock attention's needles that may be lost. `None`: `NEEDLES`, and a larger loss
@@ -124,8 +93,7 @@ class Gates:
             upper: Upper bound of the loss difference, nats/token.
             kl: Mean KL, nats/token.
             top1: Share of tokens with the same top-1 prediction.
-            lost: Needles that stock attention retrieves and the plan does not.
-            won: Needles that the plan retrieves and stock attention does not.
+            lost, won: Needles that only stock attention retrieves, and those that only the plan does.
             retrieved: Needles that stock attention retrieves.
             kl_p999: 99.9th percentile of the KL, nats.
         """

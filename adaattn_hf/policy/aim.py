@@ -36,12 +36,9 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Observation:
-    """The measured losses of one plan on several sequences.
+    """The measured losses of one plan on several sequences: mean differences `deltas` `[sequences]`, nats/token.
 
-    Attributes:
-        kl: Mean KL of the plan on the calibration text that plans are compared on, nats/token, with that of rounding.
-        deltas: `[sequences]`, mean loss difference of each, nats/token.
-        sources: The source of each sequence.
+    `kl` is its mean KL on the calibration text that plans are compared on, nats/token, with that of rounding.
     """
 
     kl: float
@@ -96,23 +93,16 @@ class LossLaw:
         error = spread * float(np.sqrt(kl).sum() / added.sum()) / math.sqrt(count)
         weight = self.per_kl_error**2 / (self.per_kl_error**2 + error**2)
         between = _between_sources(per_sequence, useful[0].sources, error**2 * count)
-        return LossLaw(
-            weight * mean + (1.0 - weight) * self.per_kl,
-            math.sqrt(weight * error**2 + between),
-            spread,
-            self.rounding,
-        )
+        per_kl = weight * mean + (1.0 - weight) * self.per_kl
+        return LossLaw(per_kl, math.sqrt(weight * error**2 + between), spread, self.rounding)
 
     def affordable(self, bound: float, sequences: int, level: float) -> float:
         """Returns the largest KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL.
 
-        It is 0 where the spread of rounding alone takes all of the bound.
+        It is 0 where the spread of rounding takes all of the bound.
         """
         quantile = student_quantile(1.0 - level, max(sequences - 1, 1))
-        linear, root = (
-            self.per_kl + CAUTION * self.per_kl_error,
-            quantile * self.spread / math.sqrt(sequences),
-        )
+        linear, root = self.per_kl + CAUTION * self.per_kl_error, quantile * self.spread / math.sqrt(sequences)
         if linear <= 0.0:
             return math.inf if root <= 0.0 else max((bound / root) ** 2 - self.rounding, 0.0)
         whole = bound + linear * self.rounding

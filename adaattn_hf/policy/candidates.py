@@ -14,18 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import unknown
 from ..plans.choices import EXACT, Choice, Part, Setting, all_keys, all_operands
-from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
-
-__all__ = [
-    "FAMILIES",
-    "WINDOWS",
-    "WINDOWS_BOTH_WAYS",
-    "Candidates",
-    "candidates",
-    "known_families",
-    "offered",
-    "refuse_unknown",
-]
+from ..plans.choices.window import WINDOWS
 
 FAMILIES = tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default)
 """The families that are considered by default."""
@@ -33,12 +22,9 @@ FAMILIES = tuple(name for kind in (*all_keys(), *all_operands()) for name in kin
 
 @dataclass(frozen=True)
 class Candidates:
-    """All choices, and the parts from whose measured effects their risks are summed.
+    """All choices, exact first, and the `parts` from whose measured effects their risks are summed.
 
-    Attributes:
-        choices: All choices; the first is exact.
-        parts: The choices whose effect is measured.
-        combine: `[len(choices), len(parts)]`, 1 where a choice contains a part, else 0.
+    `combine` `[len(choices), len(parts)]` is 1 where a choice contains a part, else 0.
     """
 
     choices: tuple[Choice, ...]
@@ -66,11 +52,7 @@ def offered(families: Sequence[str], on_cuda: bool) -> tuple[str, ...]:
 
 
 def refuse_unknown(families: Sequence[str]) -> None:
-    """Refuses unknown family names.
-
-    Raises:
-        ValueError: If a family is unknown.
-    """
+    """Refuses unknown family names."""
     names = known_families()
     for family in families:
         if family not in names:
@@ -90,9 +72,6 @@ def candidates(
 
     Each kind of part names its own; see `Part.candidates`. With `memory` only those that make a head keep fewer tokens
     in the cache.
-
-    Raises:
-        ValueError: If a family is unknown.
     """
     refuse_unknown(families)
     setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), causal, memory)

@@ -3,7 +3,7 @@
     minimise    sum_u price[u, x_u] + sum over calls, layers, launches of the largest constant among the units' choices
     subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
 
-It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to a proven optimality gap.
+It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to an optimality gap that it guarantees.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 class Launches:
     """Fixed costs of launches: in a call a layer pays once per launch, for its choice that makes the launch dearest.
 
-    A call is a prefill of one length, or all decode steps behind it.
+    A call is a prefill of one length, or all decode steps after it.
 
     Attributes:
         layer: `[units]`, the layer of each unit.
@@ -58,7 +58,6 @@ def of_units(
     of their slopes, at each length and phase by itself.
 
     Args:
-        table: Measured prices.
         calls: By phase and length, how many calls there are.
         labels: `[units][choices]`, what prices are named by.
         names: `[choices]`, names of launches.
@@ -77,13 +76,7 @@ def of_units(
 
 @dataclass(frozen=True)
 class Allocation:
-    """One choice per unit, with its total price and risk.
-
-    Attributes:
-        picks: `[units]`, the chosen choice of each unit.
-        price: Total price, launches counted.
-        risk: `[bins]`, total risk of each bin.
-    """
+    """The choice picked for each of `[units]`, with their total price, launches counted, and total risk `[bins]`."""
 
     picks: NDArray[np.int64]
     price: float
@@ -127,12 +120,8 @@ def allocate(
     Args:
         prices: `[units, choices]`; infinite forbids a choice. The first choice is the exact one.
         risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. The exact one must be without risk.
-        budget: `[bins]`, nats/token.
-        launches: Fixed costs of launches.
+        budget: `[bins]`, nats/token, nothing negative.
         gap: Relative optimality gap at which the solver may stop.
-
-    Raises:
-        ValueError: If shapes disagree, a budget is negative, or a unit's exact choice has a risk or no price.
     """
     units, choices = prices.shape
     if risks.shape != (len(budget), units, choices):
@@ -144,7 +133,7 @@ def allocate(
         raise ValueError(
             "a unit's first choice has a risk or no price, expected the exact one, without risk and with a price"
         )
-    # what alone exceeds a budget is in no plan, and in units of a tiny budget its risk is beyond the solver's numbers
+    # what exceeds a budget by itself is in no plan; in units of a tiny budget its risk is beyond the solver's numbers
     allowed &= (np.where(np.isfinite(risks), risks, np.inf) <= budget[:, None, None]).all(axis=0)
     items = units * choices
     # by call, layer and launch, whose largest constant is a variable of its own: the units, and their constants

@@ -21,14 +21,9 @@ _NO_TABLE = (
 
 @dataclass(frozen=True)
 class Price:
-    """Latency of one launch: `constant + slope * heads`.
+    """Latency of one launch: `constant + slope * heads`, in seconds and seconds per key/value head.
 
-    Attributes:
-        constant: Seconds of a launch that do not depend on the number of heads.
-        slope: Seconds per key/value head.
-
-    Raises:
-        ValueError: If one is negative or no number, or both are 0.
+    Numbers below 0, infinite ones, and two zeros are refused.
     """
 
     constant: float
@@ -47,11 +42,7 @@ class Price:
 
 
 def fit_price(heads: Sequence[int], seconds: Sequence[float]) -> Price:
-    """Returns the least-squares line through measured launches, both coefficients at least 0.
-
-    Raises:
-        ValueError: If nothing was measured, or lengths differ.
-    """
+    """Returns the least-squares line through measured launches, at least one, both coefficients at least 0."""
     if not heads or len(heads) != len(seconds):
         raise ValueError(
             f"heads has {len(heads)} and seconds {len(seconds)} entries, expected as many and at least one"
@@ -75,9 +66,8 @@ class PriceTable:
     Attributes:
         machine: The machine they were measured on, in words.
         launch_of: Maps a choice's label to the name of its launch; choices with one launch share its fixed cost (see
-            `execute.launch_names`). A choice that is missing here is launched alone.
-        prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice
-            labels.
+            `execute.launch_names`). A choice that is missing here has a launch of its own.
+        prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice labels.
     """
 
     machine: str
@@ -87,8 +77,7 @@ class PriceTable:
     def price(self, phase: str, length: int, launch: str) -> Price:
         """Returns the price at a length, interpolated; beyond the measured lengths the last slope continues.
 
-        Raises:
-            KeyError: If the phase or the launch was never measured.
+        A phase or a launch that was never measured is a KeyError.
         """
         lengths = sorted(size for size, row in self.prices[phase].items() if launch in row)
         if not lengths:
@@ -124,22 +113,12 @@ class PriceTable:
             }
             for phase, table in sorted(self.prices.items())
         }
-        return (
-            json.dumps(
-                {"machine": self.machine, "prices": prices, "launch_of": dict(self.launch_of)},
-                indent=1,
-                sort_keys=True,
-            )
-            + "\n"
-        )
+        words = {"machine": self.machine, "prices": prices, "launch_of": dict(self.launch_of)}
+        return json.dumps(words, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> PriceTable:
-        """Returns the table written by `to_json`.
-
-        Raises:
-            ValueError: If the text is not such a table.
-        """
+        """Returns the table written by `to_json`; other text is a ValueError."""
         data: Any = json.loads(text)
         if not isinstance(data, dict) or set(data) != {"launch_of", "machine", "prices"}:
             raise ValueError(_NO_TABLE.format("other keys"))

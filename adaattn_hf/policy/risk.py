@@ -8,39 +8,23 @@ joint KL rescales the sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
 
-@dataclass
 class RiskTable:
     """Running sums of risk per unit and choice of one length bin.
 
-    Attributes:
-        units: Number of (layer, key/value head) pairs.
-        choices: Number of choices.
-        total: `[units, choices]`, sum of 1/2 (g . do)^2 over sampled rows.
-        rows: Sampled rows summed.
+    `total` `[units, choices]` is the sum of 1/2 (g . do)^2 over the sampled `rows`.
     """
 
-    units: int
-    choices: int
-    total: Array = field(init=False)
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        self.total = np.zeros((self.units, self.choices))
+    def __init__(self, units: int, choices: int) -> None:
+        self.total, self.rows = np.zeros((units, choices)), 0
 
     def add(self, summed: Array, rows: int) -> None:
-        """Adds the sums `[units, choices]` of one sequence over `rows` sampled rows.
-
-        Raises:
-            ValueError: If the shape is another, a sum is negative or not finite, or no row was sampled.
-        """
+        """Adds the sums `[units, choices]` of one sequence over `rows` sampled rows; finite, and at least 0."""
         if summed.shape != self.total.shape:
             raise ValueError(f"summed has shape {summed.shape}, expected {self.total.shape}")
         if rows < 1:
@@ -54,23 +38,16 @@ class RiskTable:
         self.rows += rows
 
     def mean(self) -> Array:
-        """Returns the risk `[units, choices]` in nats/token.
-
-        Raises:
-            ValueError: If nothing was added.
-        """
+        """Returns the risk `[units, choices]` in nats/token; a ValueError if nothing was added."""
         if self.rows == 0:
             raise ValueError("the risk table is empty; expected at least one calibrated sequence")
         return np.asarray(self.total / self.rows)
 
 
 def rescale(alpha: float, predicted: float, measured: float) -> float:
-    """Returns the updated risk factor, from the predicted and the measured joint KL of one plan.
+    """Returns the risk factor, updated from the predicted and the measured joint KL of one plan, nats/token.
 
-    Args:
-        alpha: The present factor, which `predicted` contains.
-        predicted: Sum of the rescaled risks, nats/token.
-        measured: Joint KL of the plan, nats/token.
+    `predicted` contains the present factor.
     """
     if predicted <= 0.0 or measured <= 0.0:
         return alpha

@@ -26,12 +26,7 @@ HOPELESS = 0.05
 def spent(alpha: float, information: float) -> float:
     """Returns how much of the error rate may be spent at a share of the information (the spending function).
 
-    Args:
-        alpha: Error rate of all looks, in (0, 1).
-        information: Share of the information, in (0, 1].
-
-    Raises:
-        ValueError: If either is out of range.
+    The rate `alpha` of all looks must be in (0, 1), the share in (0, 1].
     """
     if not 0.0 < alpha < 1.0 or not 0.0 < information <= 1.0:
         raise ValueError(
@@ -44,9 +39,7 @@ def spent(alpha: float, information: float) -> float:
 def look_levels(alpha: float, sizes: Sequence[int]) -> list[float]:
     """Returns the significance level of each look; their sum is `alpha`.
 
-    Args:
-        alpha: Error rate of all looks.
-        sizes: Cumulative sequences at each look, rising; the last is the largest number there will be.
+    `sizes` are the cumulative sequences at each look, rising; the last is the largest number there will be.
     """
     rates = [spent(alpha, size / sizes[-1]) for size in sizes]
     return [rate - before for rate, before in zip(rates, [0.0, *rates[:-1]], strict=True)]
@@ -66,8 +59,7 @@ def hopeless(ratio: Ratio, limit: float, sizes: Sequence[int], size: int, level:
     Args:
         ratio: The estimate at this look.
         limit: Largest upper bound that passes the last look.
-        sizes: Sequences at each look.
-        size: Sequences at this look.
+        sizes, size: Sequences at each look, and at this one.
         level: Level of the last look.
     """
     if ratio.error is None or size >= sizes[-1]:
@@ -91,10 +83,8 @@ class Attempts:
 
     Attributes:
         alpha: Error rate of all tests together.
-        failures_allowed: Largest number of plans that may fail.
         advances_allowed: Largest number of bolder plans after one that passed.
         reserved: Shares of the error rate, each as large as a failure's, kept for what is tested if every plan fails.
-        failures: Plans that failed so far.
         advances: Bolder plans tried so far.
     """
 

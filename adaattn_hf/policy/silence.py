@@ -23,9 +23,12 @@ LIBC = None if os.name == "posix" else "ucrtbase"
 def silenced(file: int = STDOUT) -> Iterator[None]:
     """Throws away what a library writes to a file of the process, its standard output say, while it lasts.
 
-    What Python prints meanwhile, as other threads do of progress, still arrives.
+    What Python prints at that time, as other threads do of progress, still arrives.
     """
-    _flush()
+    flush = ctypes.CDLL(LIBC).fflush
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    flush(None)  # what Python and C still hold back from before
     try:
         kept = os.dup(file)
     except OSError:  # a process without one
@@ -40,7 +43,7 @@ def silenced(file: int = STDOUT) -> Iterator[None]:
         os.dup2(nowhere, file)
         yield
     finally:
-        ctypes.CDLL(LIBC).fflush(None)
+        flush(None)
         os.dup2(kept, file)
         os.close(nowhere)
         sys.stdout = printed
@@ -52,10 +55,3 @@ def _number(stream: Any) -> int | None:
         return int(stream.fileno())
     except (AttributeError, OSError, ValueError):
         return None
-
-
-def _flush() -> None:
-    """Writes out what Python and C still hold back from before."""
-    if sys.stdout is not None:
-        sys.stdout.flush()
-    ctypes.CDLL(LIBC).fflush(None)

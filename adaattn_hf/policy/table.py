@@ -21,7 +21,6 @@ class SolverTable:
         choices: Labels of the choices, exact first.
         prices: `[units, choices]`, seconds; infinite where a choice is not offered.
         risks: `[lengths, units, choices]`, nats/token, rescaled to the measured loss of whole plans.
-        launches: Fixed costs of launches.
         kept: `[units, choices]`, tokens that a streaming cache keeps of a sequence of the longest length; None where
             that was not recorded, or the model has no cache.
     """
@@ -49,11 +48,7 @@ class SolverTable:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SolverTable:
-        """Reads a table written by `to_dict`.
-
-        Raises:
-            ValueError: It is not such a table, or its shapes disagree.
-        """
+        """Reads a table written by `to_dict`; another one, or one whose shapes disagree, is a ValueError."""
         try:
             units = [(int(layer), int(head)) for layer, head in data["units"]]
             choices = [str(name) for name in data["choices"]]
@@ -87,11 +82,9 @@ class SolverTable:
         return cls(units, choices, prices, risks, Launches(layers, launch, constant), kept)
 
     def solve(self, budget: float, smallest: bool = False) -> Allocation:
-        """Returns the allocation that a search takes whose predicted loss is within a budget at every length.
+        """Returns the allocation of a search, for the least time or the smallest cache.
 
-        Args:
-            budget: Allowed loss, nats/token.
-            smallest: Whether it looks for the smallest cache and not for the least time.
+        Its predicted loss is within the budget, nats/token, at every length.
         """
         limit = np.full(len(self.risks), budget)
         if smallest and self.kept is not None:

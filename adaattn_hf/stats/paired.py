@@ -59,11 +59,7 @@ def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> Token
     """Returns the scores of tokens from the logits `[tokens, vocabulary]` of each arm, the stock arm first.
 
     Log-probabilities are computed in float64, so that the comparison adds no rounding: equal logits give a difference
-    and a divergence of exactly 0.
-
-    Args:
-        logits: One tensor per arm.
-        targets: `[tokens]`, true tokens, on the device of the logits.
+    and a divergence of exactly 0. The `targets` `[tokens]` lie on the device of the logits.
     """
     stock = torch.log_softmax(logits[0].double(), dim=-1)
     probability, stock_top = stock.exp(), stock.argmax(dim=-1)
@@ -100,7 +96,6 @@ class Ratio:
     Attributes:
         mean: sum(values) / sum(weights).
         error: Its standard error; `None` with a single cluster.
-        clusters: Number of clusters.
         weight: Sum of the weights; for a mean per token, the number of tokens.
     """
 
@@ -119,9 +114,8 @@ class Ratio:
 def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
     """Returns the ratio of sums with its standard error over clusters; clusters of no weight are none.
 
-    Args:
-        values: `[clusters]`, sum of the paired differences of each cluster.
-        weights: `[clusters]`, the weight of each cluster: its tokens, for a mean per token.
+    `values` `[clusters]` are sums of paired differences, `weights` `[clusters]` the tokens of each, for a mean per
+    token.
     """
     values, weights = values[weights > 0], weights[weights > 0]
     clusters, total = len(values), float(weights.sum())

@@ -32,15 +32,15 @@ def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[
     """Returns the statistics of each row of attention weights, by name.
 
     Args:
-        weights: `[heads, rows, kv_len]`, each row a distribution over its visible keys; a row of zeros where there
-            are none.
+        weights: `[heads, rows, kv_len]`, each row a distribution over its visible keys; a row of zeros where there are
+            none.
         visible: Boolean, broadcastable to `weights`.
         positions: `[rows]`, index of each query among the keys.
 
     Returns:
         `entropy` (nats), `support` (exp of it: the keys of a uniform row of that entropy), `keys` (visible ones),
-        `sink_mass`, `block_density_95` and `block_density_99` (the smallest share of the visible blocks of 64 keys that
-        holds so much of the attention), each `[heads, rows]`; `distance_mass`, `[heads, rows, bins]`.
+            `sink_mass`, `block_density_95` and `block_density_99` (the smallest share of the visible blocks of 64 keys
+            that holds so much of the attention), each `[heads, rows]`; `distance_mass`, `[heads, rows, bins]`.
     """
     seen = visible.expand_as(weights)
     kv_len = weights.shape[-1]
@@ -101,7 +101,7 @@ def head_sums(
         softcap: `c` of `c * tanh(logit / c)`.
         bias: Added to the logits, broadcastable to `[heads, rows, kv_len]`.
         sink_logits: `[heads]`, learned logits that join each row's softmax without a value. Weights are normalised over
-            the keys alone; the mass of the sinks is reported as `learned_sink`.
+            the keys only; the mass of the sinks is reported as `learned_sink`.
         answer: `[heads, rows, head_dim_v]`, the output that was computed for these rows, whose error is measured as
             those of int8 and bf16 are.
 
@@ -177,16 +177,9 @@ def pooled_weights(
 ) -> Tensor:
     """Returns the attention map of one head, pooled: a pixel is the summed weight of its keys, averaged over its rows.
 
-    Rows are recomputed a few at a time from queries and keys and pooled at once, so that a map of 32k by 32k needs only
-    the memory of a few hundred rows.
-
-    Args:
-        query: `[rows, head_dim]`, rows of one head.
-        key: `[kv_len, head_dim]`.
-        visible: Yields Boolean masks `[some rows, kv_len]` of the rows in order.
-        bins: Rows and columns of the image.
-        scaling: Factor on the products.
-        softcap: `c` of `c * tanh(logit / c)`.
+    Rows are recomputed a few at a time from queries `[rows, head_dim]` and keys `[kv_len, head_dim]` and pooled at
+    once, so that a map of 32k by 32k needs only the memory of a few hundred rows. `visible` yields Boolean masks `[some
+    rows, kv_len]` of the rows in order; `bins` are rows and columns of the image.
     """
     rows, kv_len = query.shape[0], key.shape[0]
     height, width = min(bins[0], rows), min(bins[1], kv_len)
@@ -210,15 +203,7 @@ def pooled_weights(
 def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns means over rows, standard deviations, and SQNR in dB, from the sums of any number of calls."""
     rows = sums["rows"].clamp(min=1)
-    plain = (
-        "entropy",
-        "support",
-        "keys",
-        "sink_mass",
-        "block_density_95",
-        "block_density_99",
-        "learned_sink",
-    )
+    plain = ("entropy", "support", "keys", "sink_mass", "block_density_95", "block_density_99", "learned_sink")
     averages = {name: sums[name] / rows for name in plain if name in sums}
     variance = sums["entropy_squared"] / rows - averages["entropy"].square()
     averages["entropy_deviation"] = variance.clamp(min=0).sqrt()

@@ -1,6 +1,6 @@
 """Samples query rows, stratified by position, and computes their logits and attention weights.
 
-Every statistic costs O(n * s): s sampled query rows against all n keys. Rows are sampled by position alone, so that
+Every statistic costs O(n * s): s sampled query rows against all n keys. Rows are sampled only by position, so that
 early rows (few keys, peaked) and late ones are represented alike.
 """
 
@@ -13,16 +13,7 @@ NEVER = float("-inf")
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor:
-    """Returns `[min(count, length)]` sorted positions, one drawn from each of `count` equal strata.
-
-    Args:
-        length: Number of query positions.
-        count: Number of rows; all rows are returned if there are no more than that.
-        generator: Draws the position inside each stratum.
-
-    Raises:
-        ValueError: If `count` is below one.
-    """
+    """Returns `[min(count, length)]` sorted positions, one drawn from each of `count` >= 1 equal strata."""
     if count < 1:
         raise ValueError(f"count is {count}, expected at least 1 row")
     if count >= length:
@@ -36,11 +27,8 @@ def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tens
 def grouped_logits(query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
     """Returns `scaling * query @ key^T` as `[batch, heads, q_len, kv_len]`, keys shared inside each group of heads.
 
-    Args:
-        query: `[batch, heads, q_len, head_dim]`.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`; `heads` is a multiple of `num_kv_heads`.
-        scaling: Factor on the products.
-        softcap: `c` of `c * tanh(logit / c)`, applied after scaling.
+    Queries are `[batch, heads, q_len, head_dim]`, keys `[batch, num_kv_heads, kv_len, head_dim]`. With a softcap `c`
+    logits become `c * tanh(logit / c)`.
     """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]

@@ -22,8 +22,7 @@ class Gram:
     """Second moments of queries and keys of one key/value head, mergeable by addition, all fp64.
 
     Attributes:
-        query: `[…, head_dim, head_dim]`, Q^T Q.
-        key: `[…, head_dim, head_dim]`, K^T K.
+        query, key: `[…, head_dim, head_dim]`, Q^T Q and K^T K.
         key_sum: `[…, head_dim]`, sum of keys.
         count: Number of keys summed.
     """
@@ -36,10 +35,7 @@ class Gram:
     def __add__(self, other: Gram) -> Gram:
         """Returns the moments of both samples together."""
         return Gram(
-            self.query + other.query,
-            self.key + other.key,
-            self.key_sum + other.key_sum,
-            self.count + other.count,
+            self.query + other.query, self.key + other.key, self.key_sum + other.key_sum, self.count + other.count
         )
 
     @property
@@ -56,12 +52,8 @@ class Gram:
 def gram(query: Tensor, key: Tensor) -> Gram:
     """Returns the moments per key/value head, `[num_kv_heads, head_dim, head_dim]`, summed over batch and positions.
 
-    The Gram of the queries stacks all query heads that share the key/value head, because one basis of the
-    keys must serve them all.
-
-    Args:
-        query: `[batch, heads, q_len, head_dim]`.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`.
+    Queries are `[batch, heads, q_len, head_dim]`, keys `[batch, num_kv_heads, kv_len, head_dim]`. The Gram of the
+    queries stacks all query heads that share the key/value head, because one basis of the keys must serve them all.
     """
     groups, width = key.shape[1], query.shape[-1]
     rows = query.double().transpose(0, 1).reshape(groups, -1, width)
@@ -87,11 +79,8 @@ def score_spectrum(moments: Gram) -> Tensor:
 def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:
     """Returns the projections `(query_basis, key_basis)`, each `[…, head_dim, rank]`, of the best rank-r scores.
 
-    (Q @ query_basis) @ (K @ key_basis)^T is the best approximation of Q K^T of that rank in the Frobenius
-    norm, over the data that the moments were measured on.
-
-    Raises:
-        ValueError: If `rank` is not in 1 … head_dim.
+    (Q @ query_basis) @ (K @ key_basis)^T is the best approximation of Q K^T of that rank, in 1 … head_dim, in the
+    Frobenius norm, over the data that the moments were measured on.
     """
     width = moments.query.shape[-1]
     if not 1 <= rank <= width:
@@ -109,11 +98,7 @@ def effective_rank(spectrum: Tensor) -> Tensor:
 
 
 def energy_rank(spectrum: Tensor, energy: float) -> Tensor:
-    """Returns the smallest rank that keeps a share `energy` of the squared singular values.
-
-    Raises:
-        ValueError: If `energy` is not in (0, 1].
-    """
+    """Returns the smallest rank that keeps a share `energy`, in (0, 1], of the squared singular values."""
     if not 0.0 < energy <= 1.0:
         raise ValueError(f"energy is {energy}, expected a share in (0, 1]")
     running = spectrum.square().cumsum(-1)

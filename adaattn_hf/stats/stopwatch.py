@@ -2,7 +2,7 @@
 
 `timed` takes one call. `on_device` takes several CUDA calls in turn, so that other load on the machine strikes all
 alike; each finds nothing of its operands in the L2 cache. The device is kept busy while the host prepares a call, so
-that neither time holds the other. Where the host needed longer than that, the call is repeated behind more work, unless
+that neither time holds the other. Where the host needed longer than that, the call is repeated after more work, unless
 no work is enough.
 """
 
@@ -43,12 +43,9 @@ def wait(device: torch.device) -> None:
 
 
 def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tuple[T, Elapsed]:
-    """The (last) result and what a call took; on CUDA the device is waited for on both sides.
+    """Returns the (last) result of some `repeats` and the time of a call; CUDA is waited for before and after.
 
-    Args:
-        call: What is timed.
-        device: Where it computes.
-        repeats: Calls behind one another, where one is shorter than the clock is fine.
+    Repeat calls that are shorter than the clock is fine.
     """
     wait(device)
     wall, process = time.perf_counter(), time.process_time()
@@ -63,9 +60,8 @@ def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tupl
 def on_device(calls: Calls, host: bool = True) -> dict[str, list[float]]:
     """Seconds of several runs of each call on the current CUDA device, by events.
 
-    Args:
-        calls: By name. Each runs once before it is timed, so that what it compiles is compiled.
-        host: Whether the host's time counts where it is longer: not for calls that the host runs ahead of.
+    Each call runs once before it is timed, so that what it compiles is compiled. With `host` the host's time counts
+    where it is longer: not for calls that the host runs ahead of.
     """
     runs: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -79,7 +75,7 @@ def on_device(calls: Calls, host: bool = True) -> dict[str, list[float]]:
                 device, share = _device(calls[name], cold, writes[name])
                 if share <= 1 or writes[name] == _MOST_WRITES:
                     break
-                # the device waited for the host: this was not the kernels' time alone
+                # the device waited for the host: this was not only the kernels' time
                 writes[name] = min(math.ceil(2 * share * writes[name]), _MOST_WRITES)
             runs[name].append(max(device, busy))
     return runs

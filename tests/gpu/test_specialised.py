@@ -51,11 +51,7 @@ STRUCTURES: dict[str, Callable[[int], CallStructure]] = {
     "window over documents": lambda n: CallStructure(2, n, n, causal=True, window=150, **_documents(n, 331)),
     "sinks over documents": lambda n: CallStructure(2, n, n, causal=True, window=99, sinks=130, **_documents(n, 331)),
 }
-WINDOWS = {
-    "narrow": ((40, 0), (5, 0)),
-    "wide": ((300, 700), (16, 140)),
-    "sinks of many tiles": ((130, 0), (400, 0)),
-}
+WINDOWS = {"narrow": ((40, 0), (5, 0)), "wide": ((300, 700), (16, 140)), "sinks of many tiles": ((130, 0), (400, 0))}
 
 
 def _left(n: int) -> torch.Tensor:
@@ -67,8 +63,7 @@ def _left(n: int) -> torch.Tensor:
 def _uneven(n: int, *lengths: int) -> dict[str, torch.Tensor]:
     """Documents of these lengths, and one of the rest."""
     numbers = torch.repeat_interleave(
-        torch.arange(len(lengths) + 1, device="cuda"),
-        torch.tensor([*lengths, n - sum(lengths)], device="cuda"),
+        torch.arange(len(lengths) + 1, device="cuda"), torch.tensor([*lengths, n - sum(lengths)], device="cuda")
     )[None]
     return {"q_segments": numbers, "k_segments": numbers}
 
@@ -131,17 +126,7 @@ def test_heads_of_128_channels(name: str, heads: int, n: int) -> None:
 @pytest.mark.parametrize("n", [1024, 1200])
 @pytest.mark.parametrize("heads", [2, 6, 8])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "causal",
-        "full",
-        "suffix",
-        "static cache",
-        "cross",
-        "left padding",
-        "documents",
-        "some short documents",
-    ],
+    "name", ["causal", "full", "suffix", "static cache", "cross", "left padding", "documents", "some short documents"]
 )
 def test_heads_of_64_channels(name: str, heads: int, n: int, any_length: None) -> None:
     """Three groups of warps: with six heads those of a group together, else rows of one head."""

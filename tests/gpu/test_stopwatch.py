@@ -53,9 +53,7 @@ def _writes(count: int) -> float:
     return float(begin.elapsed_time(end)) * 1e3
 
 
-def test_a_call_that_waits_for_the_device_is_not_charged_the_writes_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_waits_for_the_device_is_not_charged_the_writes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which there are so many here that a slow host's way to the device and back is little beside them."""
     monkeypatch.setattr(stopwatch, "_WRITES", stopwatch._MOST_WRITES)
     small = torch.ones(16, device="cuda")

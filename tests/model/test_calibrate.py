@@ -32,7 +32,6 @@ from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import Joint, JointPasses
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState, Known
-from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.cli.options import nats
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -615,19 +614,6 @@ def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:
         draw(text, encode, 64, {"a": 10_000}, 0)
 
 
-def test_documents_of_jsonl_and_directories(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    (tmp_path / "b.txt").write_text("three")
-    assert [(name, "".join(pieces)) for name, pieces in read_documents([tmp_path])] == [
-        (f"{tmp_path / 'a.jsonl'}:0", "one"), (f"{tmp_path / 'a.jsonl'}:1", "two"), (str(tmp_path / "b.txt"), "three"),
-    ]  # fmt: skip
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        list(read_documents([tmp_path / "c"]))
-    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
-    with pytest.raises(ValueError, match="expected the text field 'text'"):
-        list(read_documents([tmp_path / "a.jsonl"]))
-
-
 def test_needles_lie_where_they_say() -> None:
     haystack = build(torch.arange(400) % 90, 3, torch.Generator().manual_seed(0))
     assert len(haystack.tokens) == 400
@@ -648,7 +634,9 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
     assert keys[8:12] == keys[:4]
     assert len(set(keys)) == 12
     assert [len(own) for own in haystack.likely] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
-    assert all(haystack.depths[i + 8] - haystack.depths[i] == 0.5 for i in range(4))
+    windows = haystack.tokens.unfold(0, 10, 1)
+    places = [int((windows == haystack.tokens[at - 6 : at + 4]).all(1).nonzero()[0]) for at in haystack.answers]
+    assert [places[i + 8] - places[i] for i in range(4)] == [(1024 - 160) // 2] * 4, "half a haystack apart"
 
     class Arms:
         """Answers every question by the value that the key had first, and the rest as it is."""
@@ -680,12 +668,7 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     for index in range(4):
         evidence.add(str(index), scores)
     evidence.add_needles([True] * 8, [True] * 8)
-    kwargs: dict[str, Any] = {
-        "confidence": 0.95,
-        "tries": 1,
-        "activation_share": (1.0, 1.0),
-        "predicted": 0.0,
-    }
+    kwargs: dict[str, Any] = {"confidence": 0.95, "tries": 1, "activation_share": (1.0, 1.0), "predicted": 0.0}
     assert judge(evidence, Gates(1e-3), **kwargs).passed
     evidence.add_needles([True] * 8, [False] * 6 + [True] * 2)
     verdict = judge(evidence, Gates(1e-3), **kwargs)

@@ -46,8 +46,9 @@ from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pag
 from adaattn_hf.patches.plans import attach, fit, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
+from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
-from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
+from adaattn_hf.policy.candidates import candidates
 from adaattn_hf.policy.knapsack import evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.policy.table import SolverTable
@@ -522,16 +523,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     assert plan.protocol["scoring"]["maskings"] == 3
     assert plan.protocol["scoring"]["mask_share"] == 0.2
     # without lengths: the model's positions, for which this table has no prices
-    again = [
-        str(directory),
-        "--data",
-        str(text[0]),
-        "--families",
-        "bf16",
-        "--prices",
-        str(table),
-        *small.split(),
-    ]
+    again = [str(directory), "--data", str(text[0]), "--families", "bf16", "--prices", str(table), *small.split()]
     without = run_command(*again)
     assert without.exit_code == 2, without.output
     assert "measured at 256 to 256 tokens, expected prices around 512" in without.output

@@ -82,10 +82,7 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
 
 @st.composite
 def requests(
-    draw: st.DrawFn,
-    dtype: torch.dtype = torch.float32,
-    longest: int = 40,
-    extras: bool = True,
+    draw: st.DrawFn, dtype: torch.dtype = torch.float32, longest: int = 40, extras: bool = True
 ) -> AttentionRequest:
     """A call: odd lengths and head sizes, grouped heads, strided inputs, huge logits, learned sinks, softcap, bias."""
     batch = draw(st.integers(1, 3))
@@ -112,12 +109,7 @@ def requests(
     if extras and draw(st.integers(0, 2)) == 0:
         more["sink_logits"] = torch.randn(kv_heads * groups, generator=random)
     if extras and draw(st.integers(0, 2)) == 0:
-        shape = (
-            draw(st.sampled_from([1, batch])),
-            kv_heads * groups,
-            draw(st.sampled_from([1, q_len])),
-            kv_len,
-        )
+        shape = (draw(st.sampled_from([1, batch])), kv_heads * groups, draw(st.sampled_from([1, q_len])), kv_len)
         more["bias"] = torch.randn(shape, generator=random)
     if extras and draw(st.integers(0, 2)) == 0:
         more["need_lse"] = True

@@ -47,10 +47,7 @@ class World:
 
 
 def simulate(
-    monkeypatch: pytest.MonkeyPatch,
-    worlds: list[World],
-    choose: Callable[[World, Any], float],
-    saving: float = 1.0,
+    monkeypatch: pytest.MonkeyPatch, worlds: list[World], choose: Callable[[World, Any], float], saving: float = 1.0
 ) -> tuple[int, int, list[float]]:
     """Runs a campaign in each world; returns plans met, plans met that break the budget, and the share used.
 
@@ -130,9 +127,7 @@ def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch)
     assert float(np.median(used)) >= 0.6
 
 
-def test_a_budget_smaller_than_the_rounding_of_half_precision_is_spent_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_budget_smaller_than_the_rounding_of_half_precision_is_spent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exact kernels lie further apart in KL than the budget, and neither loses anything to the other."""
     worlds = [World((0.5, 1.0, 2.0)[seed % 3], seed, rounding=1.2 * SETTINGS.budget) for seed in range(1200)]
     met, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)))

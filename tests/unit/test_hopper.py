@@ -69,13 +69,7 @@ WINDOWS = HeadRules((100, 0), (4, 0), ("model",) * 2)
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "rules", "together"),
-    [
-        (4, 128, None, 1),
-        (4, 128, WINDOWS, 1),
-        (4, 64, None, 1),
-        (6, 64, None, 3),
-    ],
+    ("heads", "dim", "rules", "together"), [(4, 128, None, 1), (4, 128, WINDOWS, 1), (4, 64, None, 1), (6, 64, None, 3)]
 )
 def test_heavy_calls_are_dealt_out(
     launched: Launched, heads: int, dim: int, rules: HeadRules | None, together: int
@@ -148,15 +142,21 @@ def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched
     assert computed == [{300, 129, 50}, {20, 127}]
 
 
-def test_a_call_of_short_runs_alone_is_one_launch(launched: Launched) -> None:
-    """The first tokens in a static cache have fewer keys than a tile, behind which there is room for more."""
-    launch.attend(drawn(CallStructure(1, 40, N, causal=True, q_offset=60)))
-    assert [name for name, *_ in launched] == ["forward"]
-
-
-def test_a_call_of_short_documents_is_one_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
-    launch.attend(drawn(documents(*[100] * 20, 10)))
+@pytest.mark.parametrize(
+    ("structure", "least"),
+    [
+        # the first tokens in a static cache have fewer keys than a tile, after which there is room for more
+        (CallStructure(1, 40, N, causal=True, q_offset=60), 0),
+        (documents(*[100] * 20, 10), 1 << 20),  # only the last document would be for Hopper, and it is light
+        (causal(), 1 << 40),
+    ],
+    ids=["short runs", "short documents", "light"],
+)
+def test_short_runs_and_light_calls_are_one_launch_of_the_other_kernel(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, structure: CallStructure, least: int
+) -> None:
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    launch.attend(drawn(structure))
     assert [name for name, *_ in launched] == ["forward"]
 
 
@@ -164,13 +164,7 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
     whole = drawn(causal())
     odd = replace(whole, key=shifted(whole.key))
     spread = replace(whole, query=torch.zeros(1, 4, N, 256, dtype=torch.bfloat16)[..., ::2])
-    others = [
-        drawn(causal(), softcap=10.0),
-        drawn(causal(), 96),
-        drawn(causal(), 64, per_head=WINDOWS),
-        odd,
-        spread,
-    ]
+    others = [drawn(causal(), softcap=10.0), drawn(causal(), 96), drawn(causal(), 64, per_head=WINDOWS), odd, spread]
     for request in others:
         launch.attend(request)
     assert [name for name, *_ in launched] == ["forward"] * len(others)
@@ -183,12 +177,6 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
     monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", least)  # queries see 256.5 keys on average
     launch.attend(drawn(causal(), 64))
     assert [name for name, *_ in launched] == [kernel]
-
-
-def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 40)
-    launch.attend(drawn(causal()))
-    assert [name for name, *_ in launched] == ["forward"]
 
 
 @pytest.fixture
@@ -209,12 +197,7 @@ def heavy(**changes: Any) -> CallSpec:
 def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
     ours = ("fa3_fwd", "fa4", "fa3", "triton", "sdpa", "eager")
     assert select.order(heavy()) == select.order(heavy(head_dim=64, head_dim_v=64)) == ours
-    for other in (
-        {"needs_grad": True},
-        {"head_dim": 96, "head_dim_v": 96},
-        {"head_dim": 64},
-        {"kind": "full"},
-    ):
+    for other in ({"needs_grad": True}, {"head_dim": 96, "head_dim_v": 96}, {"head_dim": 64}, {"kind": "full"}):
         assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(keys=1024)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(pairs=1 << 29)) == ("triton", "sdpa", "eager")

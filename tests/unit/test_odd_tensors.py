@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    BertConfig,
-    LlamaConfig,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig
 
 import adaattn_hf
 

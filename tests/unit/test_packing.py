@@ -122,9 +122,7 @@ def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
     assert told_to_model() == Told()
 
 
-@given(
-    pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
-)
+@given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
 def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple[int, int]]) -> None:
     q_lengths, k_lengths = [q for q, _ in pairs], [k for _, k in pairs]
     structure = CallStructure(1, sum(q_lengths), sum(k_lengths))

@@ -28,7 +28,7 @@ from adaattn_hf.plans.plan import LayerPlan  # noqa: E402
 from ..support.choices import make_choice  # noqa: E402
 from ..support.names import registered  # noqa: E402
 from ..support.plans import plan_for  # noqa: E402
-from .test_triton_prepare import interpreted  # noqa: E402
+from .test_triton import interpreted  # noqa: E402
 
 LAYERS, N = 3, 40
 WINDOWS = (8, 16, 12)

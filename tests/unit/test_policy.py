@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from adaattn_hf.calibration.search import REHEARSED
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
+from adaattn_hf.policy.acceptance import Gates, clustered
 from adaattn_hf.policy.aim import CAUTION, LossLaw, Observation
 from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
@@ -147,9 +147,7 @@ def test_price_lines_interpolate_and_round_trip() -> None:
     assert line.seconds(0) == 0.0
     assert fit_price([1, 3], [1.0, 9.0]).constant == 0.0
     table = PriceTable(
-        "m",
-        {"w": "shared"},
-        {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}},
+        "m", {"w": "shared"}, {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}}
     )
     assert table.price("prefill", 2000, "exact").slope == pytest.approx(4.0)
     assert table.price("prefill", 8000, "exact").slope == pytest.approx(64.0)
@@ -190,11 +188,7 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     assert not any(precision_of(choice) == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
     assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 512
     assert max(getattr(c.keys, "window", 0) for c in candidates(8192, 64, "float32").choices) == 5120
-    assert candidates(4096, 64, "float32", ("rank",)).choices == (
-        EXACT,
-        make_choice(rank=32),
-        make_choice(rank=48),
-    )
+    assert candidates(4096, 64, "float32", ("rank",)).choices == (EXACT, make_choice(rank=32), make_choice(rank=48))
     with pytest.raises(ValueError, match="Did you mean 'window'"):
         candidates(4096, 64, "float32", ("windows",))
 
@@ -314,9 +308,9 @@ def test_sources_that_differ_widen_the_law() -> None:
 def test_bound_covers_the_truth_at_its_level() -> None:
     random = np.random.default_rng(0)
     tokens = np.full(12, 100)
-    covered = [upper_bound(random.normal(0.3, 1.0, 12) * 100, tokens, 0.95).upper >= 0.3 for _ in range(2000)]
+    covered = [clustered_ratio(random.normal(0.3, 1.0, 12) * 100, tokens).upper(0.95) >= 0.3 for _ in range(2000)]
     assert 0.935 < float(np.mean(covered)) < 0.965
-    assert upper_bound(np.array([1.0]), np.array([10]), 0.95).upper == math.inf
+    assert clustered_ratio(np.array([1.0]), np.array([10])).upper(0.95) == math.inf
 
 
 def test_clusters_are_documents_where_there_are_enough() -> None:
@@ -338,7 +332,7 @@ def test_documents_of_unequal_size_err_no_oftener(sizes: tuple[int, ...], level:
     tokens = [1000] * len(names)
 
     def upper() -> float:
-        return upper_bound(*clustered(names, random.standard_normal(len(names)).tolist(), tokens), 1 - level).upper
+        return clustered_ratio(*clustered(names, random.standard_normal(len(names)).tolist(), tokens)).upper(1 - level)
 
     failed = float(np.mean([upper() < 0.0 for _ in range(4000)]))
     assert 0.5 * level < failed < 1.35 * level
@@ -474,10 +468,7 @@ def test_the_price_of_a_plan_is_that_of_its_launches_one_by_one(seed: int) -> No
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: allocate(np.ones((1, 1)), np.zeros((1, 1, 1)), np.array([-1.0])),
-            "expected nothing negative",
-        ),
+        (lambda: allocate(np.ones((1, 1)), np.zeros((1, 1, 1)), np.array([-1.0])), "expected nothing negative"),
         (lambda: fit_price([1, 2], [0.1]), "heads has 2 and seconds 1 entries"),
         (lambda: fit_price([], []), "expected as many and at least one"),
         (lambda: RiskTable(2, 1).add(np.zeros((1, 1)), 3), r"summed has shape \(1, 1\), expected \(2, 1\)"),
@@ -487,11 +478,6 @@ def test_the_price_of_a_plan_is_that_of_its_launches_one_by_one(seed: int) -> No
 def test_malformed_numbers_are_named(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_one_cluster_bounds_nothing() -> None:
-    alone = clustered_ratio(np.array([0.1]), np.array([10.0]))
-    assert alone.upper(0.95) == math.inf
 
 
 @pytest.mark.skipif(os.name != "posix", reason="its C library goes by another name elsewhere")
@@ -557,8 +543,3 @@ def test_a_solver_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(knapsack, "milp", lambda *given, **options: SimpleNamespace(x=None, message="time is up"))
     with pytest.raises(ValueError, match="the solver found no allocation: time is up"):
         allocate(np.array([[2.0, 1.0]]), np.zeros((1, 1, 2)), np.ones(1))
-
-
-def test_a_line_through_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads has 0 and seconds 1 entries"):
-        fit_price([], [1.0])

@@ -27,13 +27,7 @@ def of_segments(structure: CallStructure) -> torch.Tensor:
     seen = torch.zeros(structure.batch, structure.q_len, structure.kv_len, dtype=torch.bool)
     for row, q_start, q_len, k_start, k_len, offset in structure.segments() or ():
         local = CallStructure(
-            1,
-            q_len,
-            k_len,
-            causal=structure.causal,
-            q_offset=offset,
-            window=structure.window,
-            sinks=structure.sinks,
+            1, q_len, k_len, causal=structure.causal, q_offset=offset, window=structure.window, sinks=structure.sinks
         )
         seen[row, q_start : q_start + q_len, k_start : k_start + k_len] |= local.visible()[0, 0]
     return seen

@@ -48,13 +48,13 @@ def test_a_file_is_read_alike(tmp_path: Path, name: str, content: str, expected:
 def test_a_directory_is_read_alike_with_those_below_it(tmp_path: Path) -> None:
     for name in ("b.txt", "a/b.txt", "a/c/d.md", "e.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(json.dumps({"text": name}) if name.endswith("jsonl") else name)
+        (tmp_path / name).write_text(f"{json.dumps({'text': name})}\n" * 2 if name.endswith("jsonl") else name)
     (tmp_path / ".DS_Store").write_bytes(b"\x00\xff")
     (tmp_path / "a" / "picture.png").write_bytes(b"\x89PNG")
-    expected = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl"]
+    expected = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl", "e.jsonl"]
     assert calibrated(tmp_path) == evaluated(tmp_path) == expected
     names = [name for name, _ in read_documents([tmp_path])]
-    documents = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl:0"]
+    documents = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl:0", "e.jsonl:1"]
     assert names == [str(tmp_path / name) for name in documents], "files of one name are two documents"
 
 
@@ -71,11 +71,7 @@ def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (
-            "null.jsonl",
-            b'{"text": "one"}\n{"text": null}\n',
-            r"null\.jsonl.*field 'text' is null, expected a string",
-        ),
+        ("null.jsonl", b'{"text": "one"}\n{"text": null}\n', r"null\.jsonl.*field 'text' is null, expected a string"),
         ("number.jsonl", b'{"text": 7}\n', "field 'text' is a number, expected a string"),
         ("list.jsonl", b'["one"]\n', "is a list, expected an object with the text field 'text'"),
         ("other.jsonl", b'{"body": "one"}\n', "has 'body', expected the text field 'text'.*rename"),

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.runs import Runs
 from adaattn_hf.attention.structure import CallStructure, Segment
 
 from ..support.head_rules import rules
-from .test_triton import STRUCTURES, interpreted, make
+from .test_triton import STRUCTURES, check, interpreted, make
 
 pytestmark = pytest.mark.usefixtures("bulk_always")
 
@@ -24,15 +24,6 @@ RULES = {
     "all heads": rules((5, 30), (2, 0)),
     "a window as long as the call": rules((70, 9), (0, 40)),
 }
-
-
-def check(request: AttentionRequest, atol: float = 4e-3) -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
-    result, truth = attend(request), reference.attention(request)
-    torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
-    assert result.lse is not None
-    torch.testing.assert_close(result.lse.double(), truth.lse, atol=atol / 2, rtol=0)
 
 
 SERVED = [name for name, s in STRUCTURES.items() if s.window is None and s.sinks_at_runs]
@@ -54,9 +45,7 @@ def test_a_model_with_a_window_may_have_heads_with_less(name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    "extra",
-    [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
-    ids=["softcap", "sinks"],
+    "extra", [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=["softcap", "sinks"]
 )
 @pytest.mark.parametrize("name", ["left padding", "padded decode", "documents"])
 def test_other_mathematics(name: str, extra: dict[str, Any]) -> None:
@@ -94,10 +83,7 @@ def test_three_thousand_tokens_and_a_window_of_three_hundred() -> None:
 def test_steps_read_the_keys_of_their_head(kv_heads: int) -> None:
     """Shares of a long head and of windowed ones, more than the merge holds at once, odd batch."""
     windows = (0, 300, 1, 2000)[:kv_heads]
-    check(
-        make(STEP, 4, kv_heads, 16, 16, torch.float32, per_head=rules(windows, (0, 7, 4, 900)[:kv_heads])),
-        4e-6,
-    )
+    check(make(STEP, 4, kv_heads, 16, 16, torch.float32, per_head=rules(windows, (0, 7, 4, 900)[:kv_heads])), 4e-6)
 
 
 @interpreted

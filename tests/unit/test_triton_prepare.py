@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -24,15 +22,8 @@ from adaattn_hf.backends.triton import prefill
 from adaattn_hf.backends.triton.launch import attend
 
 from ..support.on_device import OnCuda, shifted
+from .test_triton import LEFT, N, interpreted
 
-OLD = Version(metadata.version("triton")) < Version("3.7")
-interpreted = pytest.mark.skipif(
-    OLD or torch.cuda.is_available(),
-    reason="needs triton 3.7, whose interpreter knows NumPy 2, and no CUDA device: there the kernels are compiled",
-)
-N = 70
-LEFT = torch.ones(2, N, dtype=torch.bool)
-LEFT[0, :33] = False
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))[None].expand(2, -1)
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
 

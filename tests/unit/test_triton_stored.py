@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ STEPS = [name for name, structure in STRUCTURES.items() if structure.q_len == 1]
 
 
 def stored(request: AttentionRequest, bits: int, *, mean: bool = True, first: bool = True, turned: bool = True) -> Any:
-    """The request over codes of its keys, as a cache makes them."""
+    """The request over codes of its keys, as a cache makes them; itself for 0 bits."""
+    if not bits:
+        return request
     key, value = request.key.float(), request.value.float()
     middle = key.mean(dim=2) * 3
     own = (middle @ hadamard(key.shape[3]) if turned else middle).contiguous() if mean else None
@@ -155,8 +158,7 @@ def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
     for keys in (1500, 200):
         structure = CallStructure(1, 1, keys, causal=True, q_offset=keys - 1)
-        asked = make(structure, 4, 2, 32, 64, torch.float32, per_head=per_head, sink_logits=sink)
-        asked = stored(asked, bits) if bits else asked
+        asked = stored(make(structure, 4, 2, 32, 64, torch.float32, per_head=per_head, sink_logits=sink), bits)
         result, expected = (step.attend_step(asked, graph=graph) for graph in (True, False))
         torch.testing.assert_close(result.out, expected.out, atol=2e-6, rtol=0)
         torch.testing.assert_close(result.lse, expected.lse, atol=2e-6, rtol=0)
@@ -230,8 +232,7 @@ def test_a_step_is_one_launch_and_one_allocation(name: str, bits: int, monkeypat
     from adaattn_hf.backends.triton import step
     from adaattn_hf.backends.triton.launch import attend
 
-    request = make(STRUCTURES[name], 4, 2, 32, 64, per_head=rules((300, 0), (7, 0)))
-    asked = stored(request, bits) if bits else request
+    asked = stored(make(STRUCTURES[name], 4, 2, 32, 64, per_head=rules((300, 0), (7, 0))), bits)
     asked.need_lse = False
     attend(asked)
     launches: list[str] = []
@@ -258,16 +259,10 @@ def test_what_is_prepared_for_a_kind_launches_as_a_request_does(name: str, per_h
     """Whatever the length: the launch of the first call serves the next ones."""
     from adaattn_hf.backends.triton.launch import attend
 
-    request = make(STRUCTURES[name], 4, 2, 32, 64, per_head=per_head)
-    asked = stored(request, bits) if bits else request
-    asked.need_lse = False
-    launch = TritonBackend().prepare(CallSpec.of(asked), per_head)
-    for structure, keys in ((asked.structure, asked.key), (LONG, None)):
-        if keys is None:
-            request = make(structure, 4, 2, 32, 64, per_head=per_head)
-            asked = stored(request, bits) if bits else request
-            asked.need_lse = False
-        out = launch(asked.query, asked.key, asked.value, asked.scaling, structure, asked.stored)
+    calls = [stored(make(one, 4, 2, 32, 64, per_head=per_head), bits) for one in (STRUCTURES[name], LONG)]
+    launch = TritonBackend().prepare(CallSpec.of(replace(calls[0], need_lse=False)), per_head)
+    for asked in calls:
+        out = launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure, asked.stored)
         assert torch.equal(out, attend(asked).out)
     if not bits:
         nothing = asked.key[:, :, :0], asked.value[:, :, :0]

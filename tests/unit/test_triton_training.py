@@ -37,12 +37,7 @@ def gradients(request: AttentionRequest, compute: Any, with_lse: bool) -> list[T
 def check(request: AttentionRequest, with_lse: bool = False) -> None:
     from adaattn_hf.backends.triton.launch import attend
 
-    wide = replace(
-        request,
-        query=request.query.double(),
-        key=request.key.double(),
-        value=request.value.double(),
-    )
+    wide = replace(request, query=request.query.double(), key=request.key.double(), value=request.value.double())
     ours = gradients(request, attend, with_lse)
     true = gradients(wide, reference.attention, with_lse)
     for a, b in zip(ours, true, strict=True):
@@ -58,9 +53,7 @@ def test_gradients_equal_the_reference(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize("name", ["causal", "left padding", "few sinks"])
 @pytest.mark.parametrize(
-    "extra",
-    [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
-    ids=["softcap", "sinks"],
+    "extra", [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=["softcap", "sinks"]
 )
 def test_gradients_of_other_mathematics(name: str, extra: dict[str, Any]) -> None:
     check(make(STRUCTURES[name], 4, 4, 24, 40, need_lse=False, **extra))

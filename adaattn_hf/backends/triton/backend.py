@@ -38,13 +38,12 @@ class TritonBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
-        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+        from ..capability import capability  # only of CUDA: registering names does not ask for devices
         from .sizes import LEAST_SM, refusals
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
-            head_precision="model" if same else spec.head_precision,
-            head_until=spec.head_until and not spec.compiling,
+            head_precision="model" if same else spec.head_precision, head_until=spec.head_until and not spec.compiling
         )
         reasons = list(unnamed(served, "the Triton kernels", _SERVES))
         facts = capability(spec.device_index) if spec.device == "cuda" else None

@@ -1,6 +1,6 @@
 """Gradients of attention over segments, with a window and sinks per key/value head.
 
-FlashAttention-2's backward pass (Dao 2023): weights are computed anew from the saved log-sum-exp, one kernel walks the
+FlashAttention-2's backward pass (Dao 2023): weights are computed again from the saved log-sum-exp, one kernel walks the
 queries of a block of keys, another the keys of a block of queries, so that nothing is added up in an order that varies.
 """
 

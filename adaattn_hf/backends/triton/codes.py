@@ -116,7 +116,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
-    Scales are read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION and
+    Scales are read with the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION and
     ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`), 0 where they were
     not; HALVES rotates queries by halves of their channels. Channels of a row adjoin, and rows of values begin at even
     addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is BLOCK_N
@@ -277,7 +277,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     weight = weight * 2.0**-20  # of the power 0
     if BITS == 8:
         acc = tl.join(_merged(acc_0, weight, WIDE), _merged(acc_1, weight, WIDE))
-    else:  # a byte's high half stands 16 channels behind its low one
+    else:  # a byte's high half stands 16 channels after its low one
         twice, eighth = weight * 2.0, weight * 0.125
         acc = tl.join(_merged(acc_0, twice, WIDE), _merged(acc_2, twice, WIDE))
         acc = tl.join(acc, tl.join(_merged(acc_1, eighth, WIDE), _merged(acc_3, eighth, WIDE)))

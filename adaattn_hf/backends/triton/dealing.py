@@ -77,7 +77,7 @@ def cut(  # type: ignore[no-untyped-def]
 def order(blocks_ptr, entries_ptr, count, kv_heads, LAST_FIRST: tl.constexpr, LINE: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Writes run, first row and key/value head of all blocks and heads, those with most to do first.
 
-    Those of a class are ordered by head, then as they come, with LAST_FIRST from behind; programs are LINE blocks.
+    Those of a class are ordered by head, then as they come, with LAST_FIRST from the end; programs are LINE blocks.
     """
     own = tl.program_id(0) * LINE + tl.arange(0, LINE)
     there = own < count
@@ -136,7 +136,7 @@ def deal(blocks_ptr, order_ptr, cost_ptr, items_ptr, blocks, count, programs, LA
     """Deals items out, the longest first, half as many at a time as there are programs, to those that have least to do.
 
     `order` and `cost` hold the items' numbers and costs, sorted. The table `[turns, programs, 3]` begins with a row of
-    how many items each program has; then come run, first row and heads of each; behind the last one the heads are -1.
+    how many items each program has; then come run, first row and heads of each; after the last one the heads are -1.
     """
     program = tl.arange(0, LANES)
     there = program < programs

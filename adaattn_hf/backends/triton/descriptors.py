@@ -31,13 +31,9 @@ def _layout() -> Any:
 
 
 def descriptor_of(tensor: Tensor, rows: int, columns: int | None = None, gluon: bool = False) -> Any:
-    """A descriptor of tiles `[1, 1, rows, columns]` of a tensor, None where TMA cannot take them.
+    """A descriptor of tiles `[1, 1, rows, columns]` of a tensor with four dimensions, None where TMA cannot take them.
 
-    Args:
-        tensor: `[batch, heads, length, width]`.
-        rows: Of a tile.
-        columns: Of a tile; all of them when absent.
-        gluon: Whether a kernel in Gluon reads it.
+    Tiles have all columns when none are given. `gluon`: a kernel in Gluon reads it.
     """
     width, size, strides = tensor.shape[3], tensor.element_size(), tensor.stride()
     if size != 2 or width != padded(width) or width < 32 or not aligned(tensor) or not _has_tma(tensor.device):

@@ -91,9 +91,7 @@ def forward(  # type: ignore[no-untyped-def]
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     o_rows = out_ptr + row * o_b + head * o_h + (q_start + i).to(tl.int64)[:, None] * o_n
     tl.store(
-        o_rows + dv[None, :] * o_d,
-        acc.to(out_ptr.dtype.element_ty),
-        mask=(i < q_len)[:, None] & (dv < DIM_V)[None, :],
+        o_rows + dv[None, :] * o_d, acc.to(out_ptr.dtype.element_ty), mask=(i < q_len)[:, None] & (dv < DIM_V)[None, :]
     )
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453

@@ -20,7 +20,7 @@ _SM = (9, 0)
 _LEAST_OF_WINDOWS = 1950
 """Keys that queries of 64 channels see on average, some 100 fewer than blocks of them read, from which on windows gain
 by these kernels. With windows of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys
-where other kernels ran between, as that is far less code to fetch anew; of 8 sequences at once 0.9 times as long,
+where other kernels ran between, as that is far less code to fetch again; of 8 sequences at once 0.9 times as long,
 windows of 512 0.93 times."""
 _LEAST_OF_ROWS = 640
 """The same without windows where all groups of warps have rows of one head, 192 an item: in documents of 1,000 tokens
@@ -39,7 +39,7 @@ class Warps(NamedTuple):
         stages: Tiles in a ring.
         alternate: Whether the groups begin their products one after the other.
         ahead: Whether queries come an item ahead.
-        least: Keys that queries must see on average, lest rows or tiles at edges be too many.
+        least: Keys that queries must see on average; with fewer, too many rows or tiles are at edges.
         least_of_many: The same where each of the programs computes many items.
     """
 
@@ -55,11 +55,7 @@ class Warps(NamedTuple):
     def pays(self, pairs: int, queries: int, groups: int, programs: int) -> bool:
         """Whether queries see enough keys.
 
-        Args:
-            pairs: Of queries and keys that all key/value heads see.
-            queries: Of all key/value heads.
-            groups: Query heads per key/value head.
-            programs: That run at once.
+        `pairs` of queries and keys, and `queries`, are those of all key/value heads, with `groups` query heads each.
         """
         many = _MANY_TURNS * programs * 64 * self.groups <= queries * groups
         return pairs >= (self.least_of_many if many else self.least) * queries
@@ -71,18 +67,15 @@ class Warps(NamedTuple):
 
 
 def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
-    """How the warps of a dense call or one with windows share it out, as measured on an H200; None where they lose.
+    """How the warps of a dense call, or one with windows, share it out, as measured on an H200; None where they lose.
 
-    Args:
-        dim: Channels of a head, of keys and values alike.
-        groups: Query heads per key/value head.
-        windows: Whether some head has a window.
+    Keys and values have `dim` channels.
     """
     if dim == 128:
         return Warps(2, 1, 128, 2, windows, ahead=True)
     if dim == 64:
         together = 3 if groups % 3 == 0 else 1
-        # to bring queries ahead is code that has to be fetched anew: 1 to 2 % slower here, 2 to 7 % faster above
+        # to bring queries ahead is code that has to be fetched again: 1 to 2 % slower here, 2 to 7 % faster above
         least = _LEAST_OF_WINDOWS if windows else 0 if together > 1 else _LEAST_OF_ROWS
         return Warps(3, together, 128, 2, True, least=least, least_of_many=least // 4 if windows else least)
     return None

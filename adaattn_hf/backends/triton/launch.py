@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def attend(request: AttentionRequest) -> AttentionResult:
-    """Attention over the segments of a request.
-
-    Raises:
-        ValueError: The structure is not made of segments.
-    """
+    """Attention over the segments of a request; a structure that is not made of segments is refused."""
     if request.asks_nothing:
         return nothing_seen(request)
     tensors = (request.query, request.key, request.value, request.sink_logits)

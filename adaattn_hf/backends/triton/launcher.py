@@ -52,12 +52,11 @@ class Launcher:
         layer's inputs and leaves the current device as it is. Whoever calls the layer finds it as it was.
 
         Args:
-            grid: Programs, in up to three extents.
             arguments: The kernel's, in its order, up to its constants; the first is a tensor, and all lie there.
             constants: These by name, and the compiler's options.
-            kind: What the compiled variant depends on beside them and the device: dtypes and strides of tensors, and
-                numbers that Triton may compile in. None where an address is not `aligned` or anything else is
-                unusual: then Triton looks for itself.
+            kind: What the compiled variant depends on besides them and the device: dtypes and strides of tensors, and
+                numbers that Triton may compile in. None where an address is not `aligned` or anything else is unusual:
+                then Triton looks for itself.
         """
         device = arguments[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():

@@ -1,7 +1,7 @@
 """A step of generation as an operator of torch, for graphs that are traced and may be captured.
 
 Transformers compiles the step of a static cache by itself, and captures it. Its number of tokens lies on the device
-then: the host cannot look at it, but the kernel can. Registered when the package is imported, from torch alone: the
+then: the host cannot look at it, but the kernel can. Registered when the package is imported, with torch only: the
 kernels are imported when it first runs.
 """
 
@@ -18,7 +18,7 @@ from ...attention.structure import OPERANDS, CallStructure
 if TYPE_CHECKING:
     from ...attention.heads import HeadWindows
 
-# Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
+# Operators live under the name of the package that holds this file: several copies of it may be loaded.
 _NAMESPACE = __name__.partition(".")[0]
 
 

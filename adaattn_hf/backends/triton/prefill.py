@@ -38,18 +38,7 @@ _WHOLE = Cut("queries", 0)
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for, beside windows and runs.
-
-    Attributes:
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        dim: Channels of queries and keys.
-        dim_v: Channels of values.
-        dtype: Of all tensors.
-        softcap: Of the scores.
-        has_sink: Whether heads have learned sinks.
-        has_lse: Whether the log-sum-exp is written.
-    """
+    """What kernels are compiled for, besides windows and runs: numbers of heads and channels, options of the scores."""
 
     heads: int
     kv_heads: int
@@ -72,13 +61,11 @@ class Part(NamedTuple):
     """One launch of a call.
 
     Attributes:
-        launcher: Of the kernel.
-        grid: Programs.
         tables: Runs, entries or items, windows.
         constants: Of the kernel, and the compiler's options, as it reads keys and values by addresses.
         by_tma: The same as it reads them by TMA; None where that does not pay.
         box: Keys and channels that TMA brings at once; all channels where None.
-        specialised: Whether it is the warp-specialised kernel for Hopper, which reads by TMA alone.
+        specialised: Whether it is the warp-specialised kernel for Hopper, which only reads by TMA.
     """
 
     launcher: Launcher
@@ -93,14 +80,9 @@ class Part(NamedTuple):
 def find_parts(
     structure: CallStructure, device: torch.device, kind: Kind, windows: HeadWindows | None, on_hopper: bool
 ) -> tuple[Part, ...]:
-    """The launches of all calls of a kind over a structure.
+    """The launches of all calls of a kind over a structure, which has runs.
 
-    Args:
-        structure: It has runs.
-        device: Of all tensors.
-        kind: Of the calls.
-        windows: Of `head_windows`.
-        on_hopper: Whether the kernel for Hopper may be among them.
+    `windows` are those of `head_windows`; `on_hopper` lets the kernel for Hopper be among the launches.
     """
     every = windows or exact_windows(kind.kv_heads)
     heavy = _is_heavy(kind, pairs_seen(structure, every))
@@ -191,19 +173,16 @@ def run(
 ) -> AttentionResult:
     """Attention of many queries, in one launch over all runs and heads, or two.
 
+    Tensors on several devices are refused.
+
     Args:
         query: `[batch, heads, q_len, head_dim]`.
         key: `[batch, num_kv_heads, kv_len, head_dim]`.
         value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
         structure: It has runs.
-        scaling: Factor on the scores.
         windows: Of `head_windows`.
-        softcap: Of the scores.
         sink: Learned sinks, `[heads]`.
         with_lse: Whether the log-sum-exp is written.
-
-    Raises:
-        ValueError: The tensors do not lie on one device.
     """
     if not query.get_device() == key.get_device() == value.get_device():
         raise other_devices(query, key, value)

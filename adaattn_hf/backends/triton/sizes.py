@@ -42,7 +42,6 @@ class Size(NamedTuple):
         width: Bytes of a padded head up to which it serves.
         memory: Bytes of shared memory that a program takes then, as compiled for devices that have less than Hopper
             (`make compiled` holds them to it); of a step, for up to 16 rows.
-        tile: The tile.
         more: Of a step, the bytes for each further row: query heads that share keys, up to a power of two.
     """
 
@@ -56,10 +55,7 @@ _FOUR_WARPS = 227 << 10
 """What a device must have for a tile that only products of four warps together make good: Hopper and Blackwell's
 datacentre devices have so much. For others the compiler keeps most of such a tile's sums in memory."""
 
-_OVER_128 = (
-    Size(256, 90_240, Tile(64, 64, 4, 3)),
-    Size(512, 69_760, Tile(64, 32, 4, 2)),
-)
+_OVER_128 = (Size(256, 90_240, Tile(64, 64, 4, 3)), Size(512, 69_760, Tile(64, 32, 4, 2)))
 _KEYS = (
     Size(128, 35_328, Tile(64, 64, 4, 2)),
     Size(256, 74_240, Tile(64, 64, 4, 2)),
@@ -106,12 +102,10 @@ SIZES: dict[str, tuple[Size, ...]] = {
 
 
 def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None:
-    """The tile of a kernel for heads of so many bytes, in so much shared memory; None where none fits.
+    """The tile of a kernel, by its name in `SIZES`, in the shared memory of a device's program; None where none fits.
 
     Args:
-        kernel: Its name in `SIZES`.
         width: Bytes of a padded head, the largest of queries, keys and values.
-        memory: Bytes that a program of the device may have.
         rows: Of a step, query heads that share keys, up to a power of two.
     """
     for size in SIZES[kernel]:
@@ -122,11 +116,7 @@ def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None
 
 @functools.cache
 def tile_on(kernel: str, width: int, device: torch.device, rows: int = 16) -> Tile:
-    """The same on a device.
-
-    Raises:
-        ValueError: None fits; the backend refuses such calls.
-    """
+    """The same on a device; where none fits it raises, as the backend refuses such calls."""
     memory = shared_memory(device)
     tile = tile_of(kernel, width, memory, rows)
     if tile is None:

@@ -80,7 +80,7 @@ def _item(  # type: ignore[no-untyped-def]
     left = of_sinks + of_left
     edges = left + gl.cdiv(gl.maximum(stop - all_stop, 0), PART)
     pieces = edges + (all_stop - all_start) // PART
-    # half of a tile more, of keys behind what is seen
+    # half of a tile more, of keys after what is seen
     edges += pieces % PIECES
     total = gl.where(there, gl.cdiv(pieces, PIECES), 0)
     place = row, q_start, q_len, k_start, kv_head, head, first
@@ -103,7 +103,7 @@ def _first_key(piece, tiles, WINDOW: gl.constexpr, PART: gl.constexpr):  # type:
 def _brought(n, k_len, CLOSE: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
     """First key that is brought for the piece from `n` on; with CLOSE the last piece is moved back to end with the keys.
 
-    What lies behind them may be of others, and what is not a number there would remain so by a weight of 0.
+    What lies after them may be of others, and what is not a number there would remain so by a weight of 0.
     """
     return gl.minimum(n, gl.maximum(k_len - PART, 0)) if CLOSE else n
 
@@ -158,7 +158,7 @@ def _produce(  # type: ignore[no-untyped-def]
         for t in range(0, tiles[3]):
             if WINDOW:
                 PART: gl.constexpr = BLOCK_N // 2
-                # a piece behind what is seen brings the last one that is: what lies there may be of others
+                # a piece after what is seen brings the last one that is: what lies there may be of others
                 most = (tiles[7] - 1) // PART * PART
                 n = gl.minimum(_first_key(2 * t, tiles, True, PART), most)
                 then = gl.minimum(_first_key(2 * t + 1, tiles, True, PART), most)
@@ -249,7 +249,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 S_LAYOUT, dtype,
             )  # fmt: skip
             count += 1
-            # one loop for both edges of a window: what runs once an item should be little code, which is fetched anew
+            # one loop for both edges of a window: what runs once an item should be little code, which is fetched again
             for t in range(1, edges):
                 bounds = _bounds(p, t, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
                 acc, m, l, pairs = add_tile(
@@ -283,7 +283,7 @@ def specialised(  # type: ignore[no-untyped-def]
     or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes.
     With ALTERNATE the groups begin their products one after the other, with AHEAD queries are brought an item ahead. With
     CLOSE the keys of a segment may end within a tile and before the tensor does; then there are as many as a tile's piece
-    at least. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
+    at least. Heads have HEAD channels, which lie side by side; keys and values are only read by their descriptors, and
     scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty

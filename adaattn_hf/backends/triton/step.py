@@ -73,15 +73,7 @@ class Step(NamedTuple):
 
 
 def sized(groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, device: torch.device) -> Sized:
-    """What all steps of a kind share.
-
-    Args:
-        groups: Query heads that share keys.
-        dim, value_dim: Channels of a key and of a value.
-        dtype: Of the queries.
-        bits: Of a value's codes, 0 for numbers.
-        device: Of all tensors.
-    """
+    """What all steps of a kind share: `groups` query heads for each key head, `bits` of a value's codes or 0."""
     member_heads, pad, pad_v = rows_of(groups, 1), padded(dim), padded(value_dim)
     width = max(pad, pad_v) * dtype.itemsize
     kernel, rows = "decode", max(16, member_heads)
@@ -99,22 +91,17 @@ def sized(groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, 
 
 
 def attend_step(
-    request: AttentionRequest,
-    graph: bool = False,
-    windows: HeadWindows | None = None,
-    until: int | None = None,
+    request: AttentionRequest, graph: bool = False, windows: HeadWindows | None = None, until: int | None = None
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
+    A structure that is not made of segments is refused.
+
     Args:
-        request: The step.
         graph: Whether it is a node of a traced graph, in whose memory nothing may be kept. Nothing but padding cuts its
             batch rows then.
         windows: Of its heads where they are known; else those of its structure and rules.
         until: Position of a sequence from which on a query sees as if these had no end.
-
-    Raises:
-        ValueError: The structure is not made of segments.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     kv_heads = key.shape[1]
@@ -131,15 +118,7 @@ def attend_step(
 
 
 def launch(known: Sized, step: Step) -> AttentionResult:
-    """The launch of a step whose tensors hold something.
-
-    Args:
-        known: Of the step's kind.
-        step: The call.
-
-    Raises:
-        ValueError: The structure is not made of segments.
-    """
+    """The launch of a step whose tensors hold something; a structure that is not made of segments is refused."""
     query, key, value, structure, _, windows, stored, softcap, sink, need_lse, graph, until = step
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], known.value_dim
@@ -244,7 +223,6 @@ def split(
 
     Args:
         windows: Of `head_windows`.
-        kv_heads: Key/value heads.
         spans: Of `least` keys each, of all sequences.
         programs: As many as the device runs at once; there are no more shares unless each head has one.
         least: Fewest keys worth a program.
@@ -276,7 +254,7 @@ _buffers: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tuple[Tensor, Tensor]:
     """Room for shares and counters of those that are done, which a step leaves at zero.
 
-    Steps of a stream follow one another and share theirs. A graph has its `own`, as it may be replayed beside them.
+    Steps of a stream follow one another and share theirs. A graph has its `own`: it may be replayed at the same time.
     """
     if own:
         return (

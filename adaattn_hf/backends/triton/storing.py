@@ -152,8 +152,7 @@ def store(
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
     Args:
-        keys: `[batch, heads, n, head_dim]`, any strides.
-        values: The same, or None where keys alone are written.
+        keys, values: `[batch, heads, n, head_dim]`, any strides; None where only keys are written.
         parts: Codes of keys, int8 `[batch, heads, room, head_dim]`, and their scales, uint8 `[batch, heads, room]`; the
             same of values, whose codes of four bits are uint8 with half the channels.
         mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off keys after turning.

@@ -41,13 +41,9 @@ class Cut(NamedTuple):
 
 
 class Dealing(NamedTuple):
-    """What is dealt out to the programs of a persistent kernel.
+    """What is dealt out to the programs of a persistent kernel, as many as run at once.
 
-    Attributes:
-        parts: Items of a block and key/value head: groups of its query heads.
-        piece: Keys of a piece of a tile.
-        pieces: Pieces of a tile.
-        programs: As many as run at once.
+    `parts` are items of a block and key/value head: groups of its query heads. A tile has `pieces` of `piece` keys.
     """
 
     parts: int

@@ -113,7 +113,7 @@ def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.const
 def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
 
-    Without LEFT all keys lie behind where the windows begin. Instead of sinks there may be the other two bounds of the
+    Without LEFT all keys lie after where the windows begin. Instead of sinks there may be the other two bounds of the
     second half of the tile, by places in it.
     """
     last, before, more = bounds
