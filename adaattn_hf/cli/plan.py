@@ -200,12 +200,10 @@ def _place(path: Path | None, plan: Path | None) -> Path:
     if path is not None and plan is not None:
         raise UsageError(f"plan: got {path} and --plan {plan}, expected one of them; leave one out")
     named, own = path or plan, Path(PLAN_DIRECTORY)
-    if named is None and not (own / PLAN_FILE).is_file():
-        held = sorted(str(one.parent) for one in own.glob(f"*/{PLAN_FILE}"))
-        remedy = f"name one of {', '.join(held)}" if held else "run adaattn calibrate MODEL first, or name another plan"
+    if named is None and not any(own.rglob(PLAN_FILE)):
         raise UsageError(
             f"plan: got none, and {own} holds none, expected what adaattn calibrate saves there when a plan passed; "
-            f"{remedy}"
+            "run adaattn calibrate MODEL first, or name another plan"
         )
     return named or own
 

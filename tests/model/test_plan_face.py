@@ -53,8 +53,12 @@ def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> N
         assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours, tmp_path)) == wider
         assert float((ours(input_ids=ids).logits - narrow).abs().max()) > 1e-4
     (tmp_path / "adaattn_plan.json").unlink()
-    for wrong in (tmp_path, tmp_path / "mistyped", tmp_path / "mistyped" / "adaattn_plan.json"):
-        with pytest.raises(PlanError, match="does not exist; expected a plan, or a directory or"):
+    for wrong, said in (
+        (tmp_path, "holds no plan"),
+        (tmp_path / "mistyped", "does not exist"),
+        (tmp_path / "mistyped" / "adaattn_plan.json", "does not exist"),
+    ):
+        with pytest.raises(PlanError, match=f"{said}; expected a plan, or a directory or"):
             adaattn_hf.load_plan(twin, wrong)
     assert adaattn_hf.plan_of(adaattn_hf.load_plan(twin)) == plan  # the one that the model carries
     twin.set_attn_implementation("sdpa")

@@ -111,7 +111,8 @@ def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> 
     plan, text = material / "plan", material / "news.txt"
     for words, said in (
         ((MODEL, "--plan", plan), "data is absent, expected text"),
-        ((MODEL, "--plan", tmp_path, "--data", text), "does not exist; expected a plan"),
+        ((MODEL, "--plan", tmp_path, "--data", text), f"{tmp_path} holds no plan; expected a plan"),
+        ((MODEL, "--plan", material, "--data", text), f"wrote, such as {material}/"),
         ((demo_model_path("gpt2"), "--plan", plan, "--data", text), "plan"),
         ((MODEL, "--plan", plan, "--data", short), "the text holds 0 sequences of 192 tokens, 2 are wanted"),
         ((MODEL, "--plan", plan, "--data", text, "--data", short), "a source holds 0 sequences of 192 tokens"),
