@@ -154,9 +154,6 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
     mine: Any = None
     make, error = ways(cell, grid, device), error_of(cell, device)
     for name in names:
-        if refused:
-            # what a way that ran out of memory left in the cache is no room for kernels that the driver loads
-            torch.cuda.empty_cache()
         try:
             work = make(name)
             result = work()
