@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from adaattn_hf import config
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval import activation, corpora, report, runner
+from adaattn_hf.eval import corpora, report, runner, tasks
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.patches.plans import attach, everywhere, hashes
@@ -135,7 +135,7 @@ def test_wrong_plans_are_refused(
 def test_the_rate_is_counted_and_the_loss_is_seen(planned: checkpoint.Checkpoint) -> None:
     corpus = corpora.wikitext_corpus(PAGES, "own pages")
     report = runner.evaluate(planned, corpus, Settings(batch_size=2))
-    lengths = [len(w.input_ids) for w in runner.measure(planned, corpus, Settings(batch_size=2)).task.windows]
+    lengths = [len(w.input_ids) for w in tasks.build(planned, corpus, Settings()).windows]
     changed = sum(max(n - WINDOW, 0) for n in lengths)  # a quarter of all heads sees fewer keys there
     assert report["activation"][1]["rate"] == pytest.approx(changed / sum(lengths) / 4)
     assert report["quality"]["comparisons"][0]["kl_mean"] > 1e-6
@@ -150,8 +150,9 @@ def test_short_text_never_leaves_the_exact_path_and_the_rate_says_so(planned: ch
 
 
 def test_stock_does_not_heed_the_plan(planned: checkpoint.Checkpoint) -> None:
-    assert activation.has_plan(planned.model, "adaattn")
-    assert not activation.has_plan(planned.model, "sdpa")
+    report = runner.evaluate(planned, corpora.wikitext_corpus(PAGES, "own pages"), Settings())
+    assert [plan and plan["role"] for plan in report["plans"]] == [None, "tested"]
+    assert report["activation"][0]["rate"] is None
 
 
 def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ def test_peak_bytes_follow_the_batch(llama: Path) -> None:
     loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.wikitext_corpus(PAGES, "own pages")
     peaks = [
-        runner.measure(loaded, corpus, Settings(attn_implementation="eager", context=n)).memory[0]["peak_bytes"]
+        runner.evaluate(loaded, corpus, Settings(attn_implementation="eager", context=n))["cost"]["memory"][0]
         for n in (16, 64)
     ]
-    assert peaks[1] > 3 * peaks[0]
+    assert peaks[1]["peak_bytes"] > 3 * peaks[0]["peak_bytes"]
 
 
 def test_turns_give_every_arm_the_first_place() -> None:
@@ -213,9 +213,8 @@ def test_the_rate_is_of_pairs() -> None:
     assert (found["rate"], found["pairs"], found["batches"]) == (0.25, 400, 2)
 
 
-def test_without_a_plan_nothing_is_approximate(llama: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
-    assert not activation.has_plan(loaded.model, "adaattn")
+def test_without_a_plan_nothing_is_approximate(reports: dict[str, dict[str, Any]]) -> None:
+    assert reports["pages"]["plans"] == [None] * 3
     assert activation.rate("adaattn", False, [None])["rate"] == 0.0
     assert "no plan" in str(activation.rate("adaattn", False, [None])["reason"])
 

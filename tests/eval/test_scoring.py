@@ -118,7 +118,7 @@ def test_an_arm_against_itself_differs_by_exactly_nothing(
         "mask_fraction": 0.1,
     }
     result = measured(request.getfixturevalue(kind), pages(), **settings)
-    compared = result.quality["comparisons"][0]
+    compared = result.report["quality"]["comparisons"][0]
     assert compared["delta_nll"]["mean"] == 0.0
     assert (compared["delta_nll"]["low"], compared["delta_nll"]["upper"]) == (0.0, 0.0)
     assert compared["perplexity_ratio"]["value"] == 1.0
