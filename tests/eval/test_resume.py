@@ -20,11 +20,6 @@ from .conftest import PAGES, PASSAGES
 SETTINGS = Settings(attn_implementation="eager", batch_size=2, context=16)
 
 
-@pytest.fixture(scope="module")
-def loaded(llama: Path) -> checkpoint.Checkpoint:
-    return checkpoint.load(llama, device="cpu")
-
-
 def corpus() -> corpora.Corpus:
     return corpora.wikitext_corpus(PAGES[1:], "own pages")
 
