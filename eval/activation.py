@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from adaattn_hf.patches.plans import attach
-
 WATCHED_BATCHES = 32
 
 
@@ -29,11 +27,6 @@ class Counts(NamedTuple):
 def is_watched(batch: int, batches: int) -> bool:
     """Whether a batch is one of those on which activation is counted."""
     return batch % max(1, -(-batches // WATCHED_BATCHES)) == 0
-
-
-def has_plan(model: Any, implementation: str) -> bool:
-    """Whether an arm may run anything but exact attention."""
-    return implementation.startswith("adaattn") and attach.plan_of(model) is not None
 
 
 def watch(model: Any, call: Callable[[], object]) -> Counts:

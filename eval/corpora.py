@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -202,13 +203,20 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> str:
+@contextmanager
+def _reading(path: Path | str) -> Iterator[None]:
+    """Says of a file that cannot be read, or holds something else, that the data are not available."""
     try:
-        return "".join(pieces(path))
+        yield
     except OSError as error:
         raise DataUnavailable(f"data: cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise DataUnavailable(str(error)) from error
+
+
+def _read(path: Path) -> str:
+    with _reading(path):
+        return "".join(pieces(path))
 
 
 def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[str]:
@@ -228,21 +236,15 @@ def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -
 
 
 def _field(row: Any, where: Path | str, number: int, fields: tuple[str, ...] = ("text", "page")) -> str:
-    try:
+    with _reading(where):
         return text_of(row, f"data: row {number + 1} of {where}", fields)
-    except ValueError as error:
-        raise DataUnavailable(str(error)) from error
 
 
 def _rows(path: Path, split: str) -> Iterator[Any]:
     """Rows of a .jsonl/.json file, or of anything else that `datasets` reads, or of a directory it saved."""
     if path.suffix.lower() == ".jsonl":
-        try:
+        with _reading(path):
             yield from (row for _, row in json_lines(path))
-        except OSError as error:
-            raise DataUnavailable(f"data: cannot read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise DataUnavailable(str(error)) from error
         return
     try:
         import datasets
@@ -257,11 +259,9 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
             if file.suffix.lower() == ".jsonl":
                 yield from _rows(file, split)
             else:
-                builder = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(
-                    file.suffix.lower()
-                )
-                if builder is None:
+                builder = file.suffix.lower()
+                if builder not in TABLE_SUFFIXES:
                     raise DataUnavailable(f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
-                yield from datasets.load_dataset(builder, data_files=str(file), split="train")
+                yield from datasets.load_dataset(builder[1:], data_files=str(file), split="train")
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error

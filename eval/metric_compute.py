@@ -47,14 +47,15 @@ def compute(
     nll = result.tokens.scores.nll[1]
     documents = result.tokens.document
     perplexities = [float(np.exp(nll[documents == d].mean())) for d in np.unique(documents)]
-    tested = result.quality["comparisons"][0]
+    arm = result.report["quality"]["arms"][1]
+    tested = result.report["quality"]["comparisons"][0]
     return {
         "perplexities": perplexities,
         "mean_perplexity": float(np.mean(perplexities)),
-        "perplexity": result.quality["arms"][1]["perplexity"],
-        "nll": result.quality["arms"][1]["nll_per_token"],
+        "perplexity": arm["perplexity"],
+        "nll": arm["nll_per_token"],
         "delta_nll": tested["delta_nll"]["mean"],
         "upper": tested["delta_nll"]["upper"],
         "kl_mean": tested["kl_mean"],
-        "tokens": result.quality["arms"][1]["tokens"],
+        "tokens": arm["tokens"],
     }

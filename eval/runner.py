@@ -18,7 +18,8 @@ from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.calibration import team
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.cache.caches import check_stored
-from adaattn_hf.patches.checkpoint import Checkpoint, arms
+from adaattn_hf.patches.checkpoint import Checkpoint
+from adaattn_hf.patches.checkpoint import arms as copies
 from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.patches.plans.hashes import weight_hash
 from adaattn_hf.plans.plan import PlanError
@@ -45,32 +46,33 @@ def _quiet(done: int, total: int) -> None:
     """No progress display."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A finished run before it becomes a report."""
+class Arm(NamedTuple):
+    """One model under test: its role in the report, how it is called, and the plan's entry in the report if any."""
 
-    task: tasks.Task
-    roles: tuple[tuple[str, str], ...]
-    plans: tuple[dict[str, Any] | None, ...]
-    tokens: summary.Tokens
-    quality: dict[str, Any]
-    records: tuple[BatchRecord, ...]
-    planned: tuple[bool, ...]
-    memory: list[dict[str, Any]]
-    fingerprint: dict[str, Any]
+    role: str
+    implementation: str
+    model: Any
+    call: Forward
+    plan: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class _Work:
     """What every batch is put through."""
 
-    models: Sequence[Any]
-    calls: Sequence[Forward]
-    planned: tuple[bool, ...]
+    arms: Sequence[Arm]
     task: tasks.Task
     batches: Sequence[Sequence[int]]
     collate: Collate
     device: torch.device
+
+
+class Measured(NamedTuple):
+    """A finished run: its report, and what the report sums up."""
+
+    report: dict[str, Any]
+    tokens: summary.Tokens
+    records: tuple[BatchRecord, ...]
 
 
 class Run(NamedTuple):
@@ -93,23 +95,101 @@ def measure(
     overwrite: bool = False,
     progress: Progress = _quiet,
 ) -> Measured:
-    """Run all arms over a corpus, as `evaluate` does."""
+    """Measure an attention implementation against stock, on the same tokens in the same batches.
+
+    An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
+
+    Raises:
+        UsageError, DataUnavailable, ModelUnavailable, JournalMismatch: as their names say.
+        KeyboardInterrupt: passed on; finished batches are in the journal.
+    """
     if settings.cache is not None and checkpoint.objective != "causal":
         raise UsageError(
             f"cache: got {settings.cache!r} for {checkpoint.name}, which keeps no keys and values; leave --cache out"
         )
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
+    arms = _arms(checkpoint, settings, task)
+    weights, digest = weight_hash(checkpoint.model), corpus.sha256
+    fingerprint = {
+        "model": checkpoint.name,
+        "weights": weights,
+        "dtype": checkpoint.dtype,
+        "device": checkpoint.device.type,
+        "data": digest,
+        "windows": _digest(task.windows),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **{f"settings.{key}": value for key, value in settings.as_dict().items()},
+        "plans": [arm.plan and arm.plan["sha256"] for arm in arms],
+    }
+    crew = team.present()
+    if output is not None and overwrite and crew.leads:
+        (output / JOURNAL).unlink(missing_ok=True)
     batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    reference = "stock" if settings.baseline_plan is None else "reference"
-    roles: tuple[tuple[str, str], ...] = ((reference, settings.baseline), ("tested", settings.attn_implementation))
-    roles += (("anchor", settings.anchor),) if settings.anchor else ()
-    models = arms(checkpoint, settings.implementations, settings.plans)
-    plans = tuple(_plan_entry(m, path) for m, path in zip(models, settings.plans, strict=True))
-    calls = [
-        partial(scoring.forward, model, cache=cache, piece=settings.cache_piece, streaming=settings.streaming)
-        for model, cache in zip(models, settings.caches, strict=True)
-    ]
+    collate = partial(
+        scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
+    )
+    work = _Work(arms, task, batches, collate, checkpoint.device)
+    with Journal(output if crew.leads else None, fingerprint, resume=resume) as journal:
+        memory = _memory(work)
+        journal.records = crew.tell(journal.records)
+        _run(work, journal, progress, crew)
+        records = tuple(journal.records[i] for i in range(len(batches)))
+    tokens = summary.gather(task, batches, records)
+    roles = [(arm.role, arm.implementation) for arm in arms]
+
+    def per_arm(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"role": role, "implementation": name, **e} for (role, name), e in zip(roles, entries, strict=True)]
+
+    report = {
+        "format": FORMAT,
+        "model": {
+            "name": checkpoint.name,
+            "type": checkpoint.model.config.model_type,
+            "objective": checkpoint.objective,
+            "parameters": sum(p.numel() for p in checkpoint.model.parameters()),
+            "dtype": checkpoint.dtype,
+            "weights_sha256": weights,
+        },
+        "data": {
+            "name": corpus.name,
+            "kind": corpus.kind,
+            "origin": corpus.origin,
+            "documents": len({w.document for w in task.windows}),
+            "sha256": digest,
+        },
+        "settings": {**settings.as_dict(), "context": task.context},
+        "protocol": task.protocol,
+        "plans": [arm.plan and {"role": arm.role, **arm.plan} for arm in arms],
+        "quality": summary.quality(task, tokens, roles, corpus.kind),
+        "activation": per_arm(
+            [
+                activation.rate(arm.implementation, arm.plan is not None, [one.activation[i] for one in records])
+                for i, arm in enumerate(arms)
+            ]
+        ),
+        "cost": {
+            "speed": per_arm(summary.speed(records, sum(len(w.input_ids) for w in task.windows))),
+            "memory": per_arm(memory),
+        },
+        "provenance": provenance(checkpoint.device),
+    }
+    if output is not None and crew.leads:
+        write_json(output / REPORT, report)
+    return Measured(report, tokens, records)
+
+
+def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: Any) -> dict[str, Any]:
+    """Returns the report of `measure` (JSON values; see `adaattn_hf.eval.report` for tables of it)."""
+    return measure(checkpoint, corpus, settings, **how).report
+
+
+def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[Arm]:
+    """The model under each implementation, stock first; refuses a cache or streaming that the tested one cannot do."""
+    roles = ("stock" if settings.baseline_plan is None else "reference", "tested", "anchor")
+    names = settings.implementations
+    models = copies(checkpoint, names, settings.plans)
     if settings.cache is not None:
         try:
             check_stored(models[1], settings.cache, settings.streaming)
@@ -123,81 +203,13 @@ def measure(
                 f"streaming: got windows of {task.context} tokens and a plan that speaks for {limit}, expected "
                 f"--context {limit} or less"
             )
-    planned = tuple(activation.has_plan(m, name) for m, (_, name) in zip(models, roles, strict=True))
-    fingerprint = _fingerprint(checkpoint, corpus, settings, task)
-    fingerprint["plans"] = [plan and plan["sha256"] for plan in plans]
-    crew = team.present()
-    if output is not None and overwrite and crew.leads:
-        (output / JOURNAL).unlink(missing_ok=True)
-    collate = partial(
-        scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
-    )
-    work = _Work(models, calls, planned, task, batches, collate, checkpoint.device)
-    with Journal(output if crew.leads else None, fingerprint, resume=resume) as records:
-        memory = _memory(work)
-        records.records = crew.tell(records.records)
-        _run(work, records, progress, crew)
-        kept = tuple(records.records[i] for i in range(len(batches)))
-    tokens = summary.gather(task, batches, kept)
-    quality = summary.quality(task, tokens, roles, corpus.kind)
-    return Measured(task, roles, plans, tokens, quality, kept, planned, memory, fingerprint)
-
-
-def evaluate(
-    checkpoint: Checkpoint,
-    corpus: Corpus,
-    settings: Settings,
-    *,
-    output: Path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: Progress = _quiet,
-) -> dict[str, Any]:
-    """Measure an attention implementation against stock, on the same tokens in the same batches.
-
-    An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
-
-    Returns:
-        The report (JSON values; see `adaattn_hf.eval.report` for tables of it).
-
-    Raises:
-        UsageError, DataUnavailable, ModelUnavailable, JournalMismatch: as their names say.
-        KeyboardInterrupt: passed on; finished batches are in the journal.
-    """
-    done = measure(checkpoint, corpus, settings, output=output, resume=resume, overwrite=overwrite, progress=progress)
-    read = sum(len(w.input_ids) for w in done.task.windows)
-    activations = [
-        activation.rate(name, done.planned[arm], [record.activation[arm] for record in done.records])
-        for arm, (_, name) in enumerate(done.roles)
+    streaming, piece = settings.streaming, settings.cache_piece
+    calls = [
+        partial(scoring.forward, model, cache=cache, piece=piece, streaming=streaming)
+        for model, cache in zip(models, settings.caches, strict=True)
     ]
-    report = {
-        "format": FORMAT,
-        "model": _model_entry(checkpoint, done.fingerprint["weights"]),
-        "data": {
-            "name": corpus.name,
-            "kind": corpus.kind,
-            "origin": corpus.origin,
-            "documents": len({w.document for w in done.task.windows}),
-            "sha256": done.fingerprint["data"],
-        },
-        "settings": {**settings.as_dict(), "context": done.task.context},
-        "protocol": done.task.protocol,
-        "plans": [plan and {"role": role, **plan} for plan, (role, _) in zip(done.plans, done.roles, strict=True)],
-        "quality": done.quality,
-        "activation": _per_arm(done.roles, activations),
-        "cost": {
-            "speed": _per_arm(done.roles, summary.speed(done.records, read)),
-            "memory": _per_arm(done.roles, done.memory),
-        },
-        "provenance": provenance(checkpoint.device),
-    }
-    if output is not None and team.present().leads:
-        write_json(output / REPORT, report)
-    return report
-
-
-def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": role, "implementation": name, **e} for (role, name), e in zip(roles, entries, strict=True)]
+    plans = [_plan_entry(*one) for one in zip(models, names, settings.plans, strict=True)]
+    return [Arm(*one) for one in zip(roles, names, models, calls, plans, strict=False)]
 
 
 def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> None:
@@ -223,14 +235,14 @@ def _measured(work: _Work, index: int) -> BatchRecord:
     """One batch through all arms, each first in its turn."""
     windows = [work.task.windows[w] for w in work.batches[index]]
     inputs = work.collate(windows)
-    logits: list[Any] = [None] * len(work.calls)
-    elapsed: list[Any] = [None] * len(work.calls)
-    for arm in timing.turn(len(work.calls), index):
-        logits[arm], elapsed[arm] = timed(partial(work.calls[arm], inputs), work.device)
+    logits: list[Any] = [None] * len(work.arms)
+    elapsed: list[Any] = [None] * len(work.arms)
+    for arm in timing.turn(len(work.arms), index):
+        logits[arm], elapsed[arm] = timed(partial(work.arms[arm].call, inputs), work.device)
     watched = activation.is_watched(index, len(work.batches))
     counts = tuple(
-        activation.watch(model, partial(call, inputs, streaming=False)) if plan and watched else None
-        for model, call, plan in zip(work.models, work.calls, work.planned, strict=True)
+        activation.watch(arm.model, partial(arm.call, inputs, streaming=False)) if arm.plan and watched else None
+        for arm in work.arms
     )
     return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
 
@@ -241,52 +253,30 @@ def _memory(work: _Work) -> list[dict[str, Any]]:
     largest = max(work.batches, key=lambda b: len(b) * max(len(windows[w].input_ids) for w in b))
     inputs = work.collate([windows[w] for w in largest])
     shape, entries = list(inputs.keywords["input_ids"].shape), []
-    for forward in work.calls:
+    for arm in work.arms:
         try:
-            peak, how = timing.peak_bytes(partial(forward, inputs), work.device)
+            peak, how = timing.peak_bytes(partial(arm.call, inputs), work.device)
         except (BackendRefusal, PlanError) as error:
             raise ModelUnavailable(f"attention implementation: {error}") from error
         entries.append({"peak_bytes": peak, "counted": how, "batch_shape": shape})
     return entries
 
 
-def _model_entry(checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
-    return {
-        "name": checkpoint.name,
-        "type": checkpoint.model.config.model_type,
-        "objective": checkpoint.objective,
-        "parameters": sum(p.numel() for p in checkpoint.model.parameters()),
-        "dtype": checkpoint.dtype,
-        "weights_sha256": weights,
-    }
-
-
-def _plan_entry(model: Any, path: str | None) -> dict[str, Any] | None:
-    """Where an arm's plan came from, and what it is; None for an arm without one."""
-    plan = plan_of(model) if model.config._attn_implementation.startswith("adaattn") else None
+def _plan_entry(model: Any, implementation: str, path: str | None) -> dict[str, Any] | None:
+    """Where an arm's plan came from, and what it is; None for an arm that runs nothing but exact attention."""
+    plan = plan_of(model) if implementation.startswith("adaattn") else None
     if plan is None:
         return None
     digest = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
     return {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}
 
 
-def _fingerprint(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task) -> dict[str, Any]:
-    """What must be the same for two runs' batches to be mixed."""
-    windows = hashlib.sha256()
-    for window in task.windows:
+def _digest(windows: Sequence[Window]) -> str:
+    digest = hashlib.sha256()
+    for window in windows:
         for part in (window.input_ids, window.positions, window.targets):
-            windows.update(np.asarray(part, "<i8").tobytes())
-    return {
-        "model": checkpoint.name,
-        "weights": weight_hash(checkpoint.model),
-        "dtype": checkpoint.dtype,
-        "device": checkpoint.device.type,
-        "data": corpus.sha256,
-        "windows": windows.hexdigest(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        **{f"settings.{key}": value for key, value in settings.as_dict().items()},
-    }
+            digest.update(np.asarray(part, "<i8").tobytes())
+    return digest.hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -58,6 +58,10 @@ class Checkpoint:
         """The longest input that the configuration allows, in tokens; None if it does not say."""
         return trained_positions(self.model.config)
 
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text, without special tokens."""
+        return encoded(self.tokenizer, text)
+
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
@@ -73,6 +77,11 @@ class Checkpoint:
             if whole[at : at + len(body)] == body:
                 return whole[:at], whole[at + len(body) :]
         raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """Returns the token ids of a text, without special tokens."""
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
@@ -181,7 +190,7 @@ def read_config(model: str | Path, **source: Any) -> Any:
     """Returns the configuration of a checkpoint that has weights.
 
     Raises:
-        ModelUnavailable: there is no such model, or a plan alone.
+        ModelUnavailable: there is no such model, or only a plan.
     """
     from transformers import AutoConfig
 

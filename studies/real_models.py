@@ -35,11 +35,10 @@ from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.search import picks_of
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.verify import Evidence, gather
-from adaattn_hf.cli import loading
 from adaattn_hf.cli.options import nats, tokens
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
-from adaattn_hf.patches.checkpoint import resolve_device
+from adaattn_hf.patches.checkpoint import load, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.plan import Plan
@@ -112,7 +111,7 @@ def opened(
         most = found.config.vocab_size
         encode: Encode = lambda text: [byte % most for byte in text.encode()]  # noqa: E731
     else:
-        loaded = loading.load(model, dtype="bfloat16")
+        loaded = load(model, dtype="bfloat16", device="cpu", implementation="adaattn")
         found, encode = loaded.model.to(where), cache(lambda text: tuple(loaded.encode(text)))
     sources = {kind: sorted((texts / kind).iterdir()) for kind in KINDS}
     card = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from adaattn_hf.calibration.arms import ModelArms, compare, plan_tap
-from adaattn_hf.cli.loading import load
 from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.patches.checkpoint import load
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import LayerPlan
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--write", type=Path, required=True)
     options = parser.parse_args()
-    loaded = load(options.model, dtype="float32", gguf_file=options.gguf_file)
+    loaded = load(options.model, device="cpu", gguf_file=options.gguf_file, implementation="adaattn")
     ids = torch.tensor(loaded.encode(options.text.read_text(encoding="utf-8")))
     starts = torch.linspace(0, len(ids) - LENGTH, options.rows).long()
     tokens = torch.stack([ids[start : start + LENGTH] for start in starts])

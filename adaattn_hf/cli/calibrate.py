@@ -88,14 +88,14 @@ def calibrate(
     passed for a budget, so it stays exact; 6 out of memory; 130 interrupted.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
-    from adaattn_hf.patches.checkpoint import resolve_device
+    from adaattn_hf.patches.checkpoint import load, resolve_device
 
     from ..calibration.inputs import refuse_longer
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from ..calibration.texts import refuse_repeats
-    from .calibration_job import fitted, job_of, out_of_memory, run
-    from .loading import load, opened
+    from .calibration_job import fitted, job_of, out_of_memory, run, scoring_of
+    from .fit import opened
     from .memory import room_or_sentence
 
     console = Console(stderr=as_json)
@@ -127,10 +127,11 @@ def calibrate(
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(out_of_memory, job, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):
-            loaded = load(job.model, dtype=asked.dtype, masking=masking, **asked.source())
+            loaded = load(job.model, dtype=asked.dtype, device="cpu", implementation="adaattn", **asked.source())
+        scoring = scoring_of(loaded, masking)
         for directory in () if place.in_place else places:
             refuse_other_plan(directory, loaded.model)
-        code, found = run(job, loaded, console, team, rank)
+        code, found = run(job, loaded, scoring, console, team, rank)
         if as_json and team.leads:
             print_json(found)
     leave()

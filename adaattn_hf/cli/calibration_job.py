@@ -15,22 +15,23 @@ from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.eval.progress import shown_progress, tell
-from adaattn_hf.patches.checkpoint import placed, resolve_device
+from adaattn_hf.patches.checkpoint import Checkpoint, placed, resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
 from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
+from ..calibration.corpus import Encode
 from ..calibration.measure import Measurement
-from ..calibration.settings import Calibration, CalibrationSettings
+from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
+from ..calibration.settings import Calibration, CalibrationSettings, Masking
 from ..calibration.state import FILE, RISKS_FILE, CalibrationState, Known
 from ..calibration.team import Team
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
-from .loading import Encode, Loaded
 from .memory import room_or_sentence
 from .options import known_prices, nats
 from .pictures.grid import print_plan
@@ -142,7 +143,14 @@ class Outcome(NamedTuple):
     found: dict[str, Any]
 
 
-def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Outcome:
+def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
+    """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read like `masking`."""
+    if loaded.objective == "masked":
+        return MaskedTokens.of(loaded.tokenizer, masking.mask_share, masking.maskings)
+    return NEXT_TOKEN
+
+
+def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int) -> Outcome:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     An earlier proven plan of these weights is kept if no plan could be proven now.
@@ -176,7 +184,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
                     job.data,
                     job.settings,
                     verify_data=job.verify_data,
-                    scoring=loaded.scoring,
+                    scoring=scoring,
                     prices=job.prices,
                     directory=job.target,
                     resume=job.asked.resume,

@@ -4,16 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from transformers import AutoTokenizer
+
+from adaattn_hf.errors import ModelUnavailable
+from adaattn_hf.patches import checkpoint
+from adaattn_hf.patches.plans.positions import stated_positions
+
+from ..calibration.corpus import Encode
 from ..calibration.settings import CalibrationSettings
 from ..calibration.texts import read_documents
-from .loading import Encode
 
 LENGTHS = (4096, 2048, 1024, 512, 256, 128)
 """Lengths that are tried where none is asked for, longest first."""
 FEWEST = 6
 """Held-out sequences that a first look makes do with where the text is short."""
+
+
+def opened(name: str, **source: Any) -> tuple[Encode, int | None]:
+    """Returns a checkpoint's tokenizer, and the most tokens that its configuration allows, None where it does not say.
+
+    Raises:
+        ModelUnavailable: If it cannot be read.
+    """
+    config = checkpoint.read_config(name, **source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelUnavailable(
+            f"tokenizer: that of {name!r} cannot be loaded: {checkpoint.why_not(name, error)}"
+        ) from error
+    return partial(checkpoint.encoded, tokenizer), stated_positions(config)
 
 
 def count_tokens(paths: Sequence[Path], encode: Encode, enough: int) -> int:

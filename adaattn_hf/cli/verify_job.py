@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from adaattn_hf.eval.progress import shown_progress
-from adaattn_hf.patches.checkpoint import placed, resolve_device
+from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
 
@@ -25,6 +25,7 @@ from ..calibration.arms import ModelArms, stored_tap
 from ..calibration.corpus import TokenSequence
 from ..calibration.inputs import Inputs, refuse_longer
 from ..calibration.pricing import machine
+from ..calibration.scoring import Scoring
 from ..calibration.settings import CalibrationSettings, Masking
 from ..calibration.storage import PROTOCOL
 from ..calibration.texts import refuse_repeats
@@ -33,7 +34,7 @@ from ..plans.plan import Plan, PlanError, Verified
 from ..plans.record import read_record
 from ..plans.store import PLAN_FILE, text_file
 from ..policy.acceptance import Gates
-from .loading import Loaded, load
+from .calibration_job import scoring_of
 from .memory import room_or_sentence
 from .pictures.headline import REPORT_FILE, name_of
 from .place import PLAN_DIRECTORY
@@ -59,8 +60,8 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
     path = asked.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
     plan = Plan.from_pretrained(path)
     settings = settings_of(plan)
-    scoring = plan.protocol.get("scoring", {})
-    masking = Masking(**{one.name: scoring[one.name] for one in fields(Masking) if one.name in scoring})
+    kept = plan.protocol.get("scoring", {})
+    masking = Masking(**{one.name: kept[one.name] for one in fields(Masking) if one.name in kept})
     sentence = (
         f"memory: {device} has none left ({{}}), expected room for sequences of {plan.max_length} tokens; give another "
         "--device"
@@ -68,8 +69,8 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
     stored, verdicts = stored_proof(plan), dict[int, Verified]()
     with room_or_sentence(sentence.format):
         if not plan.is_exact or _format(plan) != "model":
-            loaded = load(model, dtype=plan.dtype, masking=masking, **asked.source())
-            verdicts = _verdicts(path, plan, settings, loaded, device, asked, console)
+            loaded = load(model, dtype=plan.dtype, device="cpu", implementation="adaattn", **asked.source())
+            verdicts = _verdicts(path, plan, settings, loaded, scoring_of(loaded, masking), device, asked, console)
     return {
         "model": name_of(plan),
         "cache": _format(plan),
@@ -84,7 +85,8 @@ def _verdicts(
     path: Path,
     plan: Plan,
     settings: CalibrationSettings,
-    loaded: Loaded,
+    loaded: Checkpoint,
+    scoring: Scoring,
     device: torch.device,
     asked: Proved,
     console: Console,
@@ -94,9 +96,9 @@ def _verdicts(
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
     programs = {index: one for index, (_, one) in found.items() if one is not None}
-    inputs = Inputs(subject, ModelArms(loaded.model), settings, loaded.scoring, {})
-    (pool, apart), ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
-    stored, scoring = stored_proof(plan), loaded.scoring
+    inputs = Inputs(subject, ModelArms(loaded.model), settings, scoring, {})
+    (pool, apart), ranges = held_out(plan, settings, asked.data, loaded, scoring), looked_at(path)
+    stored = stored_proof(plan)
     tries = 1 if stored is None else stored.tries
     haystacks = settings.haystacks if scoring.generates else 0
     heads = len(plan.attention_layers) * len(plan.layers[0].choices) if programs else 1
@@ -147,7 +149,7 @@ def settings_of(plan: Plan) -> CalibrationSettings:
 
 
 def held_out(
-    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Loaded
+    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Checkpoint, scoring: Scoring
 ) -> tuple[list[TokenSequence], bool]:
     """Returns sequences of a text, drawn as in a calibration, and whether each source must keep the budget.
 
@@ -156,7 +158,7 @@ def held_out(
     Raises:
         ValueError: A source has fewer than two.
     """
-    s, length = settings, loaded.scoring.content(plan.max_length)
+    s, length = settings, scoring.content(plan.max_length)
     own, most = s.sequences + s.joint, s.most_held_out * (s.tries + s.bolder)
     sample = corpus.draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + most - 2)
     drawn = sample.parts["held_out"]

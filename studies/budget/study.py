@@ -48,19 +48,18 @@ def load(
     model: str, dtype: str, device: str, gguf_file: str | None, threads: int | None
 ) -> tuple[Any, Callable[[str], Sequence[int]]]:
     """Returns a model with `attn_implementation="adaattn"` on its device, and text to token ids."""
-    from adaattn_hf.cli import loading
     from adaattn_hf.cli.options import use_threads
-    from adaattn_hf.patches.checkpoint import resolve_device
+    from adaattn_hf.patches import checkpoint
 
     use_threads(threads)
-    loaded = loading.load(model, dtype=dtype, gguf_file=gguf_file)
+    loaded = checkpoint.load(model, dtype=dtype, device="cpu", gguf_file=gguf_file, implementation="adaattn")
 
     # every seed reads the same pieces of the same text: they are kept, which costs the corpus in memory
     @cache
     def encode(text: str) -> tuple[int, ...]:
         return tuple(loaded.encode(text))
 
-    return loaded.model.to(resolve_device(device)), encode
+    return loaded.model.to(checkpoint.resolve_device(device)), encode
 
 
 def remembering(arms: Any, most: int = REMEMBERED) -> Any:

@@ -11,6 +11,9 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from adaattn_hf.eval import corpora
+from adaattn_hf.patches import checkpoint
+
 PAGES = (
     " = The lighthouse = \n \n A lighthouse stood on the rock ; its keeper , an old man , lit the lamp at 6 @.@ 30 "
     "every evening . \n \n = = The keeper = = \n \n He wrote a line a day in a well @-@ worn book ( the log ) and "
@@ -28,6 +31,8 @@ PASSAGES = (
     "the river rose in spring and fell in autumn and rose again in spring",
     "it held a thousand lines when the storm came and the storm took the book",
 )
+OWN_PAGES = corpora.wikitext_corpus(PAGES, "own pages")
+OWN_PASSAGES = corpora.lastword_corpus(PASSAGES, "own passages")
 
 
 def _tokenizer(kind: str) -> tf.PreTrainedTokenizerFast:
@@ -83,6 +88,12 @@ def _saved(kind: str, directory: Path) -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny LLaMA-class model with grouped heads, context 64."""
     return _saved("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def loaded(llama: Path) -> checkpoint.Checkpoint:
+    """That model on the CPU, for tests that leave it as it is."""
+    return checkpoint.load(llama, device="cpu")
 
 
 @pytest.fixture(scope="session")

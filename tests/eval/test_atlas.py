@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
+from typer.testing import Result
 
-from adaattn_hf.cli.main import app
 from adaattn_hf.errors import DataUnavailable
 from adaattn_hf.eval import corpora, pages
 
 from ..support.browser import drawn, needs_browser
 from ..support.choices import make_choice
+from ..support.command import adaattn
 from ..support.plans import plan_for
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 
-def profile(*words: object) -> Any:
-    return CliRunner().invoke(app, ["profile", *map(str, words)], terminal_width=200)
+def profile(*words: object, **expected: Any) -> Result:
+    return adaattn("profile", *words, **expected)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,7 @@ def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     plan = plan_for(model, make_choice("window", 4))
     (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     words = ("--data", texts / "plain.txt", "--output-dir", out, "--map", "1.3")
-    result = profile(llama, *words, "--against", out / "plan.json", "--json")
-    assert result.exit_code == 0, result.output
-    assert "decode" in result.stderr
+    result = profile(llama, *words, "--against", out / "plan.json", "--json", says="decode")
     assert json.loads(result.stdout) == json.loads((out / "profile.json").read_text(encoding="utf-8"))
     return out
 
@@ -101,9 +99,10 @@ def test_the_packages_text_is_for_the_packages_model_alone(
 
     monkeypatch.setattr(corpora, "load", absent)
     mine = shutil.copytree(llama, tmp_path / "model-of-mine")
-    assert (profile(mine).exit_code, asked) == (3, ["wikitext"])
+    profile(mine, code=3)
+    assert asked == ["wikitext"]
     own = profile("--length", 16, "--sequences", 1, "--decode", 0, "--json")
-    assert (own.exit_code, len(asked)) == (0, 1), own.output
+    assert len(asked) == 1
     assert json.loads(own.stdout)["text"] == "the package's held-out pages"
 
 
@@ -121,15 +120,12 @@ def test_the_packages_text_is_for_the_packages_model_alone(
     ],
 )
 def test_wrong_words_are_refused(llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str) -> None:
-    result = profile(llama, "--data", texts / "plain.txt", *words)
-    assert result.exit_code == code, result.output
-    assert says in result.output
+    profile(llama, "--data", texts / "plain.txt", *words, code=code, says=says)
 
 
 def test_a_head_that_is_not_there_is_refused_below_the_table_of_those_that_are(llama: Path, texts: Path) -> None:
     """The measurement is not thrown away with it, and the error may point to it."""
-    result = profile(llama, "--data", texts / "plain.txt", "--map", "9.0", "--decode", 0)
-    assert result.exit_code == 2, result.output
+    result = profile(llama, "--data", texts / "plain.txt", "--map", "9.0", "--decode", 0, code=2)
     table, _, error = result.output.partition("error: map: got 9.0")
     assert "entropy" in table
     assert "see the table above" in error

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.cli import bench_job as bench_module
 from adaattn_hf.cli.bench import Bench
-from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench import measure as measuring
 from adaattn_hf.eval.bench import ways as ways_module
@@ -32,6 +31,7 @@ from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.stats.stopwatch import Elapsed
 
+from ..support.command import adaattn
 from ..support.interrupting import interrupted
 from ..support.source_tree import ROOT
 
@@ -89,14 +89,13 @@ def write_grid(path: Path, *cells: dict[str, Any], **changes: Any) -> Path:
     return path
 
 
-def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *(str(a) for a in arguments)], terminal_width=200)
+def bench(*arguments: object, **expected: Any) -> Result:
+    return adaattn("bench", *arguments, **expected)
 
 
 def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) -> None:
     grid, output = write_grid(tmp_path / "grid.yaml", *ATTENTION, *WHOLE), tmp_path / "out.json"
-    result = bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
-    assert result.exit_code == 0, result.output
+    bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
     report = json.loads(output.read_text(encoding="utf-8"))
     assert_fits(report)
     assert [cell["title"] for cell in report["cells"]] == [f"{c['name']} (float32)" for c in [*ATTENTION, *WHOLE]]
@@ -141,10 +140,8 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_finished_cells(
         write_atomically(path, content)
 
     monkeypatch.setattr(bench_module, "write_atomically", full)
-    done = bench("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
-    assert done.exit_code == 3
-    assert "No space left on device" in done.stderr
-    assert "Traceback" not in done.output
+    words = ("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
+    bench(*words, code=3, says="No space left on device")
     assert [cell["title"] for cell in json.loads(output.read_text())["cells"]] == ["causal 20 (float32)"]
 
 
@@ -189,8 +186,7 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path, monkeypatch: pytest.Mon
     cells = [{"name": "causal", "q_len": 20}, {"name": "pass", "model": "llama", "q_len": 12}]
     grid, output = write_grid(tmp_path / "grid.yaml", *cells), tmp_path / "out.json"
     names = "sdpa,sdpa:flash,sdpa:math,sdpa:efficient,sdpa:cudnn"
-    result = bench("--grid", grid, "--rounds", 1, "--baseline", names, "--output", output)
-    assert result.exit_code == 0, result.output
+    bench("--grid", grid, "--rounds", 1, "--baseline", names, "--output", output)
     report = json.loads(output.read_text(encoding="utf-8"))
     assert_fits(report)
     assert report["absent"] == {"sdpa:efficient": "runs on CUDA", "sdpa:cudnn": "runs on CUDA"}
@@ -218,8 +214,7 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "pass", "model": "llama", "q_len": 12}, stock=["sdpa"])
-    result = bench("--grid", grid, "--rounds", 1, "--no-memory", "--profile", tmp_path / "traces")
-    assert result.exit_code == 0, result.output
+    bench("--grid", grid, "--rounds", 1, "--no-memory", "--profile", tmp_path / "traces")
     found = {path.name: json.loads(path.read_text("utf-8")) for path in (tmp_path / "traces").glob("*.json")}
     assert set(found) == {"pass-float32-adaattn.json", "pass-float32-sdpa.json"}
     named = {
@@ -236,14 +231,12 @@ def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
 
 def test_the_gate_fails_below_a_floor_and_passes_above_it(tmp_path: Path) -> None:
     high = write_grid(tmp_path / "high.yaml", {"name": "causal", "q_len": 8, "floor": 1e6})
-    result = bench("--grid", high, "--rounds", 1, "--gate")
-    assert result.exit_code == 1
-    assert "below its floor: causal (float32)" in result.output
+    bench("--grid", high, "--rounds", 1, "--gate", code=1, says="below its floor: causal (float32)")
     low = write_grid(tmp_path / "low.yaml", {"name": "causal", "q_len": 8, "floor": 1e-6})
     printed = bench("--grid", low, "--rounds", 1, "--json")
     assert [cell["title"] for cell in json.loads(printed.stdout)["cells"]] == ["causal (float32)"]
     output = tmp_path / "out.json"
-    assert bench("--grid", low, "--rounds", 1, "--gate", "--output", output).exit_code == 0
+    bench("--grid", low, "--rounds", 1, "--gate", "--output", output)
     (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
     assert cell["peak_bytes"]["eager"] > cell["peak_bytes"]["sdpa"] > 0
 
@@ -274,26 +267,21 @@ def test_what_has_nothing_to_win_is_left_out_unless_named(tmp_path: Path) -> Non
 def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
     grid, output = write_grid(tmp_path / "grid.yaml", *ATTENTION[:2]), tmp_path / "out.json"
     arguments = ("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
-    assert bench(*arguments).exit_code == 0
+    bench(*arguments)
     before = json.loads(output.read_text(encoding="utf-8"))
-    assert bench(*arguments, "--only", "padded").exit_code == 0
+    bench(*arguments, "--only", "padded")
     after = json.loads(output.read_text(encoding="utf-8"))
     assert after["cells"][0] == before["cells"][0]
     assert after["cells"][1]["times"] != before["cells"][1]["times"]
     # what another version or processor measured is no neighbour, and is not thrown away unasked
     there, after["provenance"]["instructions"] = after["provenance"]["instructions"], "another set"
     output.write_text(json.dumps(after), encoding="utf-8")
-    refused = bench(*arguments, "--only", "padded")
-    assert refused.exit_code == UsageError.exit_code
-    assert f"instructions were another set, are {there}" in " ".join(refused.output.split())
+    bench(*arguments, "--only", "padded", code=2, says=f"instructions were another set, are {there}")
     after["provenance"]["versions"]["torch"] = "0.1"
     output.write_text(json.dumps(after), encoding="utf-8")
-    refused = bench(*arguments, "--only", "padded")
-    assert refused.exit_code == UsageError.exit_code
-    assert "versions was" in refused.output
-    assert "--overwrite" in refused.output
+    bench(*arguments, "--only", "padded", code=2, says=("versions was", "--overwrite"))
     assert json.loads(output.read_text(encoding="utf-8")) == after
-    assert bench(*arguments, "--only", "padded", "--overwrite").exit_code == 0
+    bench(*arguments, "--only", "padded", "--overwrite")
     assert [c["title"] for c in json.loads(output.read_text(encoding="utf-8"))["cells"]] == ["padded (float32)"]
 
 
@@ -306,17 +294,14 @@ def test_files_that_would_be_lost_or_are_no_reports_are_refused(tmp_path: Path) 
         (("--table", page), "and no --output"),
         (("--output", tmp_path / "a.json", "--table", f"{__file__}/a.md"), "cannot be made"),
     ):
-        refused = bench(*short, *words)
-        assert (refused.exit_code, says in refused.stderr) == (UsageError.exit_code, True), refused.stderr
+        bench(*short, *words, code=2, says=says)
     assert not page.exists()
     kept = tmp_path / "notes.json"
     for text in ("# Notes\n", "{}", "[1]"):
         kept.write_text(text)
-        refused = bench(*short, "--output", kept)
-        assert refused.exit_code == UsageError.exit_code, refused.output
-        assert "notes.json holds no report of `adaattn bench`" in refused.stderr
+        bench(*short, "--output", kept, code=2, says="notes.json holds no report of `adaattn bench`")
         assert kept.read_text() == text
-    assert bench(*short, "--output", kept, "--overwrite").exit_code == 0
+    bench(*short, "--output", kept, "--overwrite")
     assert_fits(json.loads(kept.read_text(encoding="utf-8")))
 
 
@@ -326,9 +311,7 @@ def test_a_place_that_permissions_alone_allow_is_told_before_anything_is_measure
 ) -> None:
     monkeypatch.setattr(bench_module, "ways", None)
     grid = write_grid(tmp_path / "grid.yaml", ATTENTION[0])
-    refused = bench("--grid", grid, "--output", "/proc/bench.json")
-    assert refused.exit_code == UsageError.exit_code, refused.output
-    assert "output: /proc cannot be written to" in refused.stderr
+    bench("--grid", grid, "--output", "/proc/bench.json", code=2, says="output: /proc cannot be written to")
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "cells: 3", "a: [", "cells: [{name: x, dtypes: [float32]}]\ndefaults: {}"])
@@ -341,18 +324,16 @@ def test_a_grid_that_is_none_is_named(tmp_path: Path, text: str) -> None:
 
 def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
-    result = bench("--grid", grid, "--only", "nothing")
-    assert result.exit_code == UsageError.exit_code, result.output
+    result = bench("--grid", grid, "--only", "nothing", code=2)
     assert "causal (float32)" in result.stderr.splitlines(), "one a line"
-    assert bench("--grid", grid, "--only", "(").exit_code == UsageError.exit_code
+    bench("--grid", grid, "--only", "(", code=2)
     for wrong, words in (
         (("--grid", tmp_path / "none.yaml"), "none.yaml is no file"),
         (("--attn-implementation", "adatn"), "Did you mean 'adaattn'?"),
         (("--baseline", "eager,sdpaa"), "Did you mean 'sdpa'?"),
         (("--output", f"{__file__}/bench.json"), "cannot be made"),
     ):
-        refused = bench("--grid", grid, *wrong)
-        assert (refused.exit_code, words in refused.stderr) == (UsageError.exit_code, True), refused.stderr
+        bench("--grid", grid, *wrong, code=2, says=words)
     with pytest.raises(UsageError, match=r"'causal'.*kv_length"):
         read_grid(write_grid(tmp_path / "bad.yaml", {"name": "causal", "q_len": 8, "kv_length": 9}))
 
@@ -378,8 +359,7 @@ def test_a_stock_implementation_that_refuses_is_reported(tmp_path: Path, monkeyp
 
 def test_our_backend_that_cannot_serve_a_cell_is_a_sentence(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
-    result = bench("--grid", grid, "--attn-implementation", "adaattn_triton")
-    assert result.exit_code == 2, result.output
+    result = bench("--grid", grid, "--attn-implementation", "adaattn_triton", code=2)
     assert (
         "attn_implementation: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'"
         in result.stderr

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval import corpora, report, runner
+from adaattn_hf.eval import report, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
-from .conftest import PAGES
+from .conftest import OWN_PAGES
 
 
-def evaluated(llama: Path, cache: str | None, **more: Any) -> dict[str, Any]:
-    loaded = checkpoint.load(llama, device="cpu")
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
-    return runner.evaluate(loaded, corpus, Settings(cache=cache, cache_piece=7, **more))
+def evaluated(loaded: checkpoint.Checkpoint, cache: str | None, **more: Any) -> dict[str, Any]:
+    return runner.evaluate(loaded, OWN_PAGES, Settings(cache=cache, cache_piece=7, **more))
 
 
-def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(llama: Path) -> None:
-    reports = {cache: evaluated(llama, cache) for cache in ("model", "int8")}
+def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(loaded: checkpoint.Checkpoint) -> None:
+    reports = {cache: evaluated(loaded, cache) for cache in ("model", "int8")}
     exact, eight = (reports[cache]["quality"]["comparisons"][0]["kl_mean"] for cache in ("model", "int8"))
     assert exact < 1e-9
     assert 1e-9 < eight < 1e-2
     page = report.markdown([reports["int8"]])
     assert ", cache int8\n" in page
     assert "* Cache: windows are read in pieces of 7 tokens, by the tested arm over an `AdaAttnCache` of int8" in page
-    assert "Cache:" not in report.markdown([evaluated(llama, None)])
+    assert "Cache:" not in report.markdown([evaluated(loaded, None)])
 
 
 @pytest.mark.parametrize(
@@ -41,11 +38,12 @@ def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(llama: Path) -> 
         ({"cache": "int8", "attn_implementation": "eager"}, "cannot read codes"),
     ],
 )
-def test_what_cannot_be_measured_over_a_cache_is_said(llama: Path, given: dict[str, Any], words: str) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
+def test_what_cannot_be_measured_over_a_cache_is_said(
+    loaded: checkpoint.Checkpoint, given: dict[str, Any], words: str
+) -> None:
 
     def measured() -> None:
-        runner.evaluate(loaded, corpora.wikitext_corpus(PAGES, "own pages"), Settings(**given))
+        runner.evaluate(loaded, OWN_PAGES, Settings(**given))
 
     with pytest.raises(UsageError, match=words):
         measured()

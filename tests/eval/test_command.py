@@ -13,23 +13,21 @@ from typing import Any
 
 import pytest
 import transformers as tf
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from adaattn_hf.cli.main import app
 from adaattn_hf.errors import EXIT_CODES, UsageError, unknown
 from adaattn_hf.eval import journal, runner, scoring
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches.checkpoint import resolve_dtype
 
+from ..support.command import adaattn
+from ..support.interrupting import failing
+
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments], terminal_width=200)
-
-
-def evaluate(*arguments: object) -> Result:
-    return invoke("eval", *arguments, "--attn-implementation", "eager")
+def evaluate(*arguments: object, **expected: Any) -> Result:
+    return adaattn("eval", *arguments, "--attn-implementation", "eager", **expected)
 
 
 def report_of(directory: Path, name: str) -> dict[str, Any]:
@@ -38,8 +36,7 @@ def report_of(directory: Path, name: str) -> dict[str, Any]:
 
 def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--data", f"lambada:{texts / 'passages.jsonl'}")
-    result = invoke("eval", llama, *data, "--batch-size", 2, "--output-dir", tmp_path, "--anchor", "eager")
-    assert result.exit_code == 0, result.output
+    result = adaattn("eval", llama, *data, "--batch-size", 2, "--output-dir", tmp_path, "--anchor", "eager")
     pages, lastword = report_of(tmp_path, "wikitext"), report_of(tmp_path, "lambada")
     assert [a["implementation"] for a in pages["quality"]["arms"]] == ["sdpa", "adaattn", "eager"]
     assert abs(pages["quality"]["comparisons"][0]["perplexity_ratio"]["value"] - 1) < 1e-5
@@ -56,8 +53,7 @@ def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp
 def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Path, tmp_path: Path) -> None:
     directory = request.getfixturevalue(kind)
     data = ("--data", texts / "plain.txt", "--limit-tokens", 60, "--mask-fraction", 0.5)
-    result = invoke("eval", directory, *data, "--output-dir", tmp_path, "--quiet")
-    assert result.exit_code == 0, result.output
+    result = adaattn("eval", directory, *data, "--output-dir", tmp_path, "--quiet")
     report = report_of(tmp_path, "plain")
     assert report["model"]["objective"] == ("masked" if kind == "bert" else "causal")
     assert report["quality"]["arms"][0]["word_perplexity"] is None  # the text was cut: words are not counted
@@ -66,24 +62,19 @@ def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Pa
 
 def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", 2)
-    kept = evaluate(
-        llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output-dir", tmp_path / "a", "--json"
-    )
-    assert kept.exit_code == 0, kept.output
+    bounds = ("--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01)
+    kept = evaluate(llama, *data, *bounds, "--output-dir", tmp_path / "a", "--json")
     assert json.loads(kept.stdout) == report_of(tmp_path / "a", "wikitext")
     assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
-    broken = evaluate(llama, *data, "--max-delta-nll", -1.0, "--output-dir", tmp_path / "b")
-    assert broken.exit_code == 1
-    assert "max_delta_nll -1" in broken.output
+    evaluate(llama, *data, "--max-delta-nll", -1.0, "--output-dir", tmp_path / "b", code=1, says="max_delta_nll -1")
     assert "above it" in (tmp_path / "b" / "report.md").read_text(encoding="utf-8")
 
 
 def test_json_holds_the_reports_of_this_run_alone(llama: Path, texts: Path, tmp_path: Path) -> None:
     """And not those that lie in the directory since earlier."""
     output = ("--limit-tokens", 40, "--output-dir", tmp_path, "--json")
-    assert evaluate(llama, "--data", texts / "plain.txt", *output).exit_code == 0
+    evaluate(llama, "--data", texts / "plain.txt", *output)
     other = evaluate(llama, "--data", f"wikitext:{texts / 'pages.txt'}", *output)
-    assert other.exit_code == 0, other.output
     assert json.loads(other.stdout) == report_of(tmp_path, "wikitext")
 
 
@@ -94,39 +85,25 @@ def test_a_default_place_that_cannot_be_written_is_told_before_weights_are_read(
     (tmp_path / "results").touch()
     monkeypatch.delattr(tf.AutoModelForCausalLM, "from_pretrained")
     for words in ((llama, "--data", texts / "plain.txt"), ()):
-        refused = evaluate(*words)
-        assert refused.exit_code == 2, refused.output
-        assert "output_dir: results/eval/" in refused.stderr
-        assert "give a directory that can be written" in refused.stderr
+        evaluate(*words, code=2, says=("output_dir: results/eval/", "give a directory that can be written"))
 
 
 def test_one_window_proves_no_bound(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("the lamp", encoding="utf-8")
-    result = evaluate(llama, "--data", path, "--max-delta-nll", 1.0, "--output-dir", tmp_path / "out")
-    assert result.exit_code == 1
-    assert "no interval" in result.output
+    bound = ("--max-delta-nll", 1.0)
+    evaluate(llama, "--data", path, *bound, "--output-dir", tmp_path / "out", code=1, says="no interval")
 
 
 def test_an_interrupted_command_says_how_to_go_on_and_does(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output-dir", tmp_path)
-    forward, calls = scoring.forward, []
-
-    def interrupted(*given: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 9:
-            raise KeyboardInterrupt
-        return forward(*given, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "forward", interrupted)
-        first = evaluate(*arguments)
-    assert first.exit_code == 130
-    assert f"--resume --output-dir {tmp_path}" in first.output
-    assert evaluate(*arguments).exit_code == 5
-    assert evaluate(*arguments, "--resume").exit_code == 0
+        patch.setattr(scoring, "forward", failing(scoring.forward, 9, KeyboardInterrupt()))
+        evaluate(*arguments, code=130, says=f"--resume --output-dir {tmp_path}")
+    evaluate(*arguments, code=5)
+    evaluate(*arguments, "--resume")
     assert report_of(tmp_path, "wikitext")["quality"]["arms"][0]["tokens"] > 100
 
 
@@ -161,9 +138,7 @@ def test_wrong_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"pages": f"wikitext:{texts / 'pages.txt'}", "passages": f"lambada:{texts / 'passages.jsonl'}"}
-    result = invoke("eval", llama, *(a.format(**names) for a in arguments))
-    assert result.exit_code == code, result.output
-    assert says in result.output
+    adaattn("eval", llama, *(a.format(**names) for a in arguments), code=code, says=says)
     assert not list(tmp_path.rglob("report.json"))
 
 
@@ -174,35 +149,28 @@ def test_reports_stay_in_the_output_directory(
     shutil.copytree(texts, tmp_path / "texts")
     (tmp_path / "texts" / "below").mkdir()
     monkeypatch.chdir(tmp_path / "texts" / "below")
-    done = evaluate(llama, "--data", "..", "--limit-tokens", 40, "--output-dir", tmp_path / "out", "--quiet")
-    assert done.exit_code == 0, done.output
+    evaluate(llama, "--data", "..", "--limit-tokens", 40, "--output-dir", tmp_path / "out", "--quiet")
     assert report_of(tmp_path / "out", "texts")["data"]["origin"] == "texts"
     assert not (tmp_path / "report.json").exists()
 
 
 def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path / "out")
-    absent = evaluate(tmp_path / "nothing", *data)
-    assert (absent.exit_code, "cannot load" in absent.output) == (4, True)
-    both = evaluate(tmp_path / "nothing", "--data", "nowhere.txt")
-    assert (both.exit_code, "there is no such directory" in both.output) == (4, True)
+    evaluate(tmp_path / "nothing", *data, code=4, says="cannot load")
+    evaluate(tmp_path / "nothing", "--data", "nowhere.txt", code=4, says="there is no such directory")
     config = tf.AutoConfig.from_pretrained(llama)
     tf.AutoModel.from_config(config).save_pretrained(tmp_path / "headless")
     tf.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "headless")
-    headless = evaluate(tmp_path / "headless", *data)
-    assert (headless.exit_code, "language-model head" in headless.output) == (4, True)
+    evaluate(tmp_path / "headless", *data, code=4, says="language-model head")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.Q4.gguf").touch()
-    assert "--gguf-file model.Q4.gguf" in evaluate(tmp_path / "folder", *data).output
-    forced = evaluate(tmp_path / "headless", *data, "--objective", "causal")
-    assert (forced.exit_code, "would be random" in forced.output) == (4, True)
+    evaluate(tmp_path / "folder", *data, code=4, says="--gguf-file model.Q4.gguf")
+    evaluate(tmp_path / "headless", *data, "--objective", "causal", code=4, says="would be random")
 
 
 def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path)
-    result = invoke("eval", llama, *data, "--attn-implementation", "adaattn_fa2", "--device", "cpu")
-    assert result.exit_code == 4
-    assert "flash-attn" in result.output
+    adaattn("eval", llama, *data, "--attn-implementation", "adaattn_fa2", "--device", "cpu", code=4, says="flash-attn")
 
 
 def test_rolling_windows_need_a_prefix_token(
@@ -215,16 +183,13 @@ def test_rolling_windows_need_a_prefix_token(
     data = ("--data", texts / "plain.txt", "--tokenizer", tmp_path / "tokenizer", "--output-dir", tmp_path / "out")
     with monkeypatch.context() as without:
         without.delattr(tf.AutoModelForCausalLM, "from_pretrained")
-        refused = evaluate(llama, *data)
-    assert (refused.exit_code, "--prefix-token" in refused.output) == (2, True)
-    assert evaluate(llama, *data, "--prefix-token", 1).exit_code == 0
-    strided = evaluate(llama, *data, "--windows", "strided", "--overwrite")
-    assert strided.exit_code == 0
+        evaluate(llama, *data, code=2, says="--prefix-token")
+    evaluate(llama, *data, "--prefix-token", 1)
+    evaluate(llama, *data, "--windows", "strided", "--overwrite")
 
 
 def test_help_states_the_exit_codes() -> None:
-    result = invoke("eval", "--help")
-    assert result.exit_code == 0
+    result = adaattn("eval", "--help")
     shown = " ".join(result.output.split())
     for code in EXIT_CODES:
         assert f"{code} " in shown
@@ -232,16 +197,12 @@ def test_help_states_the_exit_codes() -> None:
 
 
 def test_an_unknown_command_names_the_nearest() -> None:
-    result = invoke("evl")
-    assert result.exit_code == 2
-    assert "eval" in result.output
+    adaattn("evl", code=2, says="eval")
 
 
 def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
-    result = invoke("explain", tmp_path, "--device", "cpu", "--verbose")
-    assert result.exit_code == 0, result.output
-    assert "prefill" in result.output
+    result = adaattn("explain", tmp_path, "--device", "cpu", "--verbose", says="prefill")
     assert "flash-attn is not installed" in result.output or "flash-attn runs on CUDA" in result.output
 
 
@@ -255,9 +216,7 @@ def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> N
     ],
 )
 def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
-    result = invoke("explain", *(a.format(llama=llama) for a in arguments))
-    assert result.exit_code == code, result.output
-    assert says in result.output
+    adaattn("explain", *(a.format(llama=llama) for a in arguments), code=code, says=says)
 
 
 def test_programs_hear_of_unknown_words_as_well() -> None:
@@ -294,46 +253,33 @@ def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, 
 def test_a_polite_kill_ends_like_an_interruption(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, calls = scoring.forward, []
-
-    def killed(*given: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 6:
-            signal.raise_signal(signal.SIGTERM)
-        return forward(*given, **options)
-
+    killed = failing(scoring.forward, 6, lambda: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(scoring, "forward", killed)
     before = signal.getsignal(signal.SIGTERM)
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16)
-    result = evaluate(llama, *data, "--output-dir", tmp_path)
-    assert result.exit_code == 130
+    evaluate(llama, *data, "--output-dir", tmp_path, code=130)
     assert signal.getsignal(signal.SIGTERM) is before
     assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1
 
 
 def test_a_masked_model_says_last_words(bert: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"lambada:{texts / 'passages.jsonl'}", "--context", 12)
-    assert evaluate(bert, *data, "--output-dir", tmp_path).exit_code == 0
+    evaluate(bert, *data, "--output-dir", tmp_path)
     report = report_of(tmp_path, "lambada")
     assert report["quality"]["arms"][0]["items"] == 6
     assert "masked at once" in report["protocol"]
-    short = evaluate(bert, *data[:-1], 2, "--output-dir", tmp_path / "short")
-    assert (short.exit_code, "more than the" in short.output) == (2, True)
-    strided = evaluate(bert, "--data", texts / "plain.txt", "--stride", 4, "--output-dir", tmp_path / "strided")
-    assert (strided.exit_code, "disjoint" in strided.output) == (2, True)
+    evaluate(bert, *data[:-1], 2, "--output-dir", tmp_path / "short", code=2, says="more than the")
+    words = ("--data", texts / "plain.txt", "--stride", 4, "--output-dir", tmp_path / "strided")
+    evaluate(bert, *words, code=2, says="disjoint")
 
 
 def test_a_full_disk_is_a_sentence_and_keeps_finished_batches(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: journal.Journal, batch: int, record: journal.BatchRecord) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    words = (llama, "--data", texts, "--output-dir", tmp_path / "out", "--context", 16)
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "append", full)
-        done = evaluate(llama, "--data", texts, "--output-dir", tmp_path / "out", "--context", 16)
-    assert done.exit_code == 3, done.output
-    assert "No space left on device; finished batches are kept, and --resume goes on" in done.output
-    assert "Traceback" not in done.output
-    again = evaluate(llama, "--data", texts, "--output-dir", tmp_path / "out", "--context", 16, "--resume")
-    assert again.exit_code == 0, again.output
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(journal.Journal, "append", failing(journal.Journal.append, 1, full))
+        says = "No space left on device; finished batches are kept, and --resume goes on"
+        evaluate(*words, code=3, says=says)
+    evaluate(*words, "--resume")

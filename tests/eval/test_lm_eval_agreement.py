@@ -16,7 +16,7 @@ from adaattn_hf.eval import corpora, lm_eval_model, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
-from .conftest import PAGES, PASSAGES
+from .conftest import OWN_PAGES, OWN_PASSAGES, PAGES, PASSAGES
 from .test_planned import kept
 
 # what other packages warn of while they are used is not ours to mend
@@ -63,7 +63,7 @@ def test_wikitext(request: pytest.FixtureRequest, tmp_path: Path, kind: str, len
     directory = request.getfixturevalue(kind)
     model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2, max_length=length)
     expected = theirs(model, "wikitext", their_task("wikitext", "page", PAGES, tmp_path))
-    found = ours(directory, corpora.wikitext_corpus(PAGES, "own pages"), context=length, batch_size=3)
+    found = ours(directory, OWN_PAGES, context=length, batch_size=3)
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6)
 
@@ -74,7 +74,7 @@ def test_lambada(request: pytest.FixtureRequest, tmp_path: Path, kind: str, leng
     directory = request.getfixturevalue(kind)
     model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2, max_length=length)
     expected = theirs(model, "lambada_openai", their_task("lambada_openai", "text", PASSAGES, tmp_path))
-    found = ours(directory, corpora.lastword_corpus(PASSAGES, "own passages"), context=length, batch_size=3)
+    found = ours(directory, OWN_PASSAGES, context=length, batch_size=3)
     # the exponential of some thirty nats, which other batches sum in another order
     assert found["last_word_perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
     assert found["accuracy"] == expected["acc"]
@@ -84,7 +84,7 @@ def test_our_model_is_known_to_their_registry_and_agrees(llama: Path, tmp_path: 
     manager = their_task("wikitext", "page", PAGES, tmp_path)
     arguments = f"pretrained={llama},dtype=float32"
     found = theirs(lm_eval_model.NAME, "wikitext", manager, model_args=arguments, device="cpu", batch_size=1)
-    expected = ours(llama, corpora.wikitext_corpus(PAGES, "own pages"))
+    expected = ours(llama, OWN_PAGES)
     assert found["word_perplexity"] == pytest.approx(expected["word_perplexity"], rel=1e-6)
 
 
@@ -101,7 +101,6 @@ def test_our_model_runs_our_attention(llama: Path) -> None:
 def test_a_plan_is_handed_over_by_model_args(llama: Path, tmp_path: Path) -> None:
     manager = their_task("wikitext", "page", PAGES, tmp_path)
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "narrow", 2)
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
 
     def perplexity(plan: str) -> float:
         arguments = f"pretrained={llama},dtype=float32,plan={plan}"
@@ -109,8 +108,8 @@ def test_a_plan_is_handed_over_by_model_args(llama: Path, tmp_path: Path) -> Non
         return found["word_perplexity"]
 
     exact, planned = perplexity("none"), perplexity(plan)
-    assert exact == pytest.approx(ours(llama, corpus)["word_perplexity"], rel=1e-6)
-    expected = ours(llama, corpus, attn_implementation="adaattn", plan=plan)["word_perplexity"]
+    assert exact == pytest.approx(ours(llama, OWN_PAGES)["word_perplexity"], rel=1e-6)
+    expected = ours(llama, OWN_PAGES, attn_implementation="adaattn", plan=plan)["word_perplexity"]
     assert planned == pytest.approx(expected, rel=1e-5)
     assert abs(planned / exact - 1) > 1e-4
 
@@ -120,9 +119,9 @@ def test_a_tokenizer_that_adds_bos(assets: Path, tmp_path: Path) -> None:
     """LLaMA's tokenizer adds BOS, which the rolling recipe then scores after its prefix token; both agree in that."""
     directory = assets / "models" / "stories260K-hf"
     model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2)
-    found = ours(directory, corpora.wikitext_corpus(PAGES, "own pages"), batch_size=3)
+    found = ours(directory, OWN_PAGES, batch_size=3)
     expected = theirs(model, "wikitext", their_task("wikitext", "page", PAGES, tmp_path))
     assert found["word_perplexity"] == pytest.approx(expected["word_perplexity"], rel=1e-6)
     expected = theirs(model, "lambada_openai", their_task("lambada_openai", "text", PASSAGES, tmp_path))
-    found = ours(directory, corpora.lastword_corpus(PASSAGES, "own passages"), batch_size=3)
+    found = ours(directory, OWN_PASSAGES, batch_size=3)
     assert found["last_word_perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from adaattn_hf import config
-from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval import activation, corpora, report, runner
+from adaattn_hf.eval import report, runner, tasks
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.patches.plans import attach, everywhere, hashes
@@ -26,7 +24,8 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
 
 from ..support.choices import make_choice
-from .conftest import PAGES
+from ..support.command import adaattn
+from .conftest import OWN_PAGES, PAGES
 
 WINDOW = 8
 
@@ -59,14 +58,12 @@ def kept(loaded: checkpoint.Checkpoint, directory: Path, window: int) -> str:
     return str(directory)
 
 
-def test_two_plans_are_compared_with_each_other(llama: Path, tmp_path: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+def test_two_plans_are_compared_with_each_other(loaded: checkpoint.Checkpoint, tmp_path: Path) -> None:
     narrow, wide = kept(loaded, tmp_path / "narrow", 4), kept(loaded, tmp_path / "wide", 24)
 
     def divergence(**plans: str) -> dict[str, Any]:
         against = "adaattn" if "baseline_plan" in plans else "sdpa"
-        return runner.evaluate(loaded, corpus, Settings(baseline=against, **plans))
+        return runner.evaluate(loaded, OWN_PAGES, Settings(baseline=against, **plans))
 
     paired = divergence(plan=narrow, baseline_plan=wide)
     assert paired["quality"]["comparisons"][0]["kl_mean"] > 1e-6
@@ -81,16 +78,14 @@ def test_two_plans_are_compared_with_each_other(llama: Path, tmp_path: Path) -> 
     assert stock["plans"][0] is None
 
 
-def test_streaming_heads_are_measured_over_their_cache(llama: Path, tmp_path: Path) -> None:
+def test_streaming_heads_are_measured_over_their_cache(loaded: checkpoint.Checkpoint, tmp_path: Path) -> None:
     """Behind a full cache the same plan computes the same; in codes it does not."""
-    loaded = checkpoint.load(llama, device="cpu")
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
     plan = kept(loaded, tmp_path / "plan", 16)
 
     def evaluated(cache: str, against: str = plan, streaming: bool = True) -> dict[str, Any]:
         return runner.evaluate(
             loaded,
-            corpus,
+            OWN_PAGES,
             Settings(
                 baseline="adaattn", plan=plan, baseline_plan=against, cache=cache, cache_piece=5, streaming=streaming
             ),
@@ -104,15 +99,14 @@ def test_streaming_heads_are_measured_over_their_cache(llama: Path, tmp_path: Pa
 
 
 def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path) -> None:
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
     with pytest.raises(UsageError, match="streaming: got no cache"):
         Settings(streaming=True)
     loaded = checkpoint.load(llama, device="cpu")
     with pytest.raises(UsageError, match="without a plan"):
-        runner.evaluate(loaded, corpus, Settings(cache="int8", streaming=True))
+        runner.evaluate(loaded, OWN_PAGES, Settings(cache="int8", streaming=True))
     attach.attach(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))
     with pytest.raises(UsageError, match="windows of 64 tokens and a plan that speaks for 32"):
-        runner.evaluate(loaded, corpus, Settings(cache="int8", streaming=True))
+        runner.evaluate(loaded, OWN_PAGES, Settings(cache="int8", streaming=True))
 
 
 @pytest.mark.parametrize(
@@ -126,32 +120,29 @@ def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path)
 def test_wrong_plans_are_refused(
     llama: Path, texts: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
-    words = ["eval", str(llama), "--data", str(texts / "plain.txt"), "--output-dir", str(tmp_path / "out"), *arguments]
-    result = CliRunner().invoke(app, words, terminal_width=200)
-    assert result.exit_code in (2, 4)
-    assert says in result.output
+    words = ("eval", llama, "--data", texts / "plain.txt", "--output-dir", tmp_path / "out", *arguments)
+    adaattn(*words, code=(2, 4), says=says)
 
 
 def test_the_rate_is_counted_and_the_loss_is_seen(planned: checkpoint.Checkpoint) -> None:
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
-    report = runner.evaluate(planned, corpus, Settings(batch_size=2))
-    lengths = [len(w.input_ids) for w in runner.measure(planned, corpus, Settings(batch_size=2)).task.windows]
+    report = runner.evaluate(planned, OWN_PAGES, Settings(batch_size=2))
+    lengths = [len(w.input_ids) for w in tasks.build(planned, OWN_PAGES, Settings()).windows]
     changed = sum(max(n - WINDOW, 0) for n in lengths)  # a quarter of all heads sees fewer keys there
     assert report["activation"][1]["rate"] == pytest.approx(changed / sum(lengths) / 4)
     assert report["quality"]["comparisons"][0]["kl_mean"] > 1e-6
 
 
 def test_short_text_never_leaves_the_exact_path_and_the_rate_says_so(planned: checkpoint.Checkpoint) -> None:
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
-    report = runner.evaluate(planned, corpus, Settings(context=WINDOW))
+    report = runner.evaluate(planned, OWN_PAGES, Settings(context=WINDOW))
     assert report["activation"][1]["rate"] == 0.0
     assert report["activation"][1]["pairs"] > 0
     assert report["quality"]["comparisons"][0]["kl_mean"] < 1e-9
 
 
 def test_stock_does_not_heed_the_plan(planned: checkpoint.Checkpoint) -> None:
-    assert activation.has_plan(planned.model, "adaattn")
-    assert not activation.has_plan(planned.model, "sdpa")
+    report = runner.evaluate(planned, OWN_PAGES, Settings())
+    assert [plan and plan["role"] for plan in report["plans"]] == [None, "tested"]
+    assert report["activation"][0]["rate"] is None
 
 
 def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -> None:
@@ -184,8 +175,8 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
 
 
 def test_a_program_is_not_started_with_a_plan_that_is_none(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["run", "--plan", str(tmp_path), "--", "python", "-c", "print('ran')"])
-    assert (done.exit_code, "error: plan: " in done.stderr, "ran" in done.stdout) == (2, True, False)
+    done = adaattn("run", "--plan", tmp_path, "--", "python", "-c", "print('ran')", code=2, says="error: plan: ")
+    assert "ran" not in done.stdout
 
 
 def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
@@ -212,7 +203,5 @@ def test_no_room_for_a_batch_is_a_sentence(llama: Path, tmp_path: Path, monkeypa
     text = tmp_path / "text.txt"
     text.write_text(PAGES[0])
     words = ["--context", "64", "--batch-size", "4", "--output-dir", str(tmp_path / "out"), "--device", "cpu"]
-    done = CliRunner().invoke(app, ["eval", str(llama), "--data", str(text), *words])
-    assert done.exit_code == 6, done.output
-    for said in ("Tried to allocate 2.00 GiB", "--batch-size 2", "--context 32", "--resume"):
-        assert said in done.stderr
+    says = ("Tried to allocate 2.00 GiB", "--batch-size 2", "--context 32", "--resume")
+    adaattn("eval", llama, "--data", text, *words, code=6, says=says)

@@ -26,18 +26,17 @@ from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.stats.stopwatch import timed
 
-from .conftest import PAGES, PASSAGES
+from .conftest import OWN_PAGES, OWN_PASSAGES, PAGES, PASSAGES
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def reports(llama: Path) -> dict[str, dict[str, Any]]:
+def reports(loaded: checkpoint.Checkpoint) -> dict[str, dict[str, Any]]:
     """A report of each kind, as it comes back from its JSON."""
-    loaded = checkpoint.load(llama, device="cpu")
     corpus = {
-        "pages": corpora.wikitext_corpus(PAGES, "own pages"),
-        "lastword": corpora.lastword_corpus(PASSAGES, "own passages"),
+        "pages": OWN_PAGES,
+        "lastword": OWN_PASSAGES,
     }
     made = {
         kind: runner.evaluate(loaded, c, Settings(attn_implementation="adaattn", anchor="eager", batch_size=2))
@@ -143,8 +142,7 @@ def test_the_commit_is_that_of_the_checkout_or_said(
     assert provenance.commit(tmp_path) == "abc1234"
 
 
-def test_arms_share_weights_and_nothing_else(llama: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
+def test_arms_share_weights_and_nothing_else(loaded: checkpoint.Checkpoint) -> None:
     first, second = checkpoint.arms(loaded, ["sdpa", "eager"])
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert a.data_ptr() == b.data_ptr()
@@ -181,14 +179,12 @@ def test_peak_bytes_hold_the_native_kernels_buffers() -> None:
     assert peak < output + 2 * key.nbytes + torch.get_num_threads() * (1 << 20)
 
 
-def test_peak_bytes_follow_the_batch(llama: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
-    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+def test_peak_bytes_follow_the_batch(loaded: checkpoint.Checkpoint) -> None:
     peaks = [
-        runner.measure(loaded, corpus, Settings(attn_implementation="eager", context=n)).memory[0]["peak_bytes"]
+        runner.evaluate(loaded, OWN_PAGES, Settings(attn_implementation="eager", context=n))["cost"]["memory"][0]
         for n in (16, 64)
     ]
-    assert peaks[1] > 3 * peaks[0]
+    assert peaks[1]["peak_bytes"] > 3 * peaks[0]["peak_bytes"]
 
 
 def test_turns_give_every_arm_the_first_place() -> None:
@@ -213,9 +209,8 @@ def test_the_rate_is_of_pairs() -> None:
     assert (found["rate"], found["pairs"], found["batches"]) == (0.25, 400, 2)
 
 
-def test_without_a_plan_nothing_is_approximate(llama: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
-    assert not activation.has_plan(loaded.model, "adaattn")
+def test_without_a_plan_nothing_is_approximate(reports: dict[str, dict[str, Any]]) -> None:
+    assert reports["pages"]["plans"] == [None] * 3
     assert activation.rate("adaattn", False, [None])["rate"] == 0.0
     assert "no plan" in str(activation.rate("adaattn", False, [None])["reason"])
 
@@ -233,11 +228,12 @@ def test_watched_batches_are_few_and_spread(batches: int) -> None:
     assert batches - watched[-1] <= max(1, -(-batches // activation.WATCHED_BATCHES))
 
 
-def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: Path) -> None:
+def test_the_metric_loads_from_the_package_and_computes(
+    llama: Path, loaded: checkpoint.Checkpoint, tmp_path: Path
+) -> None:
     metric = evaluate.load(metric_path(), cache_dir=str(tmp_path))
     texts = list(PASSAGES[:3])
     found = metric.compute(predictions=texts, model_id=str(llama), attn_implementation="adaattn", device="cpu")
-    loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.text_corpus(texts, "texts", "texts")
     expected = runner.evaluate(loaded, corpus, Settings())["quality"]["arms"][1]
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-9)

@@ -20,11 +20,6 @@ from .conftest import PAGES, PASSAGES
 SETTINGS = Settings(attn_implementation="eager", batch_size=2, context=16)
 
 
-@pytest.fixture(scope="module")
-def loaded(llama: Path) -> checkpoint.Checkpoint:
-    return checkpoint.load(llama, device="cpu")
-
-
 def corpus() -> corpora.Corpus:
     return corpora.wikitext_corpus(PAGES[1:], "own pages")
 
@@ -168,7 +163,8 @@ def test_a_foreign_file_is_refused(loaded: checkpoint.Checkpoint, tmp_path: Path
 
 def test_records_survive_the_file_bit_by_bit(loaded: checkpoint.Checkpoint, tmp_path: Path) -> None:
     measured = runner.measure(loaded, corpus(), SETTINGS, output=tmp_path)
-    with journal.Journal(tmp_path, measured.fingerprint, resume=True) as kept:
+    heading = json.loads((tmp_path / journal.NAME).read_bytes().splitlines()[0].partition(b" ")[2])
+    with journal.Journal(tmp_path, heading["fingerprint"], resume=True) as kept:
         for index, record in enumerate(measured.records):
             assert kept.records[index].scores.nll.tobytes() == record.scores.nll.tobytes()
             assert kept.records[index].scores.kl.tobytes() == record.scores.kl.tobytes()

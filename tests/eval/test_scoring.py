@@ -18,7 +18,7 @@ from adaattn_hf.eval.settings import PADDINGS, Settings
 from adaattn_hf.eval.windows import Window
 from adaattn_hf.patches import checkpoint
 
-from .conftest import PAGES, PASSAGES
+from .conftest import OWN_PAGES, OWN_PASSAGES
 
 
 def window_of(length: int, positions: list[int], targets: list[int]) -> Window:
@@ -74,16 +74,8 @@ def measured(directory: Path, corpus: corpora.Corpus, **settings: object) -> run
     return runner.measure(loaded, corpus, Settings(**{"attn_implementation": "eager", **settings}))
 
 
-def pages() -> corpora.Corpus:
-    return corpora.wikitext_corpus(PAGES, "own pages")
-
-
-def passages() -> corpora.Corpus:
-    return corpora.lastword_corpus(PASSAGES, "own passages")
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("corpus", [pages(), passages()], ids=["pages", "lastword"])
+@pytest.mark.parametrize("corpus", [OWN_PAGES, OWN_PASSAGES], ids=["pages", "lastword"])
 def test_perplexity_does_not_depend_on_the_batch_size(
     request: pytest.FixtureRequest, kind: str, corpus: corpora.Corpus
 ) -> None:
@@ -101,8 +93,8 @@ def test_perplexity_does_not_depend_on_the_batch_size(
 @pytest.mark.parametrize("impl", ["eager", "adaattn"])
 def test_padding_changes_no_number(request: pytest.FixtureRequest, kind: str, padding: str, impl: str) -> None:
     directory = request.getfixturevalue(kind)
-    alone = measured(directory, passages(), attn_implementation=impl).tokens.scores
-    padded = measured(directory, passages(), attn_implementation=impl, batch_size=4, padding=padding).tokens.scores
+    alone = measured(directory, OWN_PASSAGES, attn_implementation=impl).tokens.scores
+    padded = measured(directory, OWN_PASSAGES, attn_implementation=impl, batch_size=4, padding=padding).tokens.scores
     np.testing.assert_allclose(padded.nll, alone.nll, rtol=0, atol=5e-5)
 
 
@@ -117,17 +109,16 @@ def test_an_arm_against_itself_differs_by_exactly_nothing(
         "batch_size": 3,
         "mask_fraction": 0.1,
     }
-    result = measured(request.getfixturevalue(kind), pages(), **settings)
-    compared = result.quality["comparisons"][0]
+    result = measured(request.getfixturevalue(kind), OWN_PAGES, **settings)
+    compared = result.report["quality"]["comparisons"][0]
     assert compared["delta_nll"]["mean"] == 0.0
     assert (compared["delta_nll"]["low"], compared["delta_nll"]["upper"]) == (0.0, 0.0)
     assert compared["perplexity_ratio"]["value"] == 1.0
     assert (compared["kl_mean"], compared["kl_max"], compared["top1_agreement"]) == (0.0, 0.0, 1.0)
 
 
-def test_a_worse_arm_shows(llama: Path) -> None:
+def test_a_worse_arm_shows(loaded: checkpoint.Checkpoint) -> None:
     """The meta-test of the one above: with one weight changed in one arm, every figure moves."""
-    loaded = checkpoint.load(llama, device="cpu")
     models = checkpoint.arms(loaded, ["sdpa", "sdpa"])
     models[1].model.layers[0].self_attn.v_proj = torch.nn.Linear(32, 16, bias=False)
     windows = [Window(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
@@ -188,8 +179,7 @@ def test_special_tokens_are_asked_for_or_left_out(bert: Path, add_bos: bool) -> 
     assert ("no special tokens" in task.protocol) != add_bos
 
 
-def test_the_token_budget_ends_between_documents(llama: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
+def test_the_token_budget_ends_between_documents(loaded: checkpoint.Checkpoint) -> None:
     corpus = corpora.text_corpus(["lamp"] * 3, "here", "x")
     each = len(loaded.tokenizer.encode("lamp"))
     task = tasks.build(loaded, corpus, Settings(limit_tokens=2 * each))
@@ -202,11 +192,10 @@ def test_a_masked_model_needs_a_mask_token(llama: Path, bert: Path) -> None:
     loaded = checkpoint.load(bert, device="cpu")
     mixed = checkpoint.Checkpoint("x", loaded.model, tokenizer, "masked")
     with pytest.raises(ModelUnavailable, match="no mask token"):
-        tasks.build(mixed, pages(), Settings())
+        tasks.build(mixed, OWN_PAGES, Settings())
 
 
-def test_a_text_without_tokens_is_refused(llama: Path) -> None:
-    loaded = checkpoint.load(llama, device="cpu")
+def test_a_text_without_tokens_is_refused(loaded: checkpoint.Checkpoint) -> None:
     corpus = corpora.text_corpus(["x"], "here", "x")
     with pytest.raises(UsageError, match="no token to score"):
         tasks.build(loaded, corpus, Settings(windows="strided"))

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from adaattn_hf.cli.main import app
 from adaattn_hf.eval import progress, runner, showcase
+
+from ..support.command import adaattn
 
 LITTLE = ("--limit-docs", "2", "--limit-tokens", "200")
 
 
 def test_the_models_in_the_package(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["eval", *LITTLE, "--output-dir", str(tmp_path)], terminal_width=240)
     # so little text decides nothing in bfloat16: a missed bar there is no failure of this test
-    assert result.exit_code in (0, 1), result.output
+    result = adaattn("eval", *LITTLE, "--output-dir", tmp_path, code=(0, 1))
     reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob(runner.REPORT)}
     assert set(reports) == {
         f"{name}-{dtype}-{text}"
@@ -76,9 +75,7 @@ def test_a_name_sends_no_control_sequence_to_a_pipe(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("dtype", ["float32"])
 def test_another_arm_and_one_dtype(tmp_path: Path, dtype: str) -> None:
     chosen = ("--attn-implementation", "adaattn_eager", "--dtype", dtype, "--quiet", "--output-dir", str(tmp_path))
-    arguments = ["eval", *LITTLE, *chosen]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    adaattn("eval", *LITTLE, *chosen)
     names = sorted(path.parent.name for path in tmp_path.rglob(runner.REPORT))
     assert len(names) == 6
     assert all(dtype in name for name in names)
@@ -87,10 +84,8 @@ def test_another_arm_and_one_dtype(tmp_path: Path, dtype: str) -> None:
 def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(showcase, "MAX_RELATIVE_CHANGE", -1.0)
     monkeypatch.setattr(showcase, "MODELS", ("gpt2",))
-    arguments = ["eval", *LITTLE, "--dtype", "float32", "--output-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments, terminal_width=200)
-    assert result.exit_code == 1
-    assert "demo gpt2 float32 on pages: relative change of perplexity" in result.output
+    says = "demo gpt2 float32 on pages: relative change of perplexity"
+    adaattn("eval", *LITTLE, "--dtype", "float32", "--output-dir", tmp_path, code=1, says=says)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +97,5 @@ def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )  # fmt: skip
 def test_arguments_that_need_a_model(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(showcase, "MODELS", ())
-    arguments = ["eval", *option.split(), "--quiet", "--output-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments, terminal_width=200)
-    assert result.exit_code == 2
-    assert f"{option.split()[0].removeprefix('--').replace('-', '_')}: got" in result.output
-    assert "without MODEL" in result.output
+    says = (f"{option.split()[0].removeprefix('--').replace('-', '_')}: got", "without MODEL")
+    adaattn("eval", *option.split(), "--quiet", "--output-dir", tmp_path, code=2, says=says)

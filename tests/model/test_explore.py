@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
@@ -17,13 +16,13 @@ from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.search import picks_of, programs, solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
-from adaattn_hf.cli.main import app
 from adaattn_hf.cli.pictures.explorer import explorer
 from adaattn_hf.policy.table import SolverTable
 from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..support.calibration import open_inputs, save_plan
+from ..support.command import adaattn
 from ..support.letters import encode
 from ..unit.test_plan_page import embedded
 from .test_calibrate import SETTINGS, _model, _prices, text
@@ -48,9 +47,7 @@ def directory(made: tuple[Measurement, Calibration], tmp_path_factory: pytest.Te
 
 def page(directory: Path) -> str:
     target = directory / "explore.html"
-    done = CliRunner().invoke(app, ["plan", "explore", str(directory), "--html", str(target)])
-    assert done.exit_code == 0, done.output
-    assert "proved at most" in done.output
+    adaattn("plan", "explore", directory, "--html", target, says="proved at most")
     return target.read_text(encoding="utf-8")
 
 
@@ -84,7 +81,7 @@ def test_every_plan_of_the_page_is_the_solvers(made: tuple[Measurement, Calibrat
 def test_the_heading_names_the_model(directory: Path) -> None:
     target = directory / "named.html"
     words = ["plan", "explore", str(directory), "--html", str(target), "--name", "Small <1>"]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    adaattn(*words)
     named, typed = embedded(target.read_text(encoding="utf-8")), embedded(page(directory))
     assert named["title"] == "Small <1>"
     assert typed["title"] == "LlamaForCausalLM"
@@ -137,9 +134,7 @@ def test_a_plan_without_its_table_is_refused(directory: Path, tmp_path: Path, re
     plan.write_bytes((directory / "adaattn_plan.json").read_bytes())
     if report is not None:
         (tmp_path / "adaattn_report.json").write_text(report)
-    done = CliRunner().invoke(app, ["plan", "explore", str(plan), "--html", str(tmp_path / "x.html")])
-    assert done.exit_code == 2
-    assert says in " ".join(done.stderr.split())
+    adaattn("plan", "explore", plan, "--html", tmp_path / "x.html", code=2, says=says)
     assert not (tmp_path / "x.html").exists()
 
 

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import adaattn_hf
-from adaattn_hf.cli.main import app
 from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.plan import LayerPlan
@@ -23,6 +21,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from studies.cache_speed import held_bytes
 
 from ..support.choices import make_choice
+from ..support.command import adaattn
 from ..support.plans import plan_for
 from ..support.versions import needs_tracing
 
@@ -346,8 +345,7 @@ def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path)
     asked = ["explain", str(tmp_path), "--cache", "int8", "--streaming", "--json"]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
+    done = adaattn(*asked)
     assert json.loads(done.stdout)["cache"]["streaming_heads"] == [4, 6]
 
 

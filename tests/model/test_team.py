@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from adaattn_hf.calibration.team import Team, join, present
-from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import Price
 
 from ..support.calibration import price_table
+from ..support.command import adaattn
 
 LENGTH = 160
 
@@ -60,8 +59,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    one = CliRunner().invoke(app, ["calibrate", str(models[0]), *options])
-    assert one.exit_code == 0, one.output
+    adaattn("calibrate", models[0], *options)
     said, errors = two.communicate(timeout=600)
     assert two.returncode == 0, errors
     assert said.count("at most +") == 1  # one of them speaks

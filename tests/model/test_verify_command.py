@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.policy.prices import Price, PriceTable
 
+from ..support.command import adaattn
+
 LENGTH = 192
 MODEL = str(demo_model_path("llama"))
-
-
-def command(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +33,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small: list[object] = ["--optimize", "memory", "--budget", "3%"]
     for plan, how in (("plan", news + cheap), ("split", cheap), ("memory", news + small)):
         words = ["--data", directory / "own.txt", "--output-dir", directory / plan]
-        done = command("calibrate", MODEL, *words, *rest, *how)
-        assert done.exit_code == 0, done.output
+        adaattn("calibrate", MODEL, *words, *rest, *how)
     return directory
 
 
 def verified(plan: Path, *words: object) -> tuple[int, dict[str, Any]]:
-    done = command("verify", MODEL, "--plan", plan, "--quiet", "--json", *words)
+    done = adaattn("verify", MODEL, "--plan", plan, "--quiet", "--json", *words, code=(0, 1))
     assert done.stdout, done.output
     return done.exit_code, json.loads(done.stdout)
 
@@ -75,8 +70,8 @@ def test_a_plan_with_a_cache_is_proved_over_it(material: Path, tmp_path: Path) -
     assert (code, without["cache"]) == (0, "model")
     (coded,), (plain,) = over["verdicts"].values(), without["verdicts"].values()
     assert coded["kl"] != plain["kl"]
-    shown = command("verify", MODEL, "--plan", material / "memory", "--data", material / "news.txt")
-    assert f"tokens over a cache in {over['cache']}: passed" in shown.output
+    says = f"tokens over a cache in {over['cache']}: passed"
+    adaattn("verify", MODEL, "--plan", material / "memory", "--data", material / "news.txt", says=says)
 
 
 def test_other_text_has_figures_of_its_own_and_what_differs_is_said(material: Path) -> None:
@@ -87,10 +82,9 @@ def test_other_text_has_figures_of_its_own_and_what_differs_is_said(material: Pa
     assert verdict["confidence"] == found["stored"]["confidence"]
     (differing,) = found["differing"]  # the prices came from a table
     assert differing.startswith("machine was a table, is ")
-    shown = command("verify", MODEL, "--plan", material / "plan", "--data", material / "own.txt")
-    assert f"warning: {differing}" in shown.output
-    assert verdict["sentence"] in shown.output
-    assert f"stored proof: {found['stored']['sentence']}" in shown.output
+    says = (f"warning: {differing}", verdict["sentence"], f"stored proof: {found['stored']['sentence']}")
+    words = ("--plan", material / "plan", "--data", material / "own.txt")
+    adaattn("verify", MODEL, *words, code=code, says=says)
 
 
 def test_a_plan_that_does_not_keep_its_budget_fails(material: Path, tmp_path: Path) -> None:
@@ -118,5 +112,4 @@ def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> 
         ((MODEL, "--plan", plan, "--data", text, "--data", short), "a source holds 0 sequences of 192 tokens"),
         ((MODEL, "--plan", plan, "--data", text, "--data", text), "is named twice"),
     ):
-        done = command("verify", *words, "--quiet")
-        assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.output
+        adaattn("verify", *words, "--quiet", code=2, says=said)

@@ -1,4 +1,4 @@
-"""A command that is interrupted by Ctrl-C as soon as it has kept something."""
+"""Interruptions: a command that is stopped as soon as it has kept something, and a call that fails at its turn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 COMMAND = (sys.executable, "-P", "-c", "from adaattn_hf.cli.main import main; main()")
 
 
 def interrupted(
-    arguments: list[str], appears: Path, command: tuple[str, ...] = COMMAND
+    arguments: list[str], appears: Path, command: tuple[str, ...] = COMMAND, stop: signal.Signals = signal.SIGINT
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command until a file appears, sends SIGINT, and returns how it ended."""
+    """Runs a command until a file appears, sends it a signal, and returns how it ended."""
     process = subprocess.Popen(
         [*command, *arguments],
         stdout=subprocess.PIPE,
@@ -27,8 +30,22 @@ def interrupted(
         end = time.monotonic() + 180
         while process.poll() is None and not appears.is_file() and time.monotonic() < end:
             time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(stop)
         said, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, said, errors)
+
+
+def failing(real: Callable[..., Any], at: int, error: BaseException | Callable[[], Any]) -> Mock:
+    """Does as the function does, but for one call, by number, which raises the error or calls what is given first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if calls.call_count == at:
+            if isinstance(error, BaseException):
+                raise error
+            error()
+        return real(*args, **kwargs)
+
+    calls = Mock(side_effect=call)
+    return calls

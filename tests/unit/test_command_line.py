@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 import adaattn_command
 import adaattn_hf
@@ -22,6 +21,8 @@ from adaattn_hf.cli import doctor, main
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import demo_model_path
 from adaattn_hf.patches.checkpoint import resolve_device
+
+from ..support.command import adaattn
 
 QUICK = "import adaattn_command, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_command.main()"
 LOADED = """
@@ -100,7 +101,7 @@ def test_the_package_is_a_command_too() -> None:
 
 
 def test_summaries_are_sentences() -> None:
-    shown = " ".join(CliRunner().invoke(main.app, ["--help"]).output.replace("│", "").split())
+    shown = " ".join(adaattn("--help").output.replace("│", "").split())
     for name in main.COMMANDS:
         first = main.load_command(name).help.strip().partition("\n")[0]
         assert first.endswith(".")
@@ -126,16 +127,15 @@ def options_of(words: list[str]) -> set[str]:
 
 
 def test_an_old_name_of_an_option_is_taken_with_a_warning() -> None:
-    done = CliRunner().invoke(main.app, ["explain", "no-such-model", "--impl", "adaattn", "--json"])
+    done = adaattn("explain", "no-such-model", "--impl", "adaattn", "--json", code=4)
     assert done.stdout == ""
     warning, refusal = done.stderr.splitlines()[:2]
     assert warning == (
         "warning: --impl is called --attn-implementation now; the next version knows --attn-implementation alone"
     )
     assert refusal.startswith("error: model: cannot explain 'no-such-model'")
-    done = CliRunner().invoke(main.app, ["explain", "no-such-model", "--impl=adaatn"])
-    assert (done.exit_code, "attn_implementation: got 'adaatn'" in done.stderr) == (2, True), done.stderr
-    assert "No such option" in CliRunner().invoke(main.app, ["explain", "x", "--out", "y"]).stderr, "it never had one"
+    adaattn("explain", "no-such-model", "--impl=adaatn", code=2, says="attn_implementation: got 'adaatn'")
+    adaattn("explain", "x", "--out", "y", code=2, says="No such option")  # it never had one
 
 
 def test_no_option_has_an_old_name_and_each_old_name_has_an_option() -> None:
@@ -184,10 +184,7 @@ def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
         return load(name)
 
     monkeypatch.setattr(main, "load_command", interrupted)
-    result = CliRunner().invoke(main.app, ["eval"])
-    assert result.exit_code == 130
-    assert "interrupted" in result.output
-    assert "Traceback" not in result.output
+    adaattn("eval", code=130, says="interrupted")
 
 
 # --- run
@@ -206,7 +203,7 @@ sys.exit(7)
 """
 
 
-def adaattn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "adaattn_hf", *words],
@@ -221,7 +218,7 @@ def adaattn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_run_makes_the_name_known_and_hands_through_arguments_and_exit_code(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(USES)
-    done = adaattn("run", "--", sys.executable, str(program), "--attn_implementation", "adaattn", "--help")
+    done = in_a_process("run", "--", sys.executable, str(program), "--attn_implementation", "adaattn", "--help")
     assert done.returncode == 7, done.stderr[-2000:]
     assert done.stdout.split() == ["adaattn", "--attn_implementation", "adaattn", "--help"]
 
@@ -235,7 +232,7 @@ def test_without_run_the_same_program_fails(tmp_path: Path) -> None:
 def test_run_keeps_the_environments_own_start_and_loads_nothing_by_itself(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OWN_START'] = 'ran'\n")
     code = "import os, sys; print(os.environ['OWN_START'], 'torch' in sys.modules, 'adaattn_hf' in sys.modules)"
-    done = adaattn("run", "--", sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
+    done = in_a_process("run", "--", sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
     assert done.stdout.split() == ["ran", "False", "False"], done.stderr[-2000:]
 
 
@@ -250,7 +247,7 @@ def test_the_program_takes_the_place_of_run_and_its_signals() -> None:
 
 
 def test_run_finds_the_programs_of_an_environment_that_is_not_activated() -> None:
-    done = adaattn("run", "--", "python", "-c", "import sys; print(sys.prefix)", PATH="/nowhere")
+    done = in_a_process("run", "--", "python", "-c", "import sys; print(sys.prefix)", PATH="/nowhere")
     assert done.stdout.strip() == sys.prefix, done.stderr[-2000:]
 
 
@@ -259,20 +256,18 @@ def test_run_says_why_a_program_cannot_be_started(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("echo no first line\n")
     script.chmod(0o755)
-    done = adaattn("run", "--", str(script))
+    done = in_a_process("run", "--", str(script))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: command: {script} cannot be started"), done.stderr[-2000:]
 
 
 def test_run_refuses_what_is_no_program() -> None:
-    result = CliRunner().invoke(main.app, ["run", "--", "no-such-program", "--help"])
-    assert result.exit_code == 2
-    assert "no-such-program" in result.output
+    adaattn("run", "--", "no-such-program", "--help", code=2, says="no-such-program")
 
 
 def test_an_encoding_without_greek_letters_is_printed_to() -> None:
     """As of a pipe on Windows."""
-    done = adaattn("eval", "--help", PYTHONIOENCODING="ascii", COLUMNS="200")
+    done = in_a_process("eval", "--help", PYTHONIOENCODING="ascii", COLUMNS="200")
     assert done.returncode == 0, done.stderr[-2000:]
     assert r"\u0394nll" in done.stdout
 
@@ -281,7 +276,7 @@ def test_an_encoding_without_greek_letters_is_printed_to() -> None:
 
 
 def findings(monkeypatch: pytest.MonkeyPatch, words: Sequence[str] = ("--json",)) -> tuple[int, list[dict[str, str]]]:
-    result = CliRunner().invoke(main.app, ["doctor", *words])
+    result = adaattn("doctor", *words, code=(0, 1))
     return result.exit_code, json.loads(result.output)
 
 
@@ -308,7 +303,7 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
 def test_doctor_prints_the_brackets_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backends", lambda: [doctor.Finding("backends", "x", "pip install a[b]", "c[d]")])
     for words in (["doctor"], ["doctor", "--verbose"]):
-        output = CliRunner().invoke(main.app, words).output
+        output = adaattn(*words).output
         assert "c[d]" in output
     assert "pip install a[b]" in output
 
@@ -319,7 +314,7 @@ def test_doctor_says_in_ten_lines_what_is_here_and_the_remedy_of_what_is_needed(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "PACKAGES", {"scipy": "budgets", "absent_package": "nothing"})
     monkeypatch.setenv("COLUMNS", "80")
-    output = CliRunner().invoke(main.app, ["doctor"]).output
+    output = adaattn("doctor").output
     assert len(output.splitlines()) <= 10, output
     said = " ".join(output.split())
     assert f"torch {torch.__version__}" in said
@@ -327,9 +322,8 @@ def test_doctor_says_in_ten_lines_what_is_here_and_the_remedy_of_what_is_needed(
     assert "not here: absent-package (--verbose says why)" in said
     assert "pip install" not in said, "of what may well be absent"
     monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "9999")
-    assert "missing torch: pip install 'torch" in " ".join(CliRunner().invoke(main.app, ["doctor"]).output.split())
-    verbose = " ".join(CliRunner().invoke(main.app, ["doctor", "--verbose"]).output.split())
-    assert "triton not here: CUDA only, no GPU here" in verbose
+    adaattn("doctor", code=1, says="missing torch: pip install 'torch")
+    adaattn("doctor", "--verbose", code=1, says="triton not here: CUDA only, no GPU here")
 
 
 def test_doctor_says_what_a_package_is_for_before_how_to_get_it() -> None:
@@ -340,9 +334,7 @@ def test_doctor_says_what_a_package_is_for_before_how_to_get_it() -> None:
 
 @pytest.mark.parametrize("words", [[], ["eval"], ["plan"], ["plan", "show"], ["run"]])
 def test_help_names_no_type_of_what_takes_no_value(words: list[str]) -> None:
-    result = CliRunner().invoke(main.app, [*words, "-h"], terminal_width=120)
-    assert result.exit_code == 0
-    assert "--help" in result.output
+    result = adaattn(*words, "-h", says="--help", width=120)
     assert "bool" not in result.output.lower()
 
 
@@ -351,7 +343,7 @@ def test_help_names_no_type_of_what_takes_no_value(words: list[str]) -> None:
 def test_help_cuts_no_name_off(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in half a window; `run` writes an ellipsis of its own."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    page = CliRunner().invoke(main.app, [*words, "--help"]).output
+    page = adaattn(*words, "--help", width=None).output
     assert "…" not in page.replace("…`", "")
     assert {option for option in options_of(words) if option.startswith("--") and option not in page} == set()
 
@@ -368,7 +360,7 @@ def test_help_begins_with_what_most_people_need(monkeypatch: pytest.MonkeyPatch)
         assert {panel: tuple(panels[panel]) for panel in asked} == asked
         assert len(panels["Basic"]) <= 8
     monkeypatch.setenv("COLUMNS", "80")
-    page = CliRunner().invoke(main.app, ["calibrate", "--help"]).output
+    page = adaattn("calibrate", "--help", width=None).output
     places = [
         page.index(words) for words in ("─ Basic ─", "─ Proof ─", "─ Search ─", "─ Advanced ─", "--help", "Exit codes:")
     ]
@@ -385,14 +377,13 @@ def test_exit_codes_are_said_below_the_options_of_every_command() -> None:
 
 
 def test_a_group_completes_under_the_name_of_the_program_alone() -> None:
-    assert "--install-completion" not in CliRunner().invoke(main.app, ["plan", "--help"]).output
-    assert "--install-completion" in CliRunner().invoke(main.app, ["--help"]).output
+    assert "--install-completion" not in adaattn("plan", "--help").output
+    assert "--install-completion" in adaattn("--help").output
 
 
 def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(main.app, ["doctor", "--verbose"])
-    assert result.exit_code == 0
+    result = adaattn("doctor", "--verbose")
     assert max(map(len, result.output.splitlines())) <= 80
     assert "backends" in result.output
 
@@ -414,10 +405,11 @@ def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
         device = "cuda:999"
     required = [p for p in main.load_command(name).params if p.required]
     words = [name, *[str(demo_model_path("llama"))] * len(required), "--device", device]
-    done = CliRunner().invoke(main.app, words)
-    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    done = adaattn(*words, code=2)
+    assert not done.stdout
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith(f"error: device: got {device!r}, expected auto or cpu"), done.stderr
+    known = "cpu, cuda" if name == "explain" else "auto or cpu"
+    assert done.stderr.startswith(f"error: device: got {device!r}, expected {known}"), done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -449,7 +441,7 @@ def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, mon
 
 def test_explain_prints_json() -> None:
     words = ["explain", str(demo_model_path("llama")), "--device", "cpu", "--json"]
-    result = CliRunner().invoke(main.app, words)
+    result = adaattn(*words)
     read = json.loads(result.stdout)
     assert read["implementation"] == "adaattn"
     assert {layer["phase"] for layer in read["layers"]} == {"prefill", "padded", "decode"}
@@ -459,12 +451,8 @@ def test_explain_prints_json() -> None:
 def test_explain_speaks_of_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = ["explain", str(demo_model_path("llama")), "--device", "cuda", "--dtype", "bfloat16"]
-    result = CliRunner().invoke(main.app, words)
-    assert result.exit_code == 0, result.output
-    assert "head_dim 32, 4 query heads per key/value head, cuda]" in result.output
-    assert "CPU only: native" in result.output
-    verbose = CliRunner().invoke(main.app, [*words, "--verbose"])
-    assert "not native: the native kernels run on CPUs" in verbose.output
+    adaattn(*words, says=("head_dim 32, 4 query heads per key/value head, cuda]", "CPU only: native"))
+    adaattn(*words, "--verbose", says="not native: the native kernels run on CPUs")
 
 
 def test_the_command_says_where_the_package_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

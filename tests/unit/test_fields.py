@@ -84,22 +84,8 @@ def command(name: str, *, wanted: Wanted) -> None:
 
 def test_fields_are_options_with_their_defaults() -> None:
     assert CliRunner().invoke(app, ["a"]).output == f"a {Wanted()}\n"
-    words = [
-        "--where",
-        "here",
-        "--how-many",
-        "5",
-        "--loud",
-        "--how-often",
-        "4",
-        "--kind",
-        "k8v4",
-        "--named",
-        "x",
-        "--named",
-        "y",
-    ]
-    done = CliRunner().invoke(app, ["a", *words])
+    words = "a --where here --how-many 5 --loud --how-often 4 --kind k8v4 --named x --named y"
+    done = CliRunner().invoke(app, words)
     assert done.output == f"a {Wanted(Path('here'), 5, True, 8.0, 'k8v4', ('x', 'y'))}\n"
 
 

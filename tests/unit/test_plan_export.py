@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from typer.testing import CliRunner
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import EXACT
@@ -25,6 +23,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.command import adaattn
 from ..support.models import fresh_pair
 from ..support.pages import blocks
 from ..support.plans import plan_for
@@ -87,9 +86,7 @@ def test_what_the_form_cannot_say_is_refused(plan: Plan) -> None:
 def test_the_command_writes_the_file(plan: Plan, tmp_path: Path) -> None:
     plan.save_pretrained(tmp_path)
     words = ["plan", "export", str(tmp_path), "--output", str(tmp_path / "windows.json"), "--to"]
-    done = CliRunner().invoke(app, [*words, "flex"])
-    assert done.exit_code == 0, done.output
+    adaattn(*words, "flex")
     assert json.loads((tmp_path / "windows.json").read_text()) == exported(plan, "flex")
     for form, said in (("vllm", "no first tokens"), ("flx", "flex")):
-        done = CliRunner().invoke(app, [*words, form])
-        assert (done.exit_code, said in done.stderr) == (2, True), done.output
+        adaattn(*words, form, code=2, says=said)

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from adaattn_hf.cli.main import app
 from adaattn_hf.cli.pictures.grid import below, heat_map, png, print_plan
 from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest
 from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
@@ -24,6 +22,7 @@ from adaattn_hf.plans.wording import allowed, at_most, quotient, rise
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..support.choices import make_choice
+from ..support.command import adaattn
 from .test_plan import make_plan
 
 CUTS = """{
@@ -84,15 +83,16 @@ def test_two_plans_differ_in_numbers_and_picture(tmp_path: Path) -> None:
     first.write_text(wide_plan(2).to_json())
     second.write_text(make_plan().to_json())
     page = tmp_path / "diff.html"
-    done = CliRunner().invoke(app, ["plan", "diff", str(first), str(second), "--html", str(page)])
-    assert done.exit_code == 0, done.output
-    assert "layer 0 head 0: w256+16 bf16 -> exact" in done.output
-    assert "predicted increase, nats/token: +0.0030 % (3.00e-5) -> +0.0010 % (1.00e-5)" in done.output
-    assert "attention of planned layers, times as fast: 3.00 -> 1.50" in done.output
+    says = (
+        "layer 0 head 0: w256+16 bf16 -> exact",
+        "predicted increase, nats/token: +0.0030 % (3.00e-5) -> +0.0010 % (1.00e-5)",
+        "attention of planned layers, times as fast: 3.00 -> 1.50",
+    )
+    adaattn("plan", "diff", first, second, "--html", page, says=says)
     data = embedded(page.read_text(encoding="utf-8"))
     assert data["compared"]
     assert [stop["name"] for stop in data["stops"]] == ["first: first.json", "second: second.json"]
-    told = json.loads(CliRunner().invoke(app, ["plan", "diff", str(first), str(second), "--json"]).output)
+    told = json.loads(adaattn("plan", "diff", first, second, "--json").output)
     assert [one["heads that are not exact"] for one in told["plans"]] == [3, 1]
     assert [unit["layer"] for unit in told["units"]] == [0, 2]
 
@@ -145,9 +145,7 @@ def test_figures_at_the_ends_of_what_a_plan_may_hold_are_drawn(price: float, spe
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
     path.write_text(make_plan(units=units).to_json())
     for words in (["show", str(path), "--verbose"], ["diff", str(path), str(path)]):
-        done = CliRunner().invoke(app, ["plan", *words, "--html", str(page)])
-        assert done.exit_code == 0, (done.output, done.exception)
-        assert "without bound" in done.output
+        adaattn("plan", *words, "--html", page, says="without bound")
         (stop, *_) = embedded(page.read_text(encoding="utf-8"))["stops"]
         assert (stop["loss"], stop["speed"]) == (2e12, speed)
 
@@ -215,8 +213,7 @@ def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
     assert bought(tmp_path) == Bought()
     for wrong in ({"whole_forward": 5}, {"whole_forward": [{"ratio": "fast"}]}, {"price_plan_seconds": -1.0}):
         report.write_text(json.dumps({**told, **wrong, "plan_sha256": digest(plan.read_bytes())}))
-        done = CliRunner().invoke(app, ["plan", "show", str(tmp_path)])
-        assert (done.exit_code, "delete it, or calibrate again" in done.stderr) == (2, True), done.output
+        adaattn("plan", "show", tmp_path, code=2, says="delete it, or calibrate again")
 
 
 @pytest.mark.parametrize(
