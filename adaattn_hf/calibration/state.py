@@ -74,7 +74,9 @@ class Known:
                 raise ValueError(f"{state.done} of {settings['sequences']} sequences")
             return cls(path, identity, state, settings)
         except _BROKEN as error:
-            raise ValueError(f"from: {path} holds no risks ({error}); leave --from out to measure them") from error
+            raise ValueError(
+                f"from: {path} holds no risks as this version writes them ({error}); leave --from out to measure them"
+            ) from error
 
     def choices(self, found: Candidates, identity: Mapping[str, Any]) -> Candidates:
         """Returns the candidates whose risks are known, at least one that is not exact.

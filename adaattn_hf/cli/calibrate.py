@@ -14,7 +14,7 @@ from adaattn_hf.eval.progress import beating, tell
 from adaattn_hf.eval.settings import DTYPE, Source
 
 from ..calibration.settings import CalibrationSettings, Masking
-from ..errors import ModelUnavailable
+from ..errors import ModelUnavailable, UsageError
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json
@@ -116,6 +116,11 @@ def calibrate(
         if not asked.resume:
             refuse_interrupted(target)
         team, rank = join()
+        if team.size > 1 and asked.device == "auto":
+            raise UsageError(
+                f"device: got 'auto' in {team.size} processes, expected it in one, since it takes all GPUs; start one "
+                "process, or leave --device out and each takes a GPU of its own"
+            )
         if team.leads:
             tell(console, place.sentence(target, model))
         encode, positions = opened(job.model, **asked.source())

@@ -77,11 +77,11 @@ class PlanFiles(ABC):
         path = Path(source)
         file = path if path.is_file() else _beside(source, PLAN_FILE) or _beside(source, "config.json")
         if file is None:
-            held = sorted(str(one.parent) for one in path.glob(f"*/{PLAN_FILE}"))[:3]  # a run for several budgets
+            inside = sorted(str(one.parent) for one in path.glob(f"*/{PLAN_FILE}"))[:3]  # a run for several budgets
             raise PlanError(
                 f"{source} {'holds no plan' if path.is_dir() else 'does not exist'}; expected a plan, or a directory "
-                f"or repository of the Hub that holds what `adaattn calibrate` wrote{', such as ' * bool(held)}"
-                f"{', '.join(held)}"
+                f"or repository of the Hub that holds what `adaattn calibrate` wrote{', such as ' * bool(inside)}"
+                f"{', '.join(inside)}"
             )
         settings: Mapping[str, Any] = {}
         if file.name == "config.json":

@@ -120,7 +120,7 @@ def allocate(
     Args:
         prices: `[units, choices]`; infinite forbids a choice. The first choice is the exact one.
         risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. The exact one must be without risk.
-        budget: `[bins]`, nats/token, nothing negative.
+        budget: `[bins]`, nats/token, nothing negative; an infinite one allows all finite risks.
         gap: Relative optimality gap at which the solver may stop.
     """
     units, choices = prices.shape
@@ -149,7 +149,7 @@ def allocate(
     scale = max([float(prices[allowed].max()), *(float(constants.max()) for _, constants in paid)]) or 1.0
     cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(len(paid))])
     # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
-    unit_of_risk = np.where(budget > 0, budget, 1.0)
+    unit_of_risk = np.where((budget > 0) & np.isfinite(budget), budget, 1.0)
     risk = np.where(allowed, risks, 0.0).reshape(len(budget), items) / unit_of_risk[:, None]
     choose_one = kron(identity(units), np.ones((1, choices)))
     rows = [hstack([vstack([choose_one, risk]), coo_array((units + len(budget), len(paid)))])]

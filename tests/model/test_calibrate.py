@@ -23,13 +23,16 @@ from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Pr
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher, verify
+from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, choose_and_verify
 from adaattn_hf.calibration.corpus import draw
+from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import observe_layers
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.needles import build, most, retrieved
+from adaattn_hf.calibration.scoring import Reading
 from adaattn_hf.calibration.search import Joint, JointPasses
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState, Known
 from adaattn_hf.cli.options import nats
@@ -409,6 +412,26 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
     none = choose_and_verify(measurement, SETTINGS)
     assert (none.met, [step for step in none.report["history"] if "verified" in step]) == (False, [])
     assert "keeps the needles in the calibration text; --needles allows more" in none.sentence
+
+
+def test_risks_for_retrieval_that_overflow_forbid_a_choice_once_needles_are_lost(
+    model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measuring._risks_of_reading
+
+    def overflown(inputs: Inputs, layers: Any, reading: Reading, *given: Any) -> tuple[np.ndarray, np.ndarray]:
+        sums, dropped = real(inputs, layers, reading, *given)
+        if reading.places is not None:
+            sums[2] = [np.nan, *[np.inf] * (len(CHOICES) - 1)]
+        return sums, dropped
+
+    monkeypatch.setattr(measuring, "_risks_of_reading", overflown)
+    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=_prices())
+    assert measurement.state.needles[LENGTH][2].tolist() == [0.0, *[math.inf] * (len(CHOICES) - 1)]
+    monkeypatch.setattr(JointPasses, "joint", lossy(lambda picks: 20 * bool(picks[2])))
+    tamed = choose_and_verify(measurement, SETTINGS)
+    assert tamed.met, tamed.sentence
+    assert [[choice.is_exact for choice in layer.choices] for layer in tamed.plan.layers][1] == [True, False]
 
 
 def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, text: list[Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -254,9 +255,13 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
     words = ("--prices", dear, "--families", "bf16,int8", "--from", out / "adaattn_plan.json")  # risks travelled on
     again(*words, to="other", code=BUDGET_NOT_MET, says=("no choice saves time", ", which lack int8"))
     (tmp_path / "other" / RISKS_FILE).write_bytes(b"")
+    (tmp_path / "old").mkdir()
+    with np.load(made / RISKS_FILE) as arrays:  # of a build that measured none for retrieval
+        np.savez(tmp_path / "old" / RISKS_FILE, **{name: arrays[name] for name in arrays if "needles" not in name})
     for more, says in (
         (("--from", str(tmp_path)), f"from: {tmp_path / RISKS_FILE} does not exist"),
-        (("--from", str(tmp_path / "other")), "holds no risks (No data left in file)"),
+        (("--from", str(tmp_path / "other")), "holds no risks as this version writes them (No data left in file)"),
+        (("--from", str(tmp_path / "old")), f"holds no risks as this version writes them ('needles.{LENGTH}"),
         (("--from", str(made), "--families", "int8"), "holds risks of bf16, expected some of int8"),
         (
             ("--from", str(made), "--families", "int8", "--dtype", "bfloat16"),
