@@ -24,7 +24,7 @@ from typer.testing import Result
 
 import adaattn_hf
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import fisher, pricing
+from adaattn_hf.calibration import fisher, pricing, team
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.cli.calibrate import Asked
@@ -201,6 +201,11 @@ def test_a_plan_without_weights_is_no_model(material: tuple[str, str], tmp_path:
 def test_text_that_is_named_twice_proves_nothing(model: Path, run: Run, material: tuple[str, str]) -> None:
     run(model, "--verify-data", material[0], code=2, says="expected each text once")
     assert not (model / "adaattn_plan.json").exists()
+
+
+def test_processes_do_not_each_take_all_devices(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "join", lambda: (team.Team(0, 2), 0))
+    run(model, "--device", "auto", code=2, says="device: got 'auto' in 2 processes, expected it in one")
 
 
 def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(model: Path, run: Run) -> None:
