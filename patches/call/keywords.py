@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 _HARMLESS = """
 use_cache cache_position past_key_value past_key_values past_key_values_length position_embeddings layer_idx
@@ -66,8 +66,14 @@ def _of_transformers() -> frozenset[str]:
 
 
 def _of_users() -> list[Any]:
-    """The losses that users gave to models which are alive."""
-    models = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    """The losses that users gave to models which are alive: objects that refer to their classes.
+
+    The list of `gc.get_objects` refers to tuples that other threads are making, in which Python then raises.
+    """
+    kinds = [PreTrainedModel]
+    for kind in kinds:
+        kinds += [one for one in kind.__subclasses__() if one not in kinds]
+    models = (thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), PreTrainedModel))
     return [vars(model)[_SET] for model in models if _SET in vars(model)]
 
 
