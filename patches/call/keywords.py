@@ -25,8 +25,8 @@ decoder_inputs_embeds decoder_position_ids token_type_ids mm_token_type_ids task
 encoder_hidden_states encoder_attention_mask interpolate_pos_encoding pixel_values pixel_values_videos pixel_mask
 pixel_attention_mask image_sizes image_grid_thw video_grid_thw grid_thw second_per_grid_ts spatial_shapes
 vision_feature_layer vision_feature_select_strategy image_embeds image_hidden_states input_features input_values
-feature_attention_mask audio_feature_lengths use_audio_in_video length lengths seq_lengths special_tokens_mask
-offset_mapping overflow_to_sample_mapping assistant_masks completion_mask prompt_mask tokenizer
+feature_attention_mask audio_feature_lengths use_audio_in_video generation_mode length lengths seq_lengths
+special_tokens_mask offset_mapping overflow_to_sample_mapping assistant_masks completion_mask prompt_mask tokenizer
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keywords that reach attention but do not change it: inputs and labels of the model, switches of its outputs, columns
