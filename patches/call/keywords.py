@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 _HARMLESS = """
 use_cache cache_position past_key_value past_key_values past_key_values_length position_embeddings layer_idx
@@ -70,10 +69,13 @@ def _of_users() -> list[Any]:
 
     The list of `gc.get_objects` refers to tuples that other threads are making, in which Python then raises.
     """
-    kinds = [PreTrainedModel]
+    module = sys.modules.get("transformers.modeling_utils")
+    if module is None:
+        return []
+    kinds = [module.PreTrainedModel]
     for kind in kinds:
         kinds += [one for one in kind.__subclasses__() if one not in kinds]
-    models = (thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), PreTrainedModel))
+    models = (thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), kinds[0]))
     return [vars(model)[_SET] for model in models if _SET in vars(model)]
 
 
