@@ -30,6 +30,14 @@ def values_of(v: Tensor) -> int:
     return v.shape[3] * (2 if v.dtype is torch.uint8 else 1)
 
 
+def without_memory() -> RuntimeError:
+    """The error of a call whose output has no memory to be written to."""
+    return RuntimeError(
+        "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
+        'without any; use attn_implementation="adaattn_sdpa" under it'
+    )
+
+
 def packed(
     inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
@@ -51,10 +59,7 @@ def packed(
         backward: What the backward adds, packed.
     """
     if type(out) is not Tensor:
-        raise RuntimeError(
-            "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
-            'without any; use attn_implementation="adaattn_sdpa" under it'
-        )
+        raise without_memory()
     q, k, v = inputs
     batch, heads, q_len, dim = q.shape
     dim_v = values_of(v)

@@ -16,7 +16,7 @@ from ..base import Launch, by_requests, nothing_seen
 from . import call
 from .autograd import Differentiable
 from .guard import OFFSETS
-from .library import HEADS, Library
+from .library import CALL, DTYPES, HEADS, LAYOUT, Library
 from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules, with_extras
 
 if TYPE_CHECKING:
@@ -49,20 +49,33 @@ class OneCall:
                 query.is_cpu
                 and key.is_cpu
                 and value.is_cpu
-                and query.data_ptr() > OFFSETS
-                and key.data_ptr() > OFFSETS
-                and value.data_ptr() > OFFSETS
+                and (q_at := query.data_ptr()) > OFFSETS
+                and (k_at := key.data_ptr()) > OFFSETS
+                and (v_at := value.data_ptr()) > OFFSETS
                 and not (query.is_neg() or key.is_neg() or value.is_neg())
             )
         except (RuntimeError, NotImplementedError):
             readable = False  # sparse tensors and the like have no storage to ask for
         if end is None or not readable or (self._rules is not None and not at_runs(self._rules, told)):
             return self._closely(query, key, value, scaling, structure, stored)
-        batch, heads, q_len, _ = query.shape
-        out = query.new_empty(batch, q_len, heads, call.values_of(value))
-        rules = told.visible + self._heads + end
-        asked = call.packed((query, key, value), out, None, scaling, self._native.level, rules)
-        if status := self._native.forward(asked):
+        batch, q_heads, q_len, dim = query.shape
+        _, kv_heads, kv_len, dim_v = value.shape
+        if value.dtype is torch.uint8:
+            dim_v *= 2
+        width, native = q_heads * dim_v, self._native
+        out = query.new_empty(batch, q_len, q_heads, dim_v)
+        if type(out) is not Tensor:
+            raise call.without_memory()
+        layout = LAYOUT.pack(
+            DTYPES[query.dtype], DTYPES[key.dtype], DTYPES[value.dtype],
+            batch, q_heads, kv_heads, q_len, kv_len, dim, dim_v,
+            *query.stride(), *key.stride(), *value.stride(), q_len * width, dim_v, width, 1,
+        )  # fmt: skip
+        asked = CALL.pack(
+            q_at, k_at, v_at, out.data_ptr(), 0, layout, scaling,
+            torch.get_num_threads(), native.level, told.visible + self._heads + end, call.NO_BACKWARD,
+        )  # fmt: skip
+        if status := native.forward(asked):
             raise call.error_of(status)
         return out
 
