@@ -88,10 +88,10 @@ def test_without_a_plan_it_is_said_how_to_come_by_one(
     for budget in ("0.1pct", "1pct"):
         (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
         (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()
-    said = adaattn(
+    refused = adaattn(
         "plan", *words.split(), code=2, says="error: adaattn-plan holds no plan; expected a plan, or a directory or "
     )
-    assert " ".join(said.stderr.split()).endswith("such as adaattn-plan/0.1pct, adaattn-plan/1pct")
+    assert " ".join(refused.stderr.split()).endswith("such as adaattn-plan/0.1pct, adaattn-plan/1pct")
 
 
 def test_large_plans_and_free_ones_are_shown(tmp_path: Path) -> None:
