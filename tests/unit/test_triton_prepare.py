@@ -109,6 +109,7 @@ def test_tensors_of_other_devices_are_refused(what: int) -> None:
         prepared(request)(*tensors, 0.3)
 
 
+@interpreted
 def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
     request = make(structure("left padding"))
