@@ -237,7 +237,8 @@ def load(
 
     _refuse_impossible(implementation)
     name = Path(model).resolve().name if Path(model).exists() else str(model)
-    torch_dtype, _ = resolve_dtype(dtype), resolve_device(device)
+    torch_dtype = resolve_dtype(dtype)
+    resolve_device(device)  # one that is missing is refused before weights are read
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     common = {key: value for key, value in common.items() if value}
     source = {**common, "gguf_file": gguf_file} if gguf_file else common

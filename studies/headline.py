@@ -193,8 +193,7 @@ def kept(reports: Reports) -> str:
     """The README's table of how many calibrations found a plan, and which plans keep their budget on unseen text."""
     rows = []
     for model, budget, own in studied(reports):
-        counts = (sum(found for found, _, _ in own), sum(mean for _, mean, _ in own), sum(bound for _, _, bound in own))
-        rows.append((model, budget, *(f"{count} of {len(own)}" for count in counts)))
+        rows.append((model, budget, *(f"{sum(kept)} of {len(own)}" for kept in zip(*own, strict=True))))
     head = (
         "Model", "Budget", "Calibrations that found a plan", "Of these, on unseen text: measured rise within budget",
         "95 % upper bound within budget, too",

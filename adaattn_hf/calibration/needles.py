@@ -86,6 +86,12 @@ def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:
     return likeliest[0] in haystack.likely[needle] and list(likeliest[1:]) == rest
 
 
+def compared(stock: Sequence[bool], planned: Sequence[bool]) -> tuple[int, int, int]:
+    """Returns how many needles only exact attention finds, how many only the plan, and how many exact attention."""
+    pairs = list(zip(stock, planned, strict=True))
+    return pairs.count((True, False)), pairs.count((False, True)), sum(stock)
+
+
 @torch.no_grad()
 def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap | None) -> tuple[bool, ...]:
     """Returns for each needle whether the model's likeliest tokens, teacher-forced, are its value.

@@ -22,7 +22,7 @@ from ..stats.paired import TokenScores
 from .arms import compare_all, exact_tap, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
-from .needles import retrieved
+from .needles import compared, retrieved
 
 JOINT_STEPS = 5
 """Largest number of plans that are measured before one is verified."""
@@ -52,9 +52,9 @@ Picks = NDArray[np.int64]
 
 def solve(measurement: Measurement, budget: Array, needles: Mapping[int, float] | None = None) -> Allocation:
     """Returns the cheapest allocation within a budget per length; `needles` limits risks for retrieval, by length."""
-    risks, limits = measurement.risks(), np.append(budget, list((needles or {}).values()))
-    for length in needles or ():
-        risks = np.append(risks, measurement.state.needles[length][None], axis=0)
+    limited = needles or {}
+    risks = np.stack([*measurement.risks(), *(measurement.state.needles[length] for length in limited)])
+    limits = np.append(budget, list(limited.values()))
     gap, launches = (CACHE_GAP, None) if measurement.inputs.settings.with_cache else (GAP, measurement.launches)
     found = allocate(measurement.costs, risks, limits, launches, gap)
     return replace(found, risk=found.risk[: len(budget)])
@@ -160,8 +160,7 @@ class JointPasses:
             haystack = inputs.haystack(inputs.samples[length].joint[number], generator)
             inputs.haystacks[place] = haystack, retrieved(inputs.arms, haystack, exact_tap)
         haystack, exact = inputs.haystacks[place]
-        both = list(zip(exact, retrieved(inputs.arms, haystack, tap), strict=True))
-        return both.count((True, False)), both.count((False, True)), sum(exact)
+        return compared(exact, retrieved(inputs.arms, haystack, tap))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
 from .arms import compare_all, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs
-from .needles import retrieved
+from .needles import compared, retrieved
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ class Evidence:
 
     def add_needles(self, stock: Sequence[bool], planned: Sequence[bool]) -> None:
         """Adds the paired outcomes of one haystack."""
-        self.found += sum(stock)
+        lost, won, found = compared(stock, planned)
+        self.lost += lost
+        self.won += won
+        self.found += found
         self.planned += sum(planned)
-        self.lost += sum(before and not after for before, after in zip(stock, planned, strict=True))
-        self.won += sum(after and not before for before, after in zip(stock, planned, strict=True))
         self.needles += len(stock)
 
     def bound(self, confidence: float) -> Bound:
