@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..attention.request import CallSpec
+from .sdpa.kernels import steps_by_flash
+from .sdpa.limits import masked_in_training
 from .triton import TritonBackend
 
 TRITON = TritonBackend()
@@ -13,6 +15,10 @@ TRITON = TritonBackend()
 # which a CUDA device has to share those of one query out among its multiprocessors.
 _CACHED_BYTES = 1 << 24
 _SHARED_KEYS = 384
+
+# Bytes of keys and values from which a step in half precision takes longer on an H100 than any host needs to launch it:
+# ours is as fast as cuDNN's kernel then, and torch's flash kernel takes up to 1.7 times as long (32 rows of 12 heads).
+_STEP_BYTES = 1 << 27
 
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
@@ -39,8 +45,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     | on CUDA | first |
     | --- | --- |
     | plain calls | torch; heavy ones: flash-attn 3, built for inference, or 4; on Hopper where `_ahead`: ours |
+    | heavy plain steps | ours where torch would plan a kernel for each number of keys |
     | runs (padding, documents), one query | ours, which gathers nothing; heavy packed rows: flash-attn 3 |
-    | runs with gradients | flash-attn 4 |
+    | runs with gradients | flash-attn 4; light ones: torch with a mask |
     | windows, softcap, sinks, dense masks | flash-attn 3 or 4 |
     | rules per head | ours for light calls, small heads and on Hopper, else flash-attn 4; nobody else |
 
@@ -70,15 +77,18 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         own = light or small or (not spec.needs_grad and TRITON.specialised(spec))
         return ("triton", "fa4") if own else ("fa4", "triton")
-    if not special and spec.decode and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
-        return ("triton", "sdpa", "eager")
+    if not special and spec.decode and spec.keys >= _SHARED_KEYS:
+        read = spec.pairs // spec.groups * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+        if spec.dtype == torch.float32 or (read >= _STEP_BYTES and steps_by_flash(spec)):
+            return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
         own = spec.kind == "causal" and not spec.needs_grad and _ahead(spec) and TRITON.specialised(spec)
         flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
         return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
-            return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")
+            flash = ("fa4", "triton", "fa3", "fa2")
+            return ("sdpa", *flash, "eager") if masked_in_training(spec) else (*flash, "sdpa", "eager")
         # three narrow heads of a group share their keys in our kernel for Hopper, which then is ahead of flash-attn 3
         three = spec.groups % 3 == 0 and max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         short = spec.head_dim == _WIDE_HEAD and spec.packed <= _SHORT_DOCUMENTS

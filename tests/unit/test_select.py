@@ -13,6 +13,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import base, select
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
+from adaattn_hf.backends.sdpa import dispatch, kernels
 
 
 class Picky(Backend):
@@ -164,6 +165,36 @@ def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_
     packed: dict[str, Any] = {"kind": "ragged", "holes": False, "packed": longest, "pairs": 1 << 33}
     heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
     assert select.order(spec(device="cuda", **packed, **heads))[0] == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, "sdpa"),
+        ({"pairs": 1 << 26}, "fa4"),
+        ({"head_dim": 128, "head_dim_v": 128}, "fa4"),
+        ({"dtype": torch.float32}, "fa4"),
+        ({"sink_logits": True}, "fa4"),
+        ({"needs_grad": False}, "triton"),
+    ],
+)
+def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict[str, Any], first: str) -> None:
+    light: dict[str, Any] = {"device": "cuda", "kind": "ragged", "holes": False, "needs_grad": True, "pairs": 1 << 25}
+    half = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64}
+    asked = spec(**light | half | changes)
+    assert select.order(asked)[0] == first
+    assert (dispatch.way_of(asked) is dispatch._masked) is (first == "sdpa")
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("pairs", [1 << 20, 1 << 19])
+def test_heavy_steps_are_ours_where_torch_would_plan_a_kernel_for_each_number_of_keys(
+    pairs: int, plans: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_cudnn_comes_first", lambda index: plans)
+    step: dict[str, Any] = {"device": "cuda", "kind": "suffix", "decode": True, "keys": 1 << 15, "pairs": pairs}
+    heads: dict[str, Any] = {"dtype": torch.float16, "groups": 4, "head_dim": 128, "head_dim_v": 128}
+    assert (select.order(spec(**step | heads))[0] == "triton") is (plans and pairs == 1 << 20)
 
 
 def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> None:

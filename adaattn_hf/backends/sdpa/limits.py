@@ -1,6 +1,10 @@
-"""Sizes from which another way of calling torch's operator is faster, measured on two AVX-512 cores."""
+"""Sizes from which another way of calling torch's operator is faster, measured on two AVX-512 cores and one H100."""
 
 from __future__ import annotations
+
+import torch
+
+from ...attention.request import CallSpec
 
 WINDOW_ROWS = 128
 """Rows of a band under a window; short bands compute fewer hidden pairs."""
@@ -28,3 +32,16 @@ PADDING_SHARE = 0.25
 
 KEPT_BYTES = 1 << 28
 """Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
+
+MASKED_PRODUCTS = 1 << 33
+"""Products of a head's numbers, of all pairs, up to which training over runs takes one call with a mask on a CUDA
+device: it waits for the host then, which hands torch's kernels over sooner than those that know of runs. Whole steps of
+BERT-base and of a model shaped like Qwen2.5-0.5B on an H100."""
+
+
+def masked_in_training(spec: CallSpec) -> bool:
+    """Whether a mask is the quickest for a call over runs with gradients."""
+    plain = not (spec.per_head or spec.softcap or spec.sink_logits or spec.need_lse or spec.compiling)
+    light = 0 < spec.pairs * (spec.head_dim + spec.head_dim_v) < MASKED_PRODUCTS
+    ours = spec.device == "cuda" and spec.dtype != torch.float32
+    return spec.needs_grad and spec.kind == "ragged" and plain and light and ours
