@@ -3,14 +3,17 @@
 A model with the shape of LLaMA-8B and random weights. Requests of one length arrive together, at most 8 and at most 64k
 tokens in all. Tokens per second are those of all requests, after the last prompt is read; a step makes one token for
 each request. Stock attention runs with the engine's defaults (CUDA graphs with flash-attn). `eager` is not measured, as
-its scores would fill the device. The engine answers twice and the second answer counts, so making its cache is not in
-the figures; `generate_batch` does that in every call.
+its scores would fill the device. Implementations take turns, as the host is what a step waits for, and hosts waver:
+figures are medians of the turns, in brackets the least and the most. Each turn the engine answers twice and the second
+answer counts, so making its cache is not in the figures; `generate_batch` does that in every call.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -33,6 +36,7 @@ from .pages import table
 
 PROMPTS = "2048,8192,32768"
 NEW, PAGE = (33, 256) if ON_CUDA else (4, 32)
+TURNS = 3
 SDPA = "paged|sdpa" if engine_name("sdpa").startswith("paged") else "sdpa"
 PLANNED = "adaattn under the plan of 1 %"
 KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
@@ -91,7 +95,7 @@ def measured(row: Cell, model: Any, n: int, engine: dict[str, Any]) -> None:
     """Seconds until every request has its first token, then tokens a second of all, and milliseconds of a step."""
     prompts = torch.randint(0, 64, (requests_of(n), n), generator=torch.Generator().manual_seed(n)).tolist()
     with serving(model, n, engine) as manager:
-        answered(manager, prompts, 2)
+        answered(manager, prompts, 2)  # warms
         started, times = answered(manager, prompts, NEW)
     read, end = max(one[0] for one in times), max(one[-1] for one in times)
     later = [at for one in times for at in one if at > read]
@@ -105,18 +109,23 @@ def page(section: Section) -> str:
     """The page of what was measured."""
     made = section.setting
     head = ("implementation", "tokens of a prompt", "requests", "prompts read, s", "then tokens/s", "ms per step")
-    rows = [
-        (arm, f"{cell['prompt']:,}", str(cell["requests"]), *(f"{cell[k]:.3g}" for k in ("s", "tokens/s", "ms a step")))
-        if "failed" not in cell
-        else (arm, cell["cell"].partition(", ")[2], "", cell["failed"], "", "")
-        for cell in section.cells
-        for arm in [cell["cell"].partition(", ")[0]]
-    ]
-    found = {tuple(cell["cell"].rsplit(", ", 1)): cell["tokens/s"] for cell in section.cells if "failed" not in cell}
+    turns: dict[tuple[str, str], list[Cell]] = {}
+    for cell in section.cells:
+        arm, n, _ = cell["cell"].rsplit(", ", 2)
+        turns.setdefault((arm, n), []).append(cell)
+    rows, found = [], {}
+    for (arm, n), cells in turns.items():
+        if failed := next((cell["failed"] for cell in cells if "failed" in cell), None):
+            rows.append((arm, n, "", failed, "", ""))
+            continue
+        found[arm, n] = statistics.median(cell["tokens/s"] for cell in cells)
+        parts = ([cell[key] for cell in cells] for key in ("s", "tokens/s", "ms a step"))
+        figures = (f"{statistics.median(all_):.3g} [{min(all_):.3g}, {max(all_):.3g}]" for all_ in parts)
+        rows.append((arm, f"{int(n):,}", str(cells[0]["requests"]), *figures))
     gain = " ".join(
         f"Tokens per second of {name} over {other}, by tokens of a prompt: {', '.join(over)}."
         for name, other in (("adaattn", "sdpa"), (PLANNED, "adaattn"))
-        if (over := [f"{own / found[other, n]:.1f} at {int(n):,}" for (arm, n), own in found.items()
+        if (over := [f"{own / found[other, n]:.2g} at {int(n):,}" for (arm, n), own in found.items()
                      if arm == name and (other, n) in found])
     )  # fmt: skip
     where = f"{made['device']}, torch {made['torch']}, Transformers {made['transformers']}, commit {made['commit']}."
@@ -141,13 +150,13 @@ def main(lengths: list[int], write: Path) -> None:
     for version, there in ((2, is_flash_attn_2_available()), (3, is_flash_attn_3_available())):
         if ON_CUDA and there:
             arms[f"flash_attention_{version}"] = (f"flash_attention_{version}", None)
-    for name, (implementation, its) in arms.items():
-        ours = implementation == "adaattn"
-        block = adaattn_hf.continuous_batching if ours else contextlib.nullcontext
-        with by(model, implementation, its), block(model):
-            for n in lengths:
-                engine = {"use_cuda_graph": False} if ours else {}
-                section.add(f"{name}, {n}", partial(measured, model=model, n=n, engine=engine))
+    for n, turn in itertools.product(lengths, range(TURNS)):
+        for name, (implementation, its) in list(arms.items())[:: 1 if turn % 2 else -1]:
+            ours = implementation == "adaattn"
+            block = adaattn_hf.continuous_batching if ours else contextlib.nullcontext
+            engine = {"use_cuda_graph": False} if ours else {}
+            with by(model, implementation, its), block(model):
+                section.add(f"{name}, {n}, {turn}", partial(measured, model=model, n=n, engine=engine))
     write_atomically(write / "batching.md", page(section))
 
 
