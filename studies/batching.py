@@ -36,7 +36,7 @@ from .pages import table
 
 PROMPTS = "2048,8192,32768"
 NEW, PAGE = (33, 256) if ON_CUDA else (4, 32)
-TURNS = 3
+TURNS = 5
 SDPA = "paged|sdpa" if engine_name("sdpa").startswith("paged") else "sdpa"
 PLANNED = "adaattn under the plan of 1 %"
 KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
