@@ -34,9 +34,9 @@ KEPT_BYTES = 1 << 28
 """Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
 
 MASKED_PRODUCTS = 1 << 33
-"""Products of a head's numbers, of all pairs, up to which training over runs takes one call with a mask on a CUDA
-device: it waits for the host then, which hands torch's kernels over sooner than those that know of runs. Whole steps of
-BERT-base and of a model shaped like Qwen2.5-0.5B on an H100."""
+"""Products of numbers, pairs of all heads times their channels, below which training over runs in half precision is one
+call with a mask on a CUDA device: such steps wait for the host, which launches torch's kernels sooner than ours. Found
+by whole steps of BERT-base and of a model shaped like Qwen2.5-0.5B on an H100."""
 
 
 def masked_in_training(spec: CallSpec) -> bool:
