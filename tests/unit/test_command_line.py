@@ -32,7 +32,7 @@ try:
     adaattn_command.main()
 except SystemExit as end:
     assert (end.code or 0) == {code}, end.code
-heavy = sorted(set(sys.modules) & {{"torch", "transformers", "numpy", "adaattn_hf"}})
+heavy = sorted(set(sys.modules) & {{"torch", "transformers", "numpy", "adaattn_hf.patches"}})
 assert not heavy, heavy
 """
 
