@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.patches.checkpoint import Checkpoint, placed, resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
-from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
@@ -33,7 +31,7 @@ from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
 from .memory import room_or_sentence
-from .options import known_prices, nats
+from .options import nats
 from .pictures.grid import print_plan
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from .pictures.page import plan_page
@@ -77,21 +75,17 @@ def job_of(
     `places` are the directories of the plans, by default the target.
 
     Raises:
-        ValueError: If text or prices are missing, a preset has no budget, or both a preset and a budget are given.
+        ValueError: If text or prices are missing.
     """
-    preset, budgets = asked.preset, asked.budget
-    if preset is not None and budgets:
-        raise ValueError(f"preset is {preset!r} and budget {', '.join(budgets)}, expected one of them")
-    if preset is not None:
-        relative = load_preset(preset).budget
-        if not relative:
-            raise ValueError(f"preset {preset!r} has no budget: it is exact as it is, and needs no plan")
-        allowed = [math.log1p(relative)]
-    else:
-        allowed = [nats(one) for one in budgets or ("1%" if model is None else "0.1%",)]
+    allowed = [nats(one) for one in asked.budget or ("1%" if model is None else "0.1%",)]
     if model is not None and not asked.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
-    packaged, known = not asked.data, None if asked.risks is None else Known.read(asked.risks)
+    packaged, prices = not asked.data, asked.prices
+    if prices is not None and not prices.is_file():
+        raise ValueError(
+            f"prices: {prices} is no file; expected the adaattn_prices.json that an earlier calibration wrote"
+        )
+    known = None if asked.risks is None else Known.read(asked.risks)
     if known is not None:
         settings = replace(settings, **known.settings)
     return Job(
@@ -100,7 +94,7 @@ def job_of(
         asked.verify_data or ((pages_path("heldout"),) if packaged else None),
         target,
         replace(settings, budget=allowed[0], lengths=asked.lengths or settings.lengths),
-        known_prices(asked.prices),
+        None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8")),
         asked,
         dict(zip(places or [target], allowed, strict=True)),
         known,

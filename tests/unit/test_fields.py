@@ -11,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from adaattn_hf import load_preset, preset_names
 from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.calibration.settings import CalibrationSettings, Masking
 from adaattn_hf.cli import fields, main
@@ -144,7 +143,6 @@ def test_names_in_a_help_are_those_that_the_code_knows() -> None:
     helps = {(name, one.name): one.help for name in main.COMMANDS for one in main.load_command(name).params}
     for command, option, names in (
         ("calibrate", "families", known_families()),
-        ("calibrate", "preset", [one for one in preset_names() if load_preset(one).budget]),
         ("eval", "cache", ["model", *FORMATS]),
         ("explain", "cache", ["model", *FORMATS]),
         *((one, "dtype", [*DTYPES, "auto"]) for one in ("eval", "profile", "calibrate", "explain")),
