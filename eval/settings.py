@@ -98,25 +98,15 @@ class Settings:
                 )
 
     @property
-    def implementations(self) -> tuple[str, ...]:
-        """The arms, stock first."""
-        return (self.baseline, self.attn_implementation, *((self.anchor,) if self.anchor else ()))
-
-    def as_dict(self) -> dict[str, Any]:
-        """All settings, for the record."""
-        return asdict(self)
-
-    @property
-    def caches(self) -> tuple[str | None, ...]:
-        """What the cache of each arm stores, None for no cache; `dynamic` is Transformers' own."""
-        if self.cache is None:
-            return (None,) * len(self.implementations)
-        return ("dynamic", self.cache, *(("dynamic",) if self.anchor else ()))
-
-    @property
-    def plans(self) -> tuple[str | None, ...]:
-        """The plan that each arm is given; the anchor, a stock implementation, has none."""
-        return (self.baseline_plan, self.plan, *((None,) if self.anchor else ()))
+    def arms(self) -> list[tuple[str, str, str | None, str | None]]:
+        """Role, implementation, plan and cache of each arm, stock first; the cache `dynamic` is Transformers' own."""
+        others = None if self.cache is None else "dynamic"
+        role = "stock" if self.baseline_plan is None else "reference"
+        arms = [
+            (role, self.baseline, self.baseline_plan, others),
+            ("tested", self.attn_implementation, self.plan, self.cache),
+        ]
+        return [*arms, ("anchor", self.anchor, None, others)] if self.anchor else arms
 
 
 @dataclass(frozen=True)
