@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
-from .json_output import AsJson, print_reports, tables_aside
+from .json_output import AsJson, print_json
 from .options import writable
 
 PANELS = {
@@ -109,17 +109,14 @@ def bench(*, asked: Bench, as_json: AsJson = False) -> None:
         if output is not None:
             writable(output.parent, "output")
             writable(asked.page(output).parent, "table")
-        elif asked.table is not None and not as_json:
+        elif asked.table is not None:
             raise UsageError(
                 f"table: got {asked.table} and no --output, expected the JSON that it is made of beside it"
             )
         if asked.profile is not None:
             writable(asked.profile, "profile")
-        with tempfile.TemporaryDirectory() as scratch:
-            report = output or (Path(scratch) / "bench.json" if as_json else None)
-            with tables_aside(as_json):
-                failed = run(cells, data, where, asked, report)
-            if as_json and report is not None:
-                print_reports([report])
+        report, failed = run(cells, data, where, asked, Console(stderr=as_json))
+        if as_json:
+            print_json(report)
     if asked.gate and failed:
         raise typer.Exit(1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +17,7 @@ from .._files import write_atomically
 from ..errors import EXIT_CODES, UsageError
 from .fields import with_options
 from .interrupt import ending
-from .json_output import AsJson, print_reports, tables_aside
+from .json_output import AsJson, print_json
 from .options import Threads, use_threads, writable
 
 if TYPE_CHECKING:  # what loads torch is imported when the command runs, not when its help is asked for
@@ -54,20 +53,17 @@ def evaluate(
 ) -> None:
     """Compare an attention implementation with stock attention on real text."""
     directory = output.directory
-    with (
-        ending(
-            default=directory,
-            stays="finished batches are kept, and --resume goes on with them",
-            kept=lambda: (
-                f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
-            ),
+    with ending(
+        default=directory,
+        stays="finished batches are kept, and --resume goes on with them",
+        kept=lambda: (
+            f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
         ),
-        tables_aside(as_json),
     ):
         use_threads(threads)
-        made, broken = _run(model, text, settings, loading, limits, output)
-    if as_json and made:
-        print_reports(made)
+        reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json))
+    if as_json and reports:
+        print_json(reports[0] if len(reports) == 1 else reports)
     for sentence in broken:
         tell(Console(stderr=True, style="red"), f"quality: {sentence}")
     if broken:
@@ -78,9 +74,15 @@ evaluate.__doc__ = HELP
 
 
 def _run(
-    model: str | None, text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output
-) -> tuple[list[Path], list[str]]:
-    """Run the evaluation; returns report files, and a sentence for each broken bound."""
+    model: str | None,
+    text: Text,
+    settings: Settings,
+    loading: Loading,
+    limits: Limits,
+    output: Output,
+    console: Console,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the evaluation; the leading process returns its reports, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
     from adaattn_hf.patches.checkpoint import resolve_device
 
@@ -98,7 +100,8 @@ def _run(
         runs = showcase.runs(text, settings, loading, limits)
     else:
         runs = _runs(model, text, settings, loading, output)
-    console, reports, files, broken = Console(stderr=False), [], [], []
+    reports: list[dict[str, Any]] = []
+    broken: list[str] = []
     with room_or_sentence(no_room):
         for run in runs:
             crew = team.present()
@@ -114,22 +117,25 @@ def _run(
                     progress=partial(display, run.label),
                 )
             result["bounds"], sentences = bounds.check(result, limits.max_delta_nll, limits.max_ppl_ratio)
-            broken += sentences if model is not None else showcase.missed(result)
+            if model is None:
+                kept, sentence = showcase.verdict(result)
+                sentences = [] if kept else [sentence]
+            broken += sentences
             reports.append(result)
             if not crew.leads:
                 continue
-            files.append(output.directory / run.name / runner.REPORT)
-            runner.write_json(files[-1], result)
+            runner.write_json(output.directory / run.name / runner.REPORT, result)
             if model is not None and not output.quiet:
                 console.print(report.terminal_table(result))
     crew = team.present()
     team.leave()
-    if crew.leads:
-        if model is None and not output.quiet:
-            console.print(showcase.table(reports))
-        write_atomically(output.directory / "report.md", report.markdown(reports))
-        tell(console, f"reports: {output.directory}")
-    return files, broken if crew.leads else []
+    if not crew.leads:
+        return [], []
+    if model is None and not output.quiet:
+        console.print(showcase.table(reports))
+    write_atomically(output.directory / "report.md", report.markdown(reports))
+    tell(console, f"reports: {output.directory}")
+    return reports, broken
 
 
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:
