@@ -12,6 +12,7 @@ from rich.text import Text
 from adaattn_hf._files import printable
 from adaattn_hf.plans.wording import at_most, in_nats, rise, signed_nats
 
+from .pages import harmless
 from .provenance import processor
 
 Report = Mapping[str, Any]
@@ -21,14 +22,6 @@ ABSENT = "-"
 BEYOND = 1e6
 """From here on a perplexity is written in four digits, and one of words says nothing of the model."""
 _nats = partial(signed_nats, digits=3)
-
-
-_MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "|<>`[]*_"}
-
-
-def in_markdown(text: str) -> str:
-    """A name as Markdown shows it: no markup of its own, one line."""
-    return printable(text).replace("&", "&amp;").translate(_MARKDOWN)
 
 
 def _number(value: Any, form: str = ".6g") -> str:
@@ -156,9 +149,9 @@ def _section(report: Report) -> str:
     source, data = report["provenance"], report["data"]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     lines = [
-        f"## {in_markdown(title(report))}",
+        f"## {harmless(title(report))}",
         "",
-        "| | " + " | ".join(map(in_markdown, heads)) + " |",
+        "| | " + " | ".join(map(harmless, heads)) + " |",
         "|---" * (len(heads) + 1) + "|",
     ]
     lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in table]
@@ -168,7 +161,7 @@ def _section(report: Report) -> str:
         f"{report['settings']['padding']}.",
         *_cache_line(report["settings"]),
         *(f"* {line}." for line in _word_line(report)),
-        f"* Data: {in_markdown(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
+        f"* Data: {harmless(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "
         f"{report['quality']['comparisons'][0]['delta_nll']['clusters']} of them.",
@@ -176,7 +169,7 @@ def _section(report: Report) -> str:
         f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
     ]
     lines += [
-        f"* Plan of {p['role']}: {in_markdown(p['path'])}, budget {p['budget']:g} nats/token, "
+        f"* Plan of {p['role']}: {harmless(p['path'])}, budget {p['budget']:g} nats/token, "
         f"sha256 `{p['sha256'][:16]}…`."
         for p in report.get("plans", [])
         if p

@@ -10,7 +10,6 @@ from typing import Any
 
 from adaattn_hf.errors import UsageError, unknown
 
-FROM = ("revision", "gguf_file", "trust_remote_code")
 RECIPES = ("rolling", "strided")
 PADDINGS = ("none", "right", "left")
 DTYPE = {"choices": ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")}
@@ -72,10 +71,10 @@ class Settings:
 
         if not self.baseline:
             object.__setattr__(self, "baseline", "sdpa" if self.baseline_plan is None else self.attn_implementation)
-        if self.windows not in RECIPES:
-            raise UsageError(unknown("windows", self.windows, RECIPES))
-        if self.padding not in PADDINGS:
-            raise UsageError(unknown("padding", self.padding, PADDINGS))
+        for name, known in (("windows", RECIPES), ("padding", PADDINGS), ("cache", ("model", *FORMATS))):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(unknown(name, value, known))
         for name in ("context", "stride", "batch_size", "limit_docs", "limit_tokens", "cache_piece"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -84,8 +83,6 @@ class Settings:
             raise UsageError(f"seed: got {self.seed}, expected at least 0")
         if not 0 < self.mask_fraction <= 1:
             raise UsageError(f"mask_fraction: got {self.mask_fraction}, expected more than 0 and at most 1")
-        if self.cache is not None and self.cache not in ("model", *FORMATS):
-            raise UsageError(unknown("cache", self.cache, ("model", *FORMATS)))
         if self.cache is not None and self.padding != "none":
             raise UsageError(f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none")
         if self.streaming and self.cache is None:
@@ -127,7 +124,8 @@ class Source:
 
     def source(self) -> dict[str, Any]:
         """What says which checkpoint, where it is given, as Transformers takes it."""
-        return {name: value for name in FROM if (value := getattr(self, name))}
+        every = ("revision", "gguf_file", "trust_remote_code")
+        return {name: value for name in every if (value := getattr(self, name))}
 
 
 @dataclass(frozen=True)

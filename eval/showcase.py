@@ -20,10 +20,9 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.checkpoint import load
 
 from . import corpora, runner
-from .demo import demo_model_path, heldout_pages, lastword_items
+from .demo import DEMO_MODELS, demo_model_path, heldout_pages, lastword_items
 from .settings import Limits, Loading, Settings, Text
 
-MODELS = ("gpt2", "llama", "bert")
 DTYPES = ("float32", "bfloat16")
 MAX_RELATIVE_CHANGE = 1e-5
 MASK_FRACTION = 0.004
@@ -50,7 +49,7 @@ def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> It
             [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
         ),
     )
-    for name in MODELS:
+    for name in DEMO_MODELS:
         for dtype in DTYPES if loading.dtype is None else (loading.dtype,):
             loaded = load(demo_model_path(name), dtype=dtype, device=loading.device)
             checkpoint = replace(loaded, name=f"demo {name}")

@@ -12,7 +12,7 @@ from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json
-from .options import writable
+from .options import Threads, use_threads, writable
 
 PANELS = {
     "Basic": ("only", "attn_implementation", "baseline", "device", "threads", "rounds", "output"),
@@ -26,7 +26,6 @@ class Bench:
     Attributes:
         only: Regular expression: time only cells with a matching title.
         rounds: Samples per implementation and cell; two of one that takes over ten times as long as ours.
-        threads: Threads of torch; 0 leaves them as they are.
         device: cpu, cuda, cuda:1.
         baseline: Names to compare with, comma-separated: stock ones, or sdpa:KERNEL (flash, efficient, cudnn, math).
             Default: all stock ones of the grid.
@@ -43,7 +42,6 @@ class Bench:
 
     only: str = ""
     rounds: int = field(default=7, metadata={"least": 1})
-    threads: int = field(default=0, metadata={"least": 0})
     device: str = "cpu"
     baseline: str = ""
     attn_implementation: str = "adaattn"
@@ -74,7 +72,7 @@ class Bench:
 
 
 @with_options(asked=Bench)
-def bench(*, asked: Bench, as_json: AsJson = False) -> None:
+def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> None:
     """Measure the speed of attention and of whole models against stock attention.
 
     All implementations take turns at the same work on the same numbers, in one process. Ratios are taken per round.
@@ -102,6 +100,7 @@ def bench(*, asked: Bench, as_json: AsJson = False) -> None:
         stays="cells that were finished before are kept, where --only REGEX adds the others",
         kept=kept,
     ):
+        use_threads(threads)
         where = resolve_device(asked.device)
         data = read_grid(asked.grid, where.type)
         cells = choose_cells(data, asked.only)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -92,8 +92,8 @@ def calibrate(
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from ..calibration.texts import refuse_repeats
-    from .calibration_job import fitted, job_of, out_of_memory, run, scoring_of
-    from .fit import opened
+    from .calibration_job import job_of, out_of_memory, run, scoring_of
+    from .fit import fit_to_text, opened
     from .memory import room_or_sentence
 
     console = Console(stderr=as_json)
@@ -126,7 +126,10 @@ def calibrate(
         if asked.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
         else:
-            job = fitted(job, encode, positions, None if silent else console)
+            fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
+            job = replace(job, settings=fitted)
+            if not silent:
+                tell(console, sentence)
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(out_of_memory, job, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):

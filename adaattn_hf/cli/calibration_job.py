@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -20,7 +20,6 @@ from adaattn_hf.patches.plans.subject import Subject
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
-from ..calibration.corpus import Encode
 from ..calibration.measure import Measurement
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Calibration, CalibrationSettings, Masking
@@ -29,7 +28,6 @@ from ..calibration.team import Team
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
-from .fit import fit_to_text
 from .memory import room_or_sentence
 from .options import nats
 from .pictures.grid import print_plan
@@ -101,14 +99,6 @@ def job_of(
     )
 
 
-def fitted(job: Job, encode: Encode, positions: int | None, console: Console | None) -> Job:
-    """Returns the job with a length and folds that the model and the text can fill, and prints them before loading."""
-    settings, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
-    if console is not None:
-        tell(console, sentence)
-    return replace(job, settings=settings)
-
-
 def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> dict[str, float]:
     """Returns the work of each stage in tokens, a backward pass as two; a failed plan adds to it.
 
@@ -127,16 +117,6 @@ def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> di
     }
 
 
-class Outcome(NamedTuple):
-    """Result of a calibration: exit code, plan and report as JSON (empty except on the leading process).
-
-    With several budgets, both are keyed by directory.
-    """
-
-    code: int
-    found: dict[str, Any]
-
-
 def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
     """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read like `masking`."""
     if loaded.objective == "masked":
@@ -144,10 +124,13 @@ def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
     return NEXT_TOKEN
 
 
-def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int) -> Outcome:
+def run(
+    job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int
+) -> tuple[int, dict[str, Any]]:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
-    An earlier proven plan of these weights is kept if no plan could be proven now.
+    Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
+    directory. An earlier proven plan of these weights is kept if no plan could be proven now.
     """
     wanted = job.asked.device
     if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
@@ -155,13 +138,14 @@ def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: 
     device = resolve_device(wanted)
     several = len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
-    about, outcomes, shown = "", {}, []
-
-    def say(sentence: str) -> None:
-        if team.leads and not job.asked.quiet:
-            tell(console, sentence)
+    about, worst, every, shown = "", 0, dict[str, Any](), list[Show]()
 
     quiet = job.asked.quiet or not team.leads
+
+    def say(sentence: str) -> None:
+        if not quiet:
+            tell(console, sentence)
+
     try:
         with shown_progress(work_of(job.settings, list(words.values())), console, quiet=quiet) as progress:
 
@@ -190,27 +174,26 @@ def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: 
                 for place, budget in job.budgets.items():
                     if place.name in state.finished:
                         say(f"kept: {place}, which the interrupted run finished")
-                        outcomes[place.name] = Outcome(state.finished[place.name], _stored(place) if team.leads else {})
+                        worst = max(worst, state.finished[place.name])
+                        every[place.name] = _stored(place) if team.leads else {}
                         continue
                     about = words[place]
                     result = calibration.decided(measurement, budget)
                     one = replace(job, target=place)
-                    code, found = 0 if result.met else BUDGET_NOT_MET, dict[str, Any]()
+                    code, every[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
                     if team.leads:
-                        found, show = store(one, measurement, result, console)
+                        every[place.name], show = store(one, measurement, result, console)
                         shown.append(show)
                         if several:
                             state.finished[place.name] = code
                             state.save(job.target)
-                    outcomes[place.name] = Outcome(code, found)
+                    worst = max(worst, code)
     finally:
         for show in shown:
             show()
     if team.leads:
         CalibrationState.forget(job.target)
-    every = {name: one.found for name, one in outcomes.items()}
-    code = max(one.code for one in outcomes.values())
-    return Outcome(code, every if several else next(iter(every.values())))
+    return worst, every if several else next(iter(every.values()))
 
 
 def store(job: Job, measurement: Measurement, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
@@ -237,9 +220,10 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     calibration.save_plan(subject, result, job.target)
     (job.target / FAILED_FILE).unlink(missing_ok=True)
     subject.remove_plan()  # what follows is measured beside exact attention
+    passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
-        *_of_passes(result.report.get("whole_forward", []), job.asked.verbose),
+        *(one.sentence() for one in passes if job.asked.verbose or one.high < 1.0),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
@@ -266,12 +250,6 @@ def _stored(place: Path) -> dict[str, Any]:
 def _tell_all(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         tell(console, line)
-
-
-def _of_passes(measured: Sequence[Mapping[str, Any]], verbose: bool) -> list[str]:
-    """Returns sentences on the speed of whole passes: all if verbose, else only slower ones."""
-    every = [Benefit(**one) for one in measured]
-    return [one.sentence() for one in every if verbose or one.high < 1.0]
 
 
 def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:

@@ -14,7 +14,7 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 
 from .._files import write_atomically
-from ..errors import EXIT_CODES, UsageError
+from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json
@@ -27,16 +27,6 @@ PANELS = {
     "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
     "Proof": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
 }
-HELP = f"""
-Compare an attention implementation with stock attention on real text.
-
-Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All arms
-read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference with a
-confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume continues an
-interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
-
-Exit codes: {"; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())}.
-"""
 
 
 @with_options(text=Text, settings=Settings, loading=Loading, limits=Limits, output=Output)
@@ -51,7 +41,20 @@ def evaluate(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an attention implementation with stock attention on real text."""
+    """Compare an attention implementation with stock attention on real text.
+
+    Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All
+    arms read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference
+    with a confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume
+    continues an interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
+
+    Exit codes: 0 done; every bound that was asked for is kept; 1 measured, but a bound that was asked for
+    (--max-delta-nll, --max-ppl-ratio) is broken; 2 usage: an argument is wrong, or two contradict each other; 3 data
+    unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read; 4 model unavailable:
+    no such checkpoint, no tokenizer, no output head, or no such attention; 5 the output directory belongs to another
+    run (the reason names what differs); 6 out of memory: what would fit is said; finished work is kept and --resume
+    continues it; 130 interrupted; finished work is kept and --resume continues it.
+    """
     directory = output.directory
     with ending(
         default=directory,
@@ -68,9 +71,6 @@ def evaluate(
         tell(Console(stderr=True, style="red"), f"quality: {sentence}")
     if broken:
         raise typer.Exit(1)
-
-
-evaluate.__doc__ = HELP
 
 
 def _run(

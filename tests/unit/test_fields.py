@@ -22,6 +22,8 @@ from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 from adaattn_hf.patches.checkpoint import DTYPES
 from adaattn_hf.policy.candidates import FAMILIES, known_families
 
+from ..support.command import leaves
+
 
 def _doubled(text: str, argument: str) -> float:
     try:
@@ -130,10 +132,8 @@ def test_every_field_of_a_commands_options_is_described(group: Any) -> None:
 
 
 def test_every_option_has_a_help() -> None:
-    for name in main.COMMANDS:
-        command = main.load_command(name)
-        for one in (command, *getattr(command, "commands", {}).values()):
-            assert [p.name for p in one.params if p.name != "help" and not p.help] == [], (name, one.name)
+    lacking = {name: [p.name for p in one.params if p.name != "help" and not p.help] for name, one in leaves().items()}
+    assert not any(lacking.values()), lacking
 
 
 def test_names_in_a_help_are_those_that_the_code_knows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import string
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -132,13 +133,9 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
 
 
 def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
-    """A letter for each choice of a picture, exact first."""
-    return {c: letter(place) for place, c in enumerate(dict.fromkeys((EXACT, *itertools.chain(*choices))))}
-
-
-def letter(place: int) -> str:
-    """Returns the letter of a choice by its index; exact is a dot."""
-    return "·" if place == 0 else chr(64 + place) if place <= 26 else chr(70 + place)
+    """A letter for each choice of a picture, capitals first; exact is a dot."""
+    letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
+    return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
 
 
 def _cell(words: str, choice: Choice) -> Text:
