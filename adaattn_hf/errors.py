@@ -43,13 +43,12 @@ class JournalMismatch(EvalError):
     exit_code = 5
 
 
-def unknown(argument: str, got: str, known: Iterable[str], remedy: str = "") -> str:
+def unknown(argument: str, got: str, known: Iterable[str]) -> str:
     """The sentence for an unknown name: what came, the nearest known one, and all known ones."""
     names = sorted(known)
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    tail = f" {remedy}" if remedy else ""
-    return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}{tail}"
+    return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}"
 
 
 _BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}

@@ -65,12 +65,10 @@ class Job:
     known: Known | None = None
 
 
-def job_of(
-    model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path] = ()
-) -> Job:
+def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path]) -> Job:
     """Returns the job for the options; without a model the packaged one, without text its pages.
 
-    `places` are the directories of the plans, by default the target.
+    `places` are the directories of the plans.
 
     Raises:
         ValueError: If text or prices are missing.
@@ -94,7 +92,7 @@ def job_of(
         replace(settings, budget=allowed[0], lengths=asked.lengths or settings.lengths),
         None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8")),
         asked,
-        dict(zip(places or [target], allowed, strict=True)),
+        dict(zip(places, allowed, strict=True)),
         known,
     )
 

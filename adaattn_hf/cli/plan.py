@@ -89,12 +89,9 @@ def diff(
         changed = differences(*plans)
         figures = [_figures(one) for one in plans]
         if html is not None:
-            first, second = ((f"{which}: {at.name}", bought(at)) for which, at in (("first", path), ("second", other)))
-            _draw(
-                "--html",
-                html,
-                compared([(*first, plans[0]), (*second, plans[1])], f"heads that differ: {len(changed)}"),
-            )
+            named = ((f"first: {path.name}", bought(path)), (f"second: {other.name}", bought(other)))
+            pairs = [(*about, one) for about, one in zip(named, plans, strict=True)]
+            _draw("--html", html, compared(pairs, f"heads that differ: {len(changed)}"))
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
@@ -107,7 +104,7 @@ def diff(
     for layer, head, left, right in changed:
         tell(console, f"layer {layer} head {head}: {left.label} -> {right.label}")
     means = legend(choice for _, _, *both in changed for choice in both)
-    for line in (*([means] if means else []), f"{len(changed)} heads differ"):
+    for line in filter(None, (means, f"{len(changed)} heads differ")):
         tell(console, line)
     for name, (_, words) in figures[0].items():
         tell(console, f"{name}: {words} -> {figures[1][name][1]}")
@@ -163,7 +160,7 @@ def explore(
 
     with ending(default=path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
         place = _place(path)
-        shown = Plan.from_pretrained(place)
+        shown, buys = Plan.from_pretrained(place), bought(place)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
@@ -171,9 +168,7 @@ def explore(
             found = json.loads(report.read_text(encoding="utf-8"))
             if not isinstance(found, dict) or "table" not in found:
                 raise ValueError("it holds no table of risks and prices; calibrate again with this version")
-            data = explorer(SolverTable.from_dict(found["table"]), shown, bought(place), name)
-        except PlanError:
-            raise
+            data = explorer(SolverTable.from_dict(found["table"]), shown, buys, name)
         except ValueError as error:
             raise UsageError(f"{report}: {error}") from error
         _draw("--html", html, page(data))

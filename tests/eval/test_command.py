@@ -230,7 +230,7 @@ def test_programs_hear_of_unknown_words_as_well() -> None:
 
 
 def test_an_unknown_name_without_a_near_one_lists_all() -> None:
-    assert unknown("x", "zzz", ["b", "a"], "Do this.") == "x: got 'zzz', expected one of a, b. Do this."
+    assert unknown("x", "zzz", ["b", "a"]) == "x: got 'zzz', expected one of a, b."
 
 
 def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, texts: Path, tmp_path: Path) -> None:

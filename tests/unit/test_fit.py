@@ -95,7 +95,7 @@ def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
 
 
 def job(model: str | None = None, **asked: Any) -> Job:
-    return job_of(model, Asked(**asked), SETTINGS, Path("plan"))
+    return job_of(model, Asked(**asked), SETTINGS, Path("plan"), [Path("plan")])
 
 
 def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def below(plan: Plan) -> list[str]:
     codes, meanings = _codes(choices), legend(itertools.chain(*choices))
     coded = max((len(row) for row in choices), default=0) > NAMED_COLUMNS and not plan.is_exact
     named = [", ".join(f"{code} {choice.label}" for choice, code in codes.items())] * coded
-    return [*named, *([meanings] if meanings else []), *notes(plan)]
+    return [*named, *filter(None, [meanings]), *notes(plan)]
 
 
 def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
