@@ -35,6 +35,10 @@ def _limits(entry: Mapping[str, Any], show: Callable[[float], str] = _nats) -> s
     return f"{mean} [{low}, {high}]"
 
 
+def _bound(entry: Mapping[str, Any], show: Callable[[float], str]) -> str:
+    return ABSENT if entry["upper"] is None else show(entry["upper"])
+
+
 def _spread(entry: Mapping[str, Any]) -> str:
     return f"{entry['median']:.3f} [{entry['quartile_25']:.3f}, {entry['quartile_75']:.3f}]"
 
@@ -68,10 +72,7 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         )
     per_arm("perplexity per token", "perplexity", ".6f")
     compared("change of the perplexity, 95 % CI", lambda c: _limits(c["delta_nll"], rise))
-    compared(
-        "at most, one-sided 95 % bound",
-        lambda c: ABSENT if c["delta_nll"]["upper"] is None else at_most(c["delta_nll"]["upper"]),
-    )
+    compared("at most, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], at_most))
     times_as_fast("whole model, times as fast [quartiles]", "speed_ratio_wall")
     per_arm("tokens scored", "tokens", "d")
     per_arm("nll (nats/token)", "nll_per_token", ".8f")
@@ -80,10 +81,7 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         per_arm("perplexity per byte", "byte_perplexity", ".6f")
         per_arm("bits per byte", "bits_per_byte", ".6f")
     compared("Δnll, 95 % CI (nats/token)", lambda c: _limits(c["delta_nll"]))
-    compared(
-        "Δnll, one-sided 95 % bound",
-        lambda c: ABSENT if c["delta_nll"]["upper"] is None else signed_nats(c["delta_nll"]["upper"], 3),
-    )
+    compared("Δnll, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], _nats))
     compared("mean absolute Δnll per token", lambda c: in_nats(c["abs_delta_nll_mean"], 3))
     compared("KL, mean (nats/token)", lambda c: in_nats(c["kl_mean"], 3))
     compared("KL, 99.9th percentile", lambda c: in_nats(c["kl_p999"], 3))

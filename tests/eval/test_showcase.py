@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from adaattn_hf.eval import progress, runner, showcase
+from adaattn_hf.eval.demo import DEMO_MODELS
 
 from ..support.command import adaattn
 
@@ -21,10 +22,7 @@ def test_the_models_in_the_package(tmp_path: Path) -> None:
     result = adaattn("eval", *LITTLE, "--output-dir", tmp_path, code=(0, 1))
     reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob(runner.REPORT)}
     assert set(reports) == {
-        f"{name}-{dtype}-{text}"
-        for name in showcase.DEMO_MODELS
-        for dtype in showcase.DTYPES
-        for text in ("pages", "last-word")
+        f"{name}-{dtype}-{text}" for name in DEMO_MODELS for dtype in showcase.DTYPES for text in ("pages", "last-word")
     }
     for name, report in reports.items():
         assert report["model"]["dtype"] in name

@@ -27,7 +27,7 @@ def adaattn(
 
 def leaves() -> dict[str, Any]:
     """Every command by its words, the children of groups in place of the groups."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in COMMANDS:
         command = load_command(name)
         children = getattr(command, "commands", None)
