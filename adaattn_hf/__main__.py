@@ -1,4 +1,4 @@
-"""`python -m adaattn_hf`: the command line."""
+"""`python -m adaattn_hf`: the command line, for launchers that take a module."""
 
 from __future__ import annotations
 

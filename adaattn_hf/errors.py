@@ -8,29 +8,15 @@ import sys
 import warnings
 from collections.abc import Iterable
 
-EXIT_CODES: dict[int, str] = {
-    0: "done; every bound that was asked for is kept",
-    1: "measured, but a bound that was asked for (--max-delta-nll, --max-ppl-ratio) is broken",
-    2: "usage: an argument is wrong, or two contradict each other",
-    3: "data unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read",
-    4: "model unavailable: no such checkpoint, no tokenizer, no output head, or no such attention",
-    5: "the output directory belongs to another run (the reason names what differs)",
-    6: "out of memory: what would fit is said; finished work is kept and --resume continues it",
-    130: "interrupted; finished work is kept and --resume continues it",
-}
-"""Exit code of `adaattn eval` to its meaning."""
-
 
 class EvalError(Exception):
-    """An evaluation that cannot go on; `exit_code` says which kind (see `EXIT_CODES`)."""
+    """A command that cannot go on; `exit_code` says which kind, as its help does."""
 
     exit_code = 2
 
 
 class UsageError(EvalError, ValueError):
     """An argument is wrong."""
-
-    exit_code = 2
 
 
 class DataUnavailable(EvalError):
@@ -57,13 +43,12 @@ class JournalMismatch(EvalError):
     exit_code = 5
 
 
-def unknown(argument: str, got: str, known: Iterable[str], remedy: str = "") -> str:
+def unknown(argument: str, got: str, known: Iterable[str]) -> str:
     """The sentence for an unknown name: what came, the nearest known one, and all known ones."""
     names = sorted(known)
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    tail = f" {remedy}" if remedy else ""
-    return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}{tail}"
+    return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}"
 
 
 _BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}

@@ -102,11 +102,6 @@ def group_sums(values: Float, groups: Sequence[int] | npt.NDArray[np.int64]) -> 
     return np.bincount(inverse, weights=values).astype(np.float64)
 
 
-def group_counts(groups: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`[groups]`, how many values each group has."""
-    return np.unique(np.asarray(groups), return_counts=True)[1].astype(np.int64)
-
-
 def group_all(values: Flag, groups: Sequence[int] | npt.NDArray[np.int64]) -> Flag:
     """`[groups]`, whether all values of each group are true."""
     wrong = group_sums((~values).astype(np.float64), groups)

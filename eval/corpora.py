@@ -149,7 +149,7 @@ def _from_path(known: str, path: Path, split: str) -> Corpus:
     files = _files(path)
     if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
         return wikitext_corpus((p for f in files for p in wikitext.split_pages(_read(f))), _origin(path))
-    return wikitext_corpus(_pages(_rows(path, split), str(path)), _origin(path))
+    return wikitext_corpus(_pages((row for file in files for row in _rows(file, split)), str(path)), _origin(path))
 
 
 def _from_hub(known: str, split: str) -> Corpus:
@@ -186,6 +186,9 @@ def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
+    """The files that a path stands for; what `datasets` saved is read as one."""
+    if path.is_dir() and any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        return [path]
     if path.is_file():
         if path.suffix.lower() in OTHER_TABLES:
             raise DataUnavailable(no_table(path))
@@ -221,11 +224,8 @@ def _read(path: Path) -> str:
 
 def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[str]:
     """The text of each document; with `lines`, each line of a plain text file is one."""
-    if (path.is_dir() and (path / "dataset_info.json").exists()) or (path / "dataset_dict.json").exists():
-        yield from (_field(row, path, i) for i, row in enumerate(_rows(path, split)))
-        return
     for file in _files(path):
-        if file.suffix.lower() in ROW_SUFFIXES:
+        if file.is_dir() or file.suffix.lower() in ROW_SUFFIXES:
             yield from (_field(row, file, i) for i, row in enumerate(_rows(file, split)))
         elif lines:
             yield from (line for line in _read(file).split("\n") if line.strip())
@@ -241,27 +241,23 @@ def _field(row: Any, where: Path | str, number: int, fields: tuple[str, ...] = (
 
 
 def _rows(path: Path, split: str) -> Iterator[Any]:
-    """Rows of a .jsonl/.json file, or of anything else that `datasets` reads, or of a directory it saved."""
-    if path.suffix.lower() == ".jsonl":
+    """Rows of a .jsonl file, or of anything else that `datasets` reads or saved."""
+    kind = path.suffix.lower()
+    if kind == ".jsonl":
         with _reading(path):
             yield from (row for _, row in json_lines(path))
         return
+    if path.is_file() and kind not in TABLE_SUFFIXES:
+        raise DataUnavailable(f"data: got {path}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
     try:
         import datasets
     except ImportError as error:
         raise DataUnavailable(f"data: {path} is read by the package datasets: pip install datasets") from error
     try:
-        if path.is_dir() and any((path / f).exists() for f in ("dataset_info.json", "dataset_dict.json")):
-            loaded = datasets.load_from_disk(str(path))
-            yield from loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        if path.is_file():
+            yield from datasets.load_dataset(kind[1:], data_files=str(path), split="train")
             return
-        for file in _files(path):
-            if file.suffix.lower() == ".jsonl":
-                yield from _rows(file, split)
-            else:
-                builder = file.suffix.lower()
-                if builder not in TABLE_SUFFIXES:
-                    raise DataUnavailable(f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
-                yield from datasets.load_dataset(builder[1:], data_files=str(file), split="train")
+        loaded = datasets.load_from_disk(str(path))
+        yield from loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error

@@ -29,6 +29,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
     Processors of one name differ in what they have: the instruction set is that of the native kernels.
     """
+    cuda = device.type == "cuda"
     return {
         "versions": _versions(),
         "python": platform.python_version(),
@@ -37,8 +38,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "instructions": level_here(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "driver": driver(device),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "driver": f"CUDA {torch.version.cuda}, driver {capability.driver()}" if cuda else None,
         "commit": commit(Path(adaattn_hf.__file__).parent),
         "source": source_digest(),
     }
@@ -48,13 +49,6 @@ def processor(made: Mapping[str, Any]) -> str:
     """The processor of a record in words, with its instruction set where that was recorded."""
     known = made.get("instructions", "none")
     return str(made["cpu"]) if known == "none" else f"{made['cpu']} ({known})"
-
-
-def driver(device: torch.device) -> str | None:
-    """CUDA's version and that of the driver, as far as they are known; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    return f"CUDA {torch.version.cuda}, driver {capability.driver()}"
 
 
 def source_digest() -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 from adaattn_hf._files import printable
 from adaattn_hf.plans.wording import at_most, in_nats, rise, signed_nats
 
+from .pages import harmless
 from .provenance import processor
 
 Report = Mapping[str, Any]
@@ -23,14 +24,6 @@ BEYOND = 1e6
 _nats = partial(signed_nats, digits=3)
 
 
-_MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "|<>`[]*_"}
-
-
-def in_markdown(text: str) -> str:
-    """A name as Markdown shows it: no markup of its own, one line."""
-    return printable(text).replace("&", "&amp;").translate(_MARKDOWN)
-
-
 def _number(value: Any, form: str = ".6g") -> str:
     return ABSENT if value is None else format(value, ".4g" if form.endswith("f") and value >= BEYOND else form)
 
@@ -40,6 +33,10 @@ def _limits(entry: Mapping[str, Any], show: Callable[[float], str] = _nats) -> s
         return f"{show(entry['mean'])} (one cluster: no interval)"
     mean, low, high = (show(entry[name]) for name in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
+
+
+def _bound(entry: Mapping[str, Any], show: Callable[[float], str]) -> str:
+    return ABSENT if entry["upper"] is None else show(entry["upper"])
 
 
 def _spread(entry: Mapping[str, Any]) -> str:
@@ -75,10 +72,7 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         )
     per_arm("perplexity per token", "perplexity", ".6f")
     compared("change of the perplexity, 95 % CI", lambda c: _limits(c["delta_nll"], rise))
-    compared(
-        "at most, one-sided 95 % bound",
-        lambda c: ABSENT if c["delta_nll"]["upper"] is None else at_most(c["delta_nll"]["upper"]),
-    )
+    compared("at most, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], at_most))
     times_as_fast("whole model, times as fast [quartiles]", "speed_ratio_wall")
     per_arm("tokens scored", "tokens", "d")
     per_arm("nll (nats/token)", "nll_per_token", ".8f")
@@ -87,10 +81,7 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         per_arm("perplexity per byte", "byte_perplexity", ".6f")
         per_arm("bits per byte", "bits_per_byte", ".6f")
     compared("Δnll, 95 % CI (nats/token)", lambda c: _limits(c["delta_nll"]))
-    compared(
-        "Δnll, one-sided 95 % bound",
-        lambda c: ABSENT if c["delta_nll"]["upper"] is None else signed_nats(c["delta_nll"]["upper"], 3),
-    )
+    compared("Δnll, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], _nats))
     compared("mean absolute Δnll per token", lambda c: in_nats(c["abs_delta_nll_mean"], 3))
     compared("KL, mean (nats/token)", lambda c: in_nats(c["kl_mean"], 3))
     compared("KL, 99.9th percentile", lambda c: in_nats(c["kl_p999"], 3))
@@ -156,9 +147,9 @@ def _section(report: Report) -> str:
     source, data = report["provenance"], report["data"]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     lines = [
-        f"## {in_markdown(title(report))}",
+        f"## {harmless(title(report))}",
         "",
-        "| | " + " | ".join(map(in_markdown, heads)) + " |",
+        "| | " + " | ".join(map(harmless, heads)) + " |",
         "|---" * (len(heads) + 1) + "|",
     ]
     lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in table]
@@ -168,7 +159,7 @@ def _section(report: Report) -> str:
         f"{report['settings']['padding']}.",
         *_cache_line(report["settings"]),
         *(f"* {line}." for line in _word_line(report)),
-        f"* Data: {in_markdown(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
+        f"* Data: {harmless(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "
         f"{report['quality']['comparisons'][0]['delta_nll']['clusters']} of them.",
@@ -176,7 +167,7 @@ def _section(report: Report) -> str:
         f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
     ]
     lines += [
-        f"* Plan of {p['role']}: {in_markdown(p['path'])}, budget {p['budget']:g} nats/token, "
+        f"* Plan of {p['role']}: {harmless(p['path'])}, budget {p['budget']:g} nats/token, "
         f"sha256 `{p['sha256'][:16]}…`."
         for p in report.get("plans", [])
         if p

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +120,7 @@ def measure(
         "windows": _digest(task.windows),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        **{f"settings.{key}": value for key, value in settings.as_dict().items()},
+        **{f"settings.{key}": value for key, value in asdict(settings).items()},
         "plans": [arm.plan and arm.plan["sha256"] for arm in arms],
     }
     crew = team.present()
@@ -159,7 +159,7 @@ def measure(
             "documents": len({w.document for w in task.windows}),
             "sha256": digest,
         },
-        "settings": {**settings.as_dict(), "context": task.context},
+        "settings": {**asdict(settings), "context": task.context},
         "protocol": task.protocol,
         "plans": [arm.plan and {"role": arm.role, **arm.plan} for arm in arms],
         "quality": summary.quality(task, tokens, roles, corpus.kind),
@@ -187,9 +187,8 @@ def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: 
 
 def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[Arm]:
     """The model under each implementation, stock first; refuses a cache or streaming that the tested one cannot do."""
-    roles = ("stock" if settings.baseline_plan is None else "reference", "tested", "anchor")
-    names = settings.implementations
-    models = copies(checkpoint, names, settings.plans)
+    _, names, plans, _ = zip(*settings.arms, strict=True)
+    models = copies(checkpoint, names, plans)
     if settings.cache is not None:
         try:
             check_stored(models[1], settings.cache, settings.streaming)
@@ -203,13 +202,11 @@ def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[
                 f"streaming: got windows of {task.context} tokens and a plan that speaks for {limit}, expected "
                 f"--context {limit} or less"
             )
-    streaming, piece = settings.streaming, settings.cache_piece
-    calls = [
-        partial(scoring.forward, model, cache=cache, piece=piece, streaming=streaming)
-        for model, cache in zip(models, settings.caches, strict=True)
+    forward = partial(scoring.forward, piece=settings.cache_piece, streaming=settings.streaming)
+    return [
+        Arm(role, name, model, partial(forward, model, cache=cache), _plan_entry(model, name, plan))
+        for model, (role, name, plan, cache) in zip(models, settings.arms, strict=True)
     ]
-    plans = [_plan_entry(*one) for one in zip(models, names, settings.plans, strict=True)]
-    return [Arm(*one) for one in zip(roles, names, models, calls, plans, strict=False)]
 
 
 def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> None:

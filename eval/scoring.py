@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -106,20 +106,9 @@ def score(logits: Sequence[torch.Tensor], windows: Sequence[Window], offsets: Se
 
     See `adaattn_hf.stats.paired.score_tokens`, which takes them a few rows at a time.
     """
-    rows = np.concatenate([np.full(len(w.positions), i) for i, w in enumerate(windows)])
-    columns = np.concatenate([w.positions + o for w, o in zip(windows, offsets, strict=True)])
-    targets = torch.from_numpy(np.concatenate([w.targets for w in windows]))
-    row, column = torch.from_numpy(rows), torch.from_numpy(columns)
-    return joined([_score_rows(logits, row[s], column[s], targets[s]) for s in _slices(len(rows))])
-
-
-def _slices(count: int) -> Iterator[slice]:
-    yield from (slice(i, i + _ROWS) for i in range(0, count, _ROWS))
-
-
-def _score_rows(
-    logits: Sequence[torch.Tensor], row: torch.Tensor, column: torch.Tensor, targets: torch.Tensor
-) -> TokenScores:
-    device = logits[0].device
-    row, column = row.to(device), column.to(device)
-    return score_tokens([arm[row, column] for arm in logits], targets.to(device))
+    rows = [np.full(len(w.positions), i) for i, w in enumerate(windows)]
+    columns = [w.positions + o for w, o in zip(windows, offsets, strict=True)]
+    found = (rows, columns, [w.targets for w in windows])
+    row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in found)
+    parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)
+    return joined([score_tokens([arm[r, c] for arm in logits], t) for r, c, t in parts])

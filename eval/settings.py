@@ -10,7 +10,6 @@ from typing import Any
 
 from adaattn_hf.errors import UsageError, unknown
 
-FROM = ("revision", "gguf_file", "trust_remote_code")
 RECIPES = ("rolling", "strided")
 PADDINGS = ("none", "right", "left")
 DTYPE = {"choices": ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")}
@@ -72,10 +71,10 @@ class Settings:
 
         if not self.baseline:
             object.__setattr__(self, "baseline", "sdpa" if self.baseline_plan is None else self.attn_implementation)
-        if self.windows not in RECIPES:
-            raise UsageError(unknown("windows", self.windows, RECIPES))
-        if self.padding not in PADDINGS:
-            raise UsageError(unknown("padding", self.padding, PADDINGS))
+        for name, known in (("windows", RECIPES), ("padding", PADDINGS), ("cache", ("model", *FORMATS))):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(unknown(name, value, known))
         for name in ("context", "stride", "batch_size", "limit_docs", "limit_tokens", "cache_piece"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -84,8 +83,6 @@ class Settings:
             raise UsageError(f"seed: got {self.seed}, expected at least 0")
         if not 0 < self.mask_fraction <= 1:
             raise UsageError(f"mask_fraction: got {self.mask_fraction}, expected more than 0 and at most 1")
-        if self.cache is not None and self.cache not in ("model", *FORMATS):
-            raise UsageError(unknown("cache", self.cache, ("model", *FORMATS)))
         if self.cache is not None and self.padding != "none":
             raise UsageError(f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none")
         if self.streaming and self.cache is None:
@@ -98,25 +95,15 @@ class Settings:
                 )
 
     @property
-    def implementations(self) -> tuple[str, ...]:
-        """The arms, stock first."""
-        return (self.baseline, self.attn_implementation, *((self.anchor,) if self.anchor else ()))
-
-    def as_dict(self) -> dict[str, Any]:
-        """All settings, for the record."""
-        return asdict(self)
-
-    @property
-    def caches(self) -> tuple[str | None, ...]:
-        """What the cache of each arm stores, None for no cache; `dynamic` is Transformers' own."""
-        if self.cache is None:
-            return (None,) * len(self.implementations)
-        return ("dynamic", self.cache, *(("dynamic",) if self.anchor else ()))
-
-    @property
-    def plans(self) -> tuple[str | None, ...]:
-        """The plan that each arm is given; the anchor, a stock implementation, has none."""
-        return (self.baseline_plan, self.plan, *((None,) if self.anchor else ()))
+    def arms(self) -> list[tuple[str, str, str | None, str | None]]:
+        """Role, implementation, plan and cache of each arm, stock first; the cache `dynamic` is Transformers' own."""
+        others = None if self.cache is None else "dynamic"
+        role = "stock" if self.baseline_plan is None else "reference"
+        arms = [
+            (role, self.baseline, self.baseline_plan, others),
+            ("tested", self.attn_implementation, self.plan, self.cache),
+        ]
+        return [*arms, ("anchor", self.anchor, None, others)] if self.anchor else arms
 
 
 @dataclass(frozen=True)
@@ -137,7 +124,8 @@ class Source:
 
     def source(self) -> dict[str, Any]:
         """What says which checkpoint, where it is given, as Transformers takes it."""
-        return {name: value for name in FROM if (value := getattr(self, name))}
+        every = ("revision", "gguf_file", "trust_remote_code")
+        return {name: value for name in every if (value := getattr(self, name))}
 
 
 @dataclass(frozen=True)

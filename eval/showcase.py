@@ -20,10 +20,9 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.checkpoint import load
 
 from . import corpora, runner
-from .demo import demo_model_path, heldout_pages, lastword_items
+from .demo import DEMO_MODELS, demo_model_path, heldout_pages, lastword_items
 from .settings import Limits, Loading, Settings, Text
 
-MODELS = ("gpt2", "llama", "bert")
 DTYPES = ("float32", "bfloat16")
 MAX_RELATIVE_CHANGE = 1e-5
 MASK_FRACTION = 0.004
@@ -32,20 +31,14 @@ BATCH_SIZE = 4
 """Windows per forward pass, unless another number than 1 is asked for."""
 
 
-def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits: Limits) -> dict[str, Any]:
-    """Options that only make sense with a model of the user's own, by name, and what was given."""
-    own = {"plan": settings.plan, "baseline_plan": settings.baseline_plan}
-    for group in (text, loading, limits):
-        own |= {one.name: getattr(group, one.name) for one in fields(group)}
-        own |= {one.name: None for one in fields(group) if own[one.name] == one.default}
-    return {name: value for name, value in own.items() if name not in ("dtype", "device")}
-
-
 def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> Iterator[runner.Run]:
     """Yields each packaged model in each dtype over each text; UsageError for options of a model of the user's own."""
     logging.disable_progress_bar()  # six small models load in no time
-    for name, value in _only_with_a_model(text, settings, loading, limits).items():
-        if value is not None:
+    own: dict[str, Any] = {"plan": settings.plan, "baseline_plan": settings.baseline_plan}
+    for group in (text, loading, limits):
+        own |= {one.name: value for one in fields(group) if (value := getattr(group, one.name)) != one.default}
+    for name, value in own.items():
+        if value is not None and name not in ("dtype", "device"):
             raise UsageError(
                 f"{name}: got {value!r} without MODEL; the models in the package have their own text and bars. Name a "
                 "model first: adaattn eval MODEL --data …"
@@ -56,7 +49,7 @@ def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> It
             [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
         ),
     )
-    for name in MODELS:
+    for name in DEMO_MODELS:
         for dtype in DTYPES if loading.dtype is None else (loading.dtype,):
             loaded = load(demo_model_path(name), dtype=dtype, device=loading.device)
             checkpoint = replace(loaded, name=f"demo {name}")
@@ -68,12 +61,6 @@ def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> It
                 fitting = chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
                 label, directory = f"{name} {dtype} {corpus.name}", f"{name}-{dtype}-{corpus.name}"
                 yield runner.Run(label, checkpoint, corpus, fitting, directory)
-
-
-def missed(result: Mapping[str, Any]) -> list[str]:
-    """The sentence of the bar that a report missed, if it did."""
-    kept, sentence = verdict(result)
-    return [] if kept else [sentence]
 
 
 def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:

@@ -71,7 +71,7 @@ def _last_word(nll: Float, hit: Flag, tokens: Tokens) -> dict[str, Any]:
 def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:
     scores = tokens.scores
     delta = scores.nll[arm] - scores.nll[0]
-    sums, counts = compare.group_sums(delta, clusters), compare.group_counts(clusters)
+    sums, counts = compare.group_sums(delta, clusters), np.unique(clusters, return_counts=True)[1]
     difference = compare.paired_difference(sums, counts)
     result: dict[str, Any] = {
         "delta_nll": difference,

@@ -37,7 +37,6 @@ def check(corpus: Corpus, settings: Settings) -> None:
 def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
     """The windows of a corpus for a model. Raises UsageError for settings that do not fit the model or the text."""
     check(corpus, settings)
-    corpus = corpus.head(settings.limit_docs)
     context = _context(checkpoint, settings)
     if checkpoint.objective == "masked" and checkpoint.tokenizer.mask_token_id is None:
         raise ModelUnavailable(f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from adaattn_hf.backends.native import library
@@ -17,10 +17,8 @@ STDERR = 2
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
-    if len(values) == 1:
-        return {"median": values[0], "quartile_25": values[0], "quartile_75": values[0]}
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": statistics.median(values), "quartile_25": low, "quartile_75": high}
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return {"median": middle, "quartile_25": low, "quartile_75": high}
 
 
 def turn(arms: int, batch: int) -> list[int]:

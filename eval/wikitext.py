@@ -75,17 +75,12 @@ def split_pages(text: str) -> Iterator[str]:
 
     What stands before the first title, if it is more than white space, is a page of its own.
     """
-    page: list[str] = []
+    pages: list[list[str]] = [[]]
     for line in text.split("\n"):
         if is_title(line):
-            whole = "\n".join(page)
-            if whole.strip():
-                yield whole
-            page = []
-        page.append(line)
-    whole = "\n".join(page)
-    if whole.strip():
-        yield whole
+            pages.append([])
+        pages[-1].append(line)
+    return filter(str.strip, map("\n".join, pages))
 
 
 def join_rows(rows: Iterable[str]) -> str:

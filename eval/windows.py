@@ -40,10 +40,6 @@ class Window:
     positions: Tokens
     targets: Tokens
 
-    def __post_init__(self) -> None:
-        if len(self.positions) != len(self.targets):
-            raise ValueError(f"positions: got {len(self.positions)}, expected as many as targets, {len(self.targets)}")
-
 
 def _tail(document: int, input_ids: Sequence[int], targets: Sequence[int]) -> Window:
     """A window whose last `len(targets)` logits are scored."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
-from .json_output import AsJson, print_reports, tables_aside
-from .options import writable
+from .json_output import AsJson, print_json
+from .options import Threads, use_threads, writable
 
 PANELS = {
     "Basic": ("only", "attn_implementation", "baseline", "device", "threads", "rounds", "output"),
@@ -26,7 +26,6 @@ class Bench:
     Attributes:
         only: Regular expression: time only cells with a matching title.
         rounds: Samples per implementation and cell; two of one that takes over ten times as long as ours.
-        threads: Threads of torch; 0 leaves them as they are.
         device: cpu, cuda, cuda:1.
         baseline: Names to compare with, comma-separated: stock ones, or sdpa:KERNEL (flash, efficient, cudnn, math).
             Default: all stock ones of the grid.
@@ -43,7 +42,6 @@ class Bench:
 
     only: str = ""
     rounds: int = field(default=7, metadata={"least": 1})
-    threads: int = field(default=0, metadata={"least": 0})
     device: str = "cpu"
     baseline: str = ""
     attn_implementation: str = "adaattn"
@@ -74,7 +72,7 @@ class Bench:
 
 
 @with_options(asked=Bench)
-def bench(*, asked: Bench, as_json: AsJson = False) -> None:
+def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> None:
     """Measure the speed of attention and of whole models against stock attention.
 
     All implementations take turns at the same work on the same numbers, in one process. Ratios are taken per round.
@@ -102,6 +100,7 @@ def bench(*, asked: Bench, as_json: AsJson = False) -> None:
         stays="cells that were finished before are kept, where --only REGEX adds the others",
         kept=kept,
     ):
+        use_threads(threads)
         where = resolve_device(asked.device)
         data = read_grid(asked.grid, where.type)
         cells = choose_cells(data, asked.only)
@@ -109,17 +108,14 @@ def bench(*, asked: Bench, as_json: AsJson = False) -> None:
         if output is not None:
             writable(output.parent, "output")
             writable(asked.page(output).parent, "table")
-        elif asked.table is not None and not as_json:
+        elif asked.table is not None:
             raise UsageError(
                 f"table: got {asked.table} and no --output, expected the JSON that it is made of beside it"
             )
         if asked.profile is not None:
             writable(asked.profile, "profile")
-        with tempfile.TemporaryDirectory() as scratch:
-            report = output or (Path(scratch) / "bench.json" if as_json else None)
-            with tables_aside(as_json):
-                failed = run(cells, data, where, asked, report)
-            if as_json and report is not None:
-                print_reports([report])
+        report, failed = run(cells, data, where, asked, Console(stderr=as_json))
+        if as_json:
+            print_json(report)
     if asked.gate and failed:
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.eval.bench.grid import Cell, Grid
 from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown, verdict
-from adaattn_hf.eval.bench.ways import KERNELS, error_of, is_stock, shape_of, trace, ways
+from adaattn_hf.eval.bench.ways import KERNELS, error_of, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.eval.provenance import provenance
@@ -64,20 +64,19 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     return found
 
 
-def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output: Path | None) -> list[str]:
-    """Measures, prints and writes; returns a line for each cell that is below its floor.
+def run(
+    cells: list[Cell], data: Grid, where: torch.device, asked: Bench, console: Console
+) -> tuple[dict[str, Any], list[str]]:
+    """Measures, prints and writes; returns the report, and a line for each cell that is below its floor.
 
     Args:
         cells: The cells to measure.
         data: The grid of these cells.
         where: The device.
         asked: The options.
-        output: Path of the JSON file; the Markdown page goes next to it.
+        console: Where each result is printed.
     """
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    console = Console()
-    names = asked.named or data.stock
+    names, output = asked.named or data.stock, asked.output
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
     report: dict[str, Any] = {
@@ -110,7 +109,7 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
     if asked.gate:
         for line in failed:
             tell(console, f"below its floor: {line}")
-    return failed
+    return report, failed
 
 
 def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
@@ -187,14 +186,13 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
             for name in works
             if name != OURS
         }
-        best = min(filter(is_stock, ratios), key=lambda name: ratios[name]["wall"]["median"], default=None)
+        stock = [name for name in ratios if name not in KERNELS]  # what a model may be set to
+        best = min(stock, key=lambda name: ratios[name]["wall"]["median"], default=None)
         if best is None or ratios[best]["wall"]["median"] >= cell.floor:
             break
     return {
         "title": cell.title,
         "level": cell.level,
-        "dtype": cell.dtype,
-        "shape": shape_of(cell, grid),
         "target": cell.target,
         "floor": cell.floor,
         "times": {name: {clock: spread(values) for clock, values in clocks.items()} for name, clocks in times.items()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +25,7 @@ PANELS = {
     "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
     "Proof": ("held_out", "most_held_out", "tries", "bolder", "top1", "kl_p999", "needles_lost"),
     "Search": (
-        "optimize", "kv_bytes", "families", "preset", "minutes", "sequences", "rows", "labels", "joint", "prices",
+        "optimize", "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices",
         "decode_tokens", "batch", "captured",
     ),
 }  # fmt: skip
@@ -39,8 +39,7 @@ class Asked(Source):
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; each source counts equally.
             Default for the packaged model: the packaged pages.
         budget: Allowed rise of perplexity (0.1%) or loss in nats/token (1e-3). Given several times: one measurement,
-            and a plan for each. Default: the preset's, or 0.1%; 1% for the packaged model.
-        preset: Take the budget of this preset.
+            and a plan for each. Default: 0.1%; 1% for the packaged model.
         verify_data: Held-out text from other sources; the plan must pass on each. Default: other parts of --data.
         lengths: Lengths in tokens, rising (1k,4k or 4096); tokens beyond the longest are exact. Default: 4096, or
             what the model and the text can fill.
@@ -54,7 +53,6 @@ class Asked(Source):
 
     data: tuple[Path, ...] = ()
     budget: tuple[str, ...] = ()
-    preset: str | None = field(default=None, metadata={"choices": ("balanced", "fast", "long_context")})
     verify_data: tuple[Path, ...] = ()
     lengths: tuple[int, ...] = field(default=(), metadata={"read": tokens})
     risks: Path | None = field(default=None, metadata={"option": "--from"})
@@ -94,8 +92,8 @@ def calibrate(
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from ..calibration.texts import refuse_repeats
-    from .calibration_job import fitted, job_of, out_of_memory, run, scoring_of
-    from .fit import opened
+    from .calibration_job import job_of, out_of_memory, run, scoring_of
+    from .fit import fit_to_text, opened
     from .memory import room_or_sentence
 
     console = Console(stderr=as_json)
@@ -128,7 +126,10 @@ def calibrate(
         if asked.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
         else:
-            job = fitted(job, encode, positions, None if silent else console)
+            fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
+            job = replace(job, settings=fitted)
+            if not silent:
+                tell(console, sentence)
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(out_of_memory, job, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):

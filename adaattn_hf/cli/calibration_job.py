@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,11 +17,9 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.patches.checkpoint import Checkpoint, placed, resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
-from .. import load_preset
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
-from ..calibration.corpus import Encode
 from ..calibration.measure import Measurement
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Calibration, CalibrationSettings, Masking
@@ -31,9 +28,8 @@ from ..calibration.team import Team
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
-from .fit import fit_to_text
 from .memory import room_or_sentence
-from .options import known_prices, nats
+from .options import nats
 from .pictures.grid import print_plan
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from .pictures.page import plan_page
@@ -69,29 +65,23 @@ class Job:
     known: Known | None = None
 
 
-def job_of(
-    model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path] = ()
-) -> Job:
+def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path]) -> Job:
     """Returns the job for the options; without a model the packaged one, without text its pages.
 
-    `places` are the directories of the plans, by default the target.
+    `places` are the directories of the plans.
 
     Raises:
-        ValueError: If text or prices are missing, a preset has no budget, or both a preset and a budget are given.
+        ValueError: If text or prices are missing.
     """
-    preset, budgets = asked.preset, asked.budget
-    if preset is not None and budgets:
-        raise ValueError(f"preset is {preset!r} and budget {', '.join(budgets)}, expected one of them")
-    if preset is not None:
-        relative = load_preset(preset).budget
-        if not relative:
-            raise ValueError(f"preset {preset!r} has no budget: it is exact as it is, and needs no plan")
-        allowed = [math.log1p(relative)]
-    else:
-        allowed = [nats(one) for one in budgets or ("1%" if model is None else "0.1%",)]
+    allowed = [nats(one) for one in asked.budget or ("1%" if model is None else "0.1%",)]
     if model is not None and not asked.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
-    packaged, known = not asked.data, None if asked.risks is None else Known.read(asked.risks)
+    packaged, prices = not asked.data, asked.prices
+    if prices is not None and not prices.is_file():
+        raise ValueError(
+            f"prices: {prices} is no file; expected the adaattn_prices.json that an earlier calibration wrote"
+        )
+    known = None if asked.risks is None else Known.read(asked.risks)
     if known is not None:
         settings = replace(settings, **known.settings)
     return Job(
@@ -100,19 +90,11 @@ def job_of(
         asked.verify_data or ((pages_path("heldout"),) if packaged else None),
         target,
         replace(settings, budget=allowed[0], lengths=asked.lengths or settings.lengths),
-        known_prices(asked.prices),
+        None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8")),
         asked,
-        dict(zip(places or [target], allowed, strict=True)),
+        dict(zip(places, allowed, strict=True)),
         known,
     )
-
-
-def fitted(job: Job, encode: Encode, positions: int | None, console: Console | None) -> Job:
-    """Returns the job with a length and folds that the model and the text can fill, and prints them before loading."""
-    settings, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
-    if console is not None:
-        tell(console, sentence)
-    return replace(job, settings=settings)
 
 
 def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> dict[str, float]:
@@ -133,16 +115,6 @@ def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> di
     }
 
 
-class Outcome(NamedTuple):
-    """Result of a calibration: exit code, plan and report as JSON (empty except on the leading process).
-
-    With several budgets, both are keyed by directory.
-    """
-
-    code: int
-    found: dict[str, Any]
-
-
 def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
     """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read like `masking`."""
     if loaded.objective == "masked":
@@ -150,10 +122,13 @@ def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
     return NEXT_TOKEN
 
 
-def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int) -> Outcome:
+def run(
+    job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int
+) -> tuple[int, dict[str, Any]]:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
-    An earlier proven plan of these weights is kept if no plan could be proven now.
+    Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
+    directory. An earlier proven plan of these weights is kept if no plan could be proven now.
     """
     wanted = job.asked.device
     if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
@@ -161,13 +136,14 @@ def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: 
     device = resolve_device(wanted)
     several = len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
-    about, outcomes, shown = "", {}, []
-
-    def say(sentence: str) -> None:
-        if team.leads and not job.asked.quiet:
-            tell(console, sentence)
+    about, worst, every, shown = "", 0, dict[str, Any](), list[Show]()
 
     quiet = job.asked.quiet or not team.leads
+
+    def say(sentence: str) -> None:
+        if not quiet:
+            tell(console, sentence)
+
     try:
         with shown_progress(work_of(job.settings, list(words.values())), console, quiet=quiet) as progress:
 
@@ -196,27 +172,26 @@ def run(job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: 
                 for place, budget in job.budgets.items():
                     if place.name in state.finished:
                         say(f"kept: {place}, which the interrupted run finished")
-                        outcomes[place.name] = Outcome(state.finished[place.name], _stored(place) if team.leads else {})
+                        worst = max(worst, state.finished[place.name])
+                        every[place.name] = _stored(place) if team.leads else {}
                         continue
                     about = words[place]
                     result = calibration.decided(measurement, budget)
                     one = replace(job, target=place)
-                    code, found = 0 if result.met else BUDGET_NOT_MET, dict[str, Any]()
+                    code, every[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
                     if team.leads:
-                        found, show = store(one, measurement, result, console)
+                        every[place.name], show = store(one, measurement, result, console)
                         shown.append(show)
                         if several:
                             state.finished[place.name] = code
                             state.save(job.target)
-                    outcomes[place.name] = Outcome(code, found)
+                    worst = max(worst, code)
     finally:
         for show in shown:
             show()
     if team.leads:
         CalibrationState.forget(job.target)
-    every = {name: one.found for name, one in outcomes.items()}
-    code = max(one.code for one in outcomes.values())
-    return Outcome(code, every if several else next(iter(every.values())))
+    return worst, every if several else next(iter(every.values()))
 
 
 def store(job: Job, measurement: Measurement, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
@@ -243,9 +218,10 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     calibration.save_plan(subject, result, job.target)
     (job.target / FAILED_FILE).unlink(missing_ok=True)
     subject.remove_plan()  # what follows is measured beside exact attention
+    passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
-        *_of_passes(result.report.get("whole_forward", []), job.asked.verbose),
+        *(one.sentence() for one in passes if job.asked.verbose or one.high < 1.0),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
@@ -272,12 +248,6 @@ def _stored(place: Path) -> dict[str, Any]:
 def _tell_all(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         tell(console, line)
-
-
-def _of_passes(measured: Sequence[Mapping[str, Any]], verbose: bool) -> list[str]:
-    """Returns sentences on the speed of whole passes: all if verbose, else only slower ones."""
-    every = [Benefit(**one) for one in measured]
-    return [one.sentence() for one in every if verbose or one.high < 1.0]
 
 
 def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:

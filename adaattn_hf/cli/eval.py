@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,10 +14,10 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 
 from .._files import write_atomically
-from ..errors import EXIT_CODES, UsageError
+from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
-from .json_output import AsJson, print_reports, tables_aside
+from .json_output import AsJson, print_json
 from .options import Threads, use_threads, writable
 
 if TYPE_CHECKING:  # what loads torch is imported when the command runs, not when its help is asked for
@@ -28,16 +27,6 @@ PANELS = {
     "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
     "Proof": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
 }
-HELP = f"""
-Compare an attention implementation with stock attention on real text.
-
-Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All arms
-read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference with a
-confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume continues an
-interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
-
-Exit codes: {"; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())}.
-"""
 
 
 @with_options(text=Text, settings=Settings, loading=Loading, limits=Limits, output=Output)
@@ -52,35 +41,48 @@ def evaluate(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an attention implementation with stock attention on real text."""
+    """Compare an attention implementation with stock attention on real text.
+
+    Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All
+    arms read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference
+    with a confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume
+    continues an interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
+
+    Exit codes: 0 done; every bound that was asked for is kept; 1 measured, but a bound that was asked for
+    (--max-delta-nll, --max-ppl-ratio) is broken; 2 usage: an argument is wrong, or two contradict each other; 3 data
+    unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read; 4 model unavailable:
+    no such checkpoint, no tokenizer, no output head, or no such attention; 5 the output directory belongs to another
+    run (the reason names what differs); 6 out of memory: what would fit is said; finished work is kept and --resume
+    continues it; 130 interrupted; finished work is kept and --resume continues it.
+    """
     directory = output.directory
-    with (
-        ending(
-            default=directory,
-            stays="finished batches are kept, and --resume goes on with them",
-            kept=lambda: (
-                f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
-            ),
+    with ending(
+        default=directory,
+        stays="finished batches are kept, and --resume goes on with them",
+        kept=lambda: (
+            f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
         ),
-        tables_aside(as_json),
     ):
         use_threads(threads)
-        made, broken = _run(model, text, settings, loading, limits, output)
-    if as_json and made:
-        print_reports(made)
+        reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json))
+    if as_json and reports:
+        print_json(reports[0] if len(reports) == 1 else reports)
     for sentence in broken:
         tell(Console(stderr=True, style="red"), f"quality: {sentence}")
     if broken:
         raise typer.Exit(1)
 
 
-evaluate.__doc__ = HELP
-
-
 def _run(
-    model: str | None, text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output
-) -> tuple[list[Path], list[str]]:
-    """Run the evaluation; returns report files, and a sentence for each broken bound."""
+    model: str | None,
+    text: Text,
+    settings: Settings,
+    loading: Loading,
+    limits: Limits,
+    output: Output,
+    console: Console,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the evaluation; the leading process returns its reports, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
     from adaattn_hf.patches.checkpoint import resolve_device
 
@@ -98,7 +100,8 @@ def _run(
         runs = showcase.runs(text, settings, loading, limits)
     else:
         runs = _runs(model, text, settings, loading, output)
-    console, reports, files, broken = Console(stderr=False), [], [], []
+    reports: list[dict[str, Any]] = []
+    broken: list[str] = []
     with room_or_sentence(no_room):
         for run in runs:
             crew = team.present()
@@ -114,22 +117,25 @@ def _run(
                     progress=partial(display, run.label),
                 )
             result["bounds"], sentences = bounds.check(result, limits.max_delta_nll, limits.max_ppl_ratio)
-            broken += sentences if model is not None else showcase.missed(result)
+            if model is None:
+                kept, sentence = showcase.verdict(result)
+                sentences = [] if kept else [sentence]
+            broken += sentences
             reports.append(result)
             if not crew.leads:
                 continue
-            files.append(output.directory / run.name / runner.REPORT)
-            runner.write_json(files[-1], result)
+            runner.write_json(output.directory / run.name / runner.REPORT, result)
             if model is not None and not output.quiet:
                 console.print(report.terminal_table(result))
     crew = team.present()
     team.leave()
-    if crew.leads:
-        if model is None and not output.quiet:
-            console.print(showcase.table(reports))
-        write_atomically(output.directory / "report.md", report.markdown(reports))
-        tell(console, f"reports: {output.directory}")
-    return files, broken if crew.leads else []
+    if not crew.leads:
+        return [], []
+    if model is None and not output.quiet:
+        console.print(showcase.table(reports))
+    write_atomically(output.directory / "report.md", report.markdown(reports))
+    tell(console, f"reports: {output.directory}")
+    return reports, broken
 
 
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:

@@ -48,7 +48,8 @@ def ending(
     except KeyboardInterrupt:
         if kept is None:
             raise
-        interrupted(kept())
+        tell(Console(stderr=True), f"interrupted: {kept()}")
+        raise typer.Exit(130) from None
 
 
 @contextmanager
@@ -63,12 +64,6 @@ def terminate_like_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def interrupted(kept: str) -> NoReturn:
-    """Prints on stderr what an interrupted command keeps, and exits with code 130."""
-    tell(Console(stderr=True), f"interrupted: {kept}")
-    raise typer.Exit(130) from None
 
 
 def of_file(error: OSError, default: object) -> str:

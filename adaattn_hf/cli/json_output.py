@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,22 +27,6 @@ def libraries_aside() -> None:
     sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
-@contextlib.contextmanager
-def tables_aside(asked: bool) -> Iterator[None]:
-    """Context manager: print to stderr if `--json` was given."""
-    if not asked:
-        yield
-        return
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
 def print_json(value: Any) -> None:
     """Prints a value as JSON, with null for numbers that are not finite."""
     typer.echo(json_text(value, indent=1))
-
-
-def print_reports(paths: list[Path]) -> None:
-    """Prints report files: a single one as it is, several as a list."""
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    print_json(reports[0] if len(reports) == 1 else reports)

@@ -10,15 +10,13 @@ mistakes in its options do not either: a command's module imports what loads tor
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import importlib.util
 import io
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,28 +80,9 @@ def load_command(name: str) -> Any:
     return command
 
 
-@contextlib.contextmanager
-def unopened() -> Iterator[None]:
-    """Lets modules of the package be imported without its `__init__`, which loads torch; forgets them afterwards.
-
-    Raises:
-        ModuleNotFoundError: The package is not installed.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None:
-        raise ModuleNotFoundError(f"{PACKAGE} is not installed; reinstall adaattn-hf")
-    sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)  # found, and not executed
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-            del sys.modules[name]
-
-
 def outline(name: str) -> Any:
-    """The subcommand with its options and help, or KeyError; the package is imported when it is called."""
-    with contextlib.nullcontext() if PACKAGE in sys.modules else unopened():
-        command = load_command(name)
+    """The subcommand with its options and help, or KeyError; the package is opened when it is called."""
+    command = load_command(name)
     children = getattr(command, "commands", None)
     for child in children.values() if children else [command]:
         child.callback = functools.partial(called, name, child.name if children else None)
@@ -115,6 +94,9 @@ def called(name: str, child: str | None, /, **values: Any) -> Any:
     try:
         if not sys.stderr.isatty():
             no_foreign_bars()  # a bar that nobody sees grow is a line of noise
+        if not hasattr(sys.modules[PACKAGE], "__version__"):  # found by `adaattn_command`, and not executed
+            for module in [module for module in sys.modules if module.partition(".")[0] == PACKAGE]:
+                del sys.modules[module]
         command = load_command(name)
         if values.get("as_json"):
             importlib.import_module(f"{PACKAGE}.cli.json_output").libraries_aside()
@@ -208,7 +190,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, say, has no Δ
             stream.reconfigure(errors="backslashreplace")
     app(args=None if argv is None else list(argv), prog_name="adaattn")
-
-
-if __name__ == "__main__":
-    main()

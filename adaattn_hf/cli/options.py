@@ -6,14 +6,11 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
-    from ..policy.prices import PriceTable
 
 Threads = Annotated[int | None, typer.Option(help="CPU threads for torch.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, levels and versions.")]
@@ -74,19 +71,6 @@ def writable(directory: Path, argument: str) -> None:
         raise UsageError(
             f"{argument}: {directory} cannot be {what} ({error.strerror}); give a directory that can be written"
         ) from error
-
-
-def known_prices(path: Path | None) -> PriceTable | None:
-    """Returns the price table of a file, `None` without one; ValueError for what is no such file."""
-    from ..policy.prices import PriceTable
-
-    if path is None:
-        return None
-    if not path.is_file():
-        raise ValueError(
-            f"prices: {path} is no file; expected the adaattn_prices.json that an earlier calibration wrote"
-        )
-    return PriceTable.from_json(path.read_text(encoding="utf-8"))
 
 
 def use_threads(threads: int | None) -> None:

@@ -27,7 +27,6 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 A_PLAN = "A plan (file, directory or id of the Hub), or the directory of a model that carries one."
 PlanPath = Annotated[Path, typer.Argument(help=A_PLAN)]
 OwnPath = Annotated[Path | None, typer.Argument(help=f"{A_PLAN} Default: {PLAN_DIRECTORY}.")]
-AsPlan = Annotated[Path | None, typer.Option("--plan", help="Same as PATH.")]
 
 
 @app.callback()
@@ -38,7 +37,6 @@ def plan() -> None:
 @app.command()
 def show(
     path: OwnPath = None,
-    plan: AsPlan = None,
     png: Annotated[Path | None, typer.Option(help="Also save the picture to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
     verbose: Verbose = False,
@@ -54,8 +52,8 @@ def show(
     from .pictures.headline import bought
     from .pictures.page import plan_page
 
-    with ending(default=path or plan or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place = _place(path, plan)
+    with ending(default=path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
+        place = _place(path)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--png needs matplotlib; pip install matplotlib")
         shown, buys = Plan.from_pretrained(place), bought(place)
@@ -91,12 +89,9 @@ def diff(
         changed = differences(*plans)
         figures = [_figures(one) for one in plans]
         if html is not None:
-            first, second = ((f"{which}: {at.name}", bought(at)) for which, at in (("first", path), ("second", other)))
-            _draw(
-                "--html",
-                html,
-                compared([(*first, plans[0]), (*second, plans[1])], f"heads that differ: {len(changed)}"),
-            )
+            named = ((f"first: {path.name}", bought(path)), (f"second: {other.name}", bought(other)))
+            pairs = [(*about, one) for about, one in zip(named, plans, strict=True)]
+            _draw("--html", html, compared(pairs, f"heads that differ: {len(changed)}"))
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
@@ -109,7 +104,7 @@ def diff(
     for layer, head, left, right in changed:
         tell(console, f"layer {layer} head {head}: {left.label} -> {right.label}")
     means = legend(choice for _, _, *both in changed for choice in both)
-    for line in (*([means] if means else []), f"{len(changed)} heads differ"):
+    for line in filter(None, (means, f"{len(changed)} heads differ")):
         tell(console, line)
     for name, (_, words) in figures[0].items():
         tell(console, f"{name}: {words} -> {figures[1][name][1]}")
@@ -119,7 +114,6 @@ def diff(
 def export(
     path: OwnPath = None,
     *,
-    plan: AsPlan = None,
     to: Annotated[
         str, typer.Option(help="flex: JSON with the window and first keys of each layer and key/value head.")
     ],
@@ -133,8 +127,8 @@ def export(
     from ..plans.export import exported
     from ..plans.plan import Plan, PlanError
 
-    with ending(default=path or plan or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place = _place(path, plan)
+    with ending(default=path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
+        place = _place(path)
         _draw("--output", output, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
     if as_json:
         print_json({"written": str(output)})
@@ -146,7 +140,6 @@ def export(
 def explore(
     path: OwnPath = None,
     *,
-    plan: AsPlan = None,
     html: Annotated[Path, typer.Option(help="HTML page to write.")],
     name: Annotated[str | None, typer.Option(help="Name of the model in the heading. Default: the plan's.")] = None,
     as_json: AsJson = False,
@@ -165,9 +158,9 @@ def explore(
     from .pictures.headline import REPORT_FILE, bought
     from .pictures.page import page
 
-    with ending(default=path or plan or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place = _place(path, plan)
-        shown = Plan.from_pretrained(place)
+    with ending(default=path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
+        place = _place(path)
+        shown, buys = Plan.from_pretrained(place), bought(place)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
@@ -175,9 +168,7 @@ def explore(
             found = json.loads(report.read_text(encoding="utf-8"))
             if not isinstance(found, dict) or "table" not in found:
                 raise ValueError("it holds no table of risks and prices; calibrate again with this version")
-            data = explorer(SolverTable.from_dict(found["table"]), shown, bought(place), name)
-        except PlanError:
-            raise
+            data = explorer(SolverTable.from_dict(found["table"]), shown, buys, name)
         except ValueError as error:
             raise UsageError(f"{report}: {error}") from error
         _draw("--html", html, page(data))
@@ -193,29 +184,28 @@ def explore(
     tell(console, f"page: {html}")
 
 
-def _place(path: Path | None, plan: Path | None) -> Path:
+def _place(path: Path | None) -> Path:
     """Returns the plan that was named, or else the one that a calibration saved here."""
     from ..plans.store import PLAN_FILE
 
-    if path is not None and plan is not None:
-        raise UsageError(f"plan: got {path} and --plan {plan}, expected one of them; leave one out")
-    named, own = path or plan, Path(PLAN_DIRECTORY)
-    if named is None and not any(own.rglob(PLAN_FILE)):
+    own = Path(PLAN_DIRECTORY)
+    if path is None and not any(own.rglob(PLAN_FILE)):
         raise UsageError(
             f"plan: got none, and {own} holds none, expected what adaattn calibrate saves there when a plan passed; "
             "run adaattn calibrate MODEL first, or name another plan"
         )
-    return named or own
+    return path or own
 
 
 def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
     """What a plan costs and buys: numbers, and the same as people read them."""
-    from ..plans.wording import allowed, at_most, in_nats, quotient, rise, times
+    from ..plans.wording import allowed, at_most, in_nats, rise, times
+    from .pictures.headline import speed_of
 
     def nats(value: float | None, percent: Callable[[float], str]) -> tuple[float | None, str]:
         return value, "none" if value is None else f"{percent(value)} ({in_nats(value)})"
 
-    speed = quotient([u.exact_price for u in plan.units], [u.price for u in plan.units]) if plan.units else 1.0
+    speed = speed_of(plan) if plan.units else 1.0
     changed = sum(not c.is_exact for layer in plan.layers for c in layer.choices)
     return {
         "budget, nats/token": nats(plan.budget, allowed),

@@ -118,7 +118,8 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
         for row in ids:
             network(input_ids=row[None].to(checkpoint.device), **keywords)
         if asked.decode and generates:
-            _generate(network, ids[:1].to(checkpoint.device), asked.decode, longest)
+            prompt, count = ids[:1, : max(1, longest - asked.decode)].to(checkpoint.device), asked.decode
+            network.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
     console = Console(stderr=as_json)
     console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
     lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
@@ -149,12 +150,6 @@ def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
     borders = [-(-place * len(ids) // bins) for place in range(bins + 1)]
     texts = [tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(borders)]
     return [text if len(text) <= 32 else f"{text[:31]}…" for text in texts]
-
-
-def _generate(network: Any, prompt: Tensor, count: int, longest: int) -> None:
-    """Runs decode steps after a prompt that leaves room for them."""
-    prompt = prompt[:, : max(1, longest - count)]
-    network.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
 
 def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[str, Tensor]:

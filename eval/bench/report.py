@@ -9,7 +9,7 @@ from ..pages import harmless
 from ..provenance import processor
 
 SLOWER = 0.97
-"""Ratio below which a cell is listed as slower."""
+"""Ratio below which a cell is listed as slower: by more than a timing's noise."""
 
 _HEAD = """# Benchmarks
 
@@ -25,14 +25,9 @@ the JSON names those of each. A cell speaks for the commit at which it was measu
 
 def verdict(cell: Mapping[str, Any]) -> str:
     """`reached`, `missed` or nothing, from the cell's target."""
-    if cell["target"] is None or cell.get("ratio_best") is None:
+    if cell["target"] is None or cell["ratio_best"] is None:
         return ""
     return "reached" if cell["ratio_best"]["wall"]["median"] >= cell["target"] else "missed"
-
-
-def _is_slower(cell: Mapping[str, Any]) -> bool:
-    """Slower than the fastest stock implementation by more than a timing's noise."""
-    return cell.get("ratio_best") is not None and cell["ratio_best"]["wall"]["median"] < SLOWER
 
 
 def markdown(report: Mapping[str, Any], source: str) -> str:
@@ -59,10 +54,10 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
             *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed),
             "",
         ]
-    slower = [cell for cell in report["cells"] if _is_slower(cell)]
+    best = {cell["title"]: cell["ratio_best"]["wall"]["median"] for cell in report["cells"] if cell["ratio_best"]}
+    slower = [f"{title} {ratio:.2f}" for title, ratio in best.items() if ratio < SLOWER]
     if slower:
-        titles = (f"{cell['title']} {cell['ratio_best']['wall']['median']:.2f}" for cell in slower)
-        lines += ["## Slower than the fastest stock", "", "; ".join(titles) + ".", ""]
+        lines += ["## Slower than the fastest stock", "", "; ".join(slower) + ".", ""]
         lines += [report["slower"], ""] if report["slower"] else []
     absent = [f"{name} ({why})" for name, why in report["absent"].items()]
     if absent:

@@ -33,11 +33,6 @@ KERNELS = {
 _ROWS = 16
 
 
-def is_stock(name: str) -> bool:
-    """Whether a way is an implementation that a model may be set to: what ours is compared with."""
-    return name not in KERNELS
-
-
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     """Makes of a way's name the work of a cell."""
     made = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)

@@ -7,10 +7,8 @@ made them, which git has at commit 6ebd7cc.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 
 from adaattn_hf.errors import unknown
 
@@ -28,8 +26,7 @@ def _data(*parts: str) -> Path:
     return found
 
 
-DEMO_MODELS: Mapping[str, str] = MappingProxyType({"gpt2": "model-gpt2", "llama": "model-llama", "bert": "model-bert"})
-"""Name -> directory of each demo model, within this package."""
+DEMO_MODELS = ("gpt2", "llama", "bert")
 
 
 def demo_model_path(name: str) -> Path:
@@ -43,7 +40,7 @@ def demo_model_path(name: str) -> Path:
     """
     if name not in DEMO_MODELS:
         raise ValueError(unknown("demo model", name, DEMO_MODELS))
-    return _data(DEMO_MODELS[name])
+    return _data(f"model-{name}")
 
 
 def _lines(filename: str) -> list[dict[str, str]]:

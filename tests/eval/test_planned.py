@@ -159,7 +159,7 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
 
     def logits(name: str, *words: str) -> torch.Tensor:
         out = tmp_path / name
-        command = [sys.executable, "-P", "-m", "adaattn_hf.cli", "run", *words, "--", sys.executable, str(program)]
+        command = [sys.executable, "-P", "-m", "adaattn_hf", "run", *words, "--", sys.executable, str(program)]
         subprocess.run([*command, str(llama), str(out)], check=True, timeout=300)
         found: torch.Tensor = torch.load(out)
         return found

@@ -19,7 +19,7 @@ def test_two_processes_measure_what_one_does(llama: Path, texts: Path, tmp_path:
         port = probe.getsockname()[1]
     launch = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     outputs = []
-    for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launch} -m adaattn_hf.cli.main")):
+    for name, way in (("one", "-P -m adaattn_hf"), ("two", f"-P {launch} -m adaattn_hf")):
         words = [sys.executable, *way.split(), "eval", str(llama), "--data", f"wikitext:{texts / 'pages.txt'}"]
         words += ["--context", "16", "--device", "cpu", "--threads", "1", "--output-dir", str(tmp_path / name)]
         done = subprocess.run(

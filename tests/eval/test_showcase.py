@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from adaattn_hf.eval import progress, runner, showcase
+from adaattn_hf.eval.demo import DEMO_MODELS
 
 from ..support.command import adaattn
 
@@ -21,10 +22,7 @@ def test_the_models_in_the_package(tmp_path: Path) -> None:
     result = adaattn("eval", *LITTLE, "--output-dir", tmp_path, code=(0, 1))
     reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob(runner.REPORT)}
     assert set(reports) == {
-        f"{name}-{dtype}-{text}"
-        for name in showcase.MODELS
-        for dtype in showcase.DTYPES
-        for text in ("pages", "last-word")
+        f"{name}-{dtype}-{text}" for name in DEMO_MODELS for dtype in showcase.DTYPES for text in ("pages", "last-word")
     }
     for name, report in reports.items():
         assert report["model"]["dtype"] in name
@@ -83,7 +81,7 @@ def test_another_arm_and_one_dtype(tmp_path: Path, dtype: str) -> None:
 
 def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(showcase, "MAX_RELATIVE_CHANGE", -1.0)
-    monkeypatch.setattr(showcase, "MODELS", ("gpt2",))
+    monkeypatch.setattr(showcase, "DEMO_MODELS", ("gpt2",))
     says = "demo gpt2 float32 on pages: relative change of perplexity"
     adaattn("eval", *LITTLE, "--dtype", "float32", "--output-dir", tmp_path, code=1, says=says)
 
@@ -96,6 +94,6 @@ def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )  # fmt: skip
 def test_arguments_that_need_a_model(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(showcase, "MODELS", ())
+    monkeypatch.setattr(showcase, "DEMO_MODELS", ())
     says = (f"{option.split()[0].removeprefix('--').replace('-', '_')}: got", "without MODEL")
     adaattn("eval", *option.split(), "--quiet", "--output-dir", tmp_path, code=2, says=says)

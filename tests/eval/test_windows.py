@@ -122,8 +122,3 @@ def test_masked_refuses_a_context_without_room() -> None:
 def test_a_last_word_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="at least the 4 tokens"):
         windows.continuation([1], [1, 2, 3, 4], 3)
-
-
-def test_a_window_refuses_targets_without_positions() -> None:
-    with pytest.raises(ValueError, match="as many as targets"):
-        Window(0, np.zeros(3, np.int64), np.zeros(1, np.int64), np.zeros(2, np.int64))

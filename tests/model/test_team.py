@@ -50,7 +50,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     options = ["--data", str(text), "--prices", str(prices), *words.split()]
     launcher = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
-    way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf.cli.main", "calibrate"]
+    way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf", "calibrate"]
     two = subprocess.Popen(
         [*way, str(models[1]), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli.main import app
+from adaattn_hf.cli.main import COMMANDS, app, load_command
 
 TOLD_ASIDE = (2, 3, 6)
 """Exit codes whose reason is told on stderr: of mistakes, files and memory."""
@@ -21,3 +23,18 @@ def adaattn(
     said += " ".join(said.split())  # sentences that were broken into lines
     assert [one for one in ((says,) if isinstance(says, str) else says) if one not in said] == [], said
     return done
+
+
+def leaves() -> dict[str, Any]:
+    """Every command by its words, the children of groups in place of the groups."""
+    found: dict[str, Any] = {}
+    for name in COMMANDS:
+        command = load_command(name)
+        children = getattr(command, "commands", None)
+        found |= {f"{name} {child}": one for child, one in children.items()} if children else {name: command}
+    return found
+
+
+def options_of(command: Any) -> set[str]:
+    """All names of a command's options."""
+    return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}

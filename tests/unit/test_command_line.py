@@ -22,7 +22,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import demo_model_path
 from adaattn_hf.patches.checkpoint import resolve_device
 
-from ..support.command import adaattn
+from ..support.command import adaattn, leaves, options_of
 
 QUICK = "import adaattn_command, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_command.main()"
 LOADED = """
@@ -32,30 +32,26 @@ try:
     adaattn_command.main()
 except SystemExit as end:
     assert (end.code or 0) == {code}, end.code
-heavy = sorted(set(sys.modules) & {{"torch", "transformers", "numpy", "adaattn_hf"}})
+heavy = sorted(set(sys.modules) & {{"torch", "transformers", "numpy", "adaattn_hf.patches"}})
 assert not heavy, heavy
 """
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter."""
+def fresh(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python process of its own."""
     return subprocess.run(
-        [sys.executable, "-P", "-c", code],
+        [sys.executable, "-P", *words],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         check=False,
     )
 
 
-def every_command() -> list[list[str]]:
-    """The words of every subcommand, those of groups included."""
-    found = []
-    for name in main.COMMANDS:
-        children = getattr(main.load_command(name), "commands", {})
-        found += [[name], *([name, child] for child in children)]
-    return found
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Code in a fresh interpreter."""
+    return fresh("-c", code, **environment)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +61,8 @@ def every_command() -> list[list[str]]:
         (["--version"], 0),
         ([], 2),
         (["calibrate", "--no-such-option"], 2),
-        *(([*words, "--help"], 0) for words in every_command()),
+        (["plan", "--help"], 0),
+        *(([*words.split(), "--help"], 0) for words in leaves()),
     ],
     ids=lambda words: " ".join(words) or "alone" if isinstance(words, list) else "",
 )
@@ -93,13 +90,6 @@ def test_version_is_that_of_the_package() -> None:
     assert python(QUICK.format(words=["--version"])).stdout == f"adaattn-hf {adaattn_hf.__version__}\n"
 
 
-def test_the_package_is_a_command_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "adaattn_hf", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"adaattn-hf {adaattn_hf.__version__}\n"
-
-
 def test_summaries_are_sentences() -> None:
     shown = " ".join(adaattn("--help").output.replace("│", "").split())
     for name in main.COMMANDS:
@@ -119,13 +109,6 @@ def test_the_shell_completes(words: str, offered: str) -> None:
     assert offered in done.stdout.split()
 
 
-def options_of(words: list[str]) -> set[str]:
-    command = main.load_command(words[0])
-    for word in words[1:]:
-        command = command.commands[word]
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-
-
 def test_an_old_name_of_an_option_is_taken_with_a_warning() -> None:
     done = adaattn("explain", "no-such-model", "--impl", "adaattn", "--json", code=4)
     assert done.stdout == ""
@@ -140,7 +123,7 @@ def test_an_old_name_of_an_option_is_taken_with_a_warning() -> None:
 
 def test_no_option_has_an_old_name_and_each_old_name_has_an_option() -> None:
     """`--output` names a file, where others write a directory; `profile --against` names a plan."""
-    every = {" ".join(words): options_of(words) for words in every_command()}
+    every = {words: options_of(command) for words, command in leaves().items()}
     assert set(main.RENAMED.values()) <= set().union(*every.values())
     left = {(name, old) for name, options in every.items() for old in options & set(main.RENAMED)}
     assert left == {("bench", "--output"), ("plan export", "--output"), ("profile", "--against")}
@@ -148,7 +131,7 @@ def test_no_option_has_an_old_name_and_each_old_name_has_an_option() -> None:
 
 def test_what_takes_a_model_takes_its_revision_and_code() -> None:
     for name in ("eval", "profile", "explain", "calibrate", "verify"):
-        assert {"--revision", "--trust-remote-code", "--gguf-file"} <= options_of([name]), name
+        assert {"--revision", "--trust-remote-code", "--gguf-file"} <= options_of(main.load_command(name)), name
 
 
 def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +151,8 @@ def test_bars_of_other_libraries_can_be_turned_off() -> None:
 
 
 def test_paragraphs_of_a_help_page_are_broken_by_the_terminal_alone() -> None:
-    for name in main.COMMANDS:
-        command = main.load_command(name)
-        for one in (command, *getattr(command, "commands", {}).values()):
-            assert all("\n" not in part for part in one.help.split("\n\n")), (name, one.name)
+    for name, command in leaves().items():
+        assert all("\n" not in part for part in command.help.split("\n\n")), name
 
 
 def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,14 +186,7 @@ sys.exit(7)
 
 def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "adaattn_hf", *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    return fresh("-m", "adaattn_hf", *words, **environment)
 
 
 def test_run_makes_the_name_known_and_hands_through_arguments_and_exit_code(tmp_path: Path) -> None:
@@ -339,13 +313,13 @@ def test_help_names_no_type_of_what_takes_no_value(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("words", every_command(), ids=" ".join)
-def test_help_cuts_no_name_off(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", leaves())
+def test_help_cuts_no_name_off(words: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in half a window; `run` writes an ellipsis of its own."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    page = adaattn(*words, "--help", width=None).output
+    page = adaattn(*words.split(), "--help", width=None).output
     assert "…" not in page.replace("…`", "")
-    assert {option for option in options_of(words) if option.startswith("--") and option not in page} == set()
+    assert {option for option in options_of(leaves()[words]) if option.startswith("--") and option not in page} == set()
 
 
 def test_help_begins_with_what_most_people_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,11 +342,8 @@ def test_help_begins_with_what_most_people_need(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_exit_codes_are_said_below_the_options_of_every_command() -> None:
-    for words in every_command():
-        command = main.load_command(words[0])
-        for word in words[1:]:
-            command = command.commands[word]
-        assert command.epilog.startswith("Exit codes: ") != hasattr(command, "commands"), words
+    for words, command in leaves().items():
+        assert command.epilog.startswith("Exit codes: "), words
         assert "Exit codes" not in command.help
 
 

@@ -11,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from adaattn_hf import load_preset, preset_names
 from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.calibration.settings import CalibrationSettings, Masking
 from adaattn_hf.cli import fields, main
@@ -22,6 +21,8 @@ from adaattn_hf.cli.place import Place
 from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 from adaattn_hf.patches.checkpoint import DTYPES
 from adaattn_hf.policy.candidates import FAMILIES, known_families
+
+from ..support.command import leaves
 
 
 def _doubled(text: str, argument: str) -> float:
@@ -131,10 +132,8 @@ def test_every_field_of_a_commands_options_is_described(group: Any) -> None:
 
 
 def test_every_option_has_a_help() -> None:
-    for name in main.COMMANDS:
-        command = main.load_command(name)
-        for one in (command, *getattr(command, "commands", {}).values()):
-            assert [p.name for p in one.params if p.name != "help" and not p.help] == [], (name, one.name)
+    lacking = {name: [p.name for p in one.params if p.name != "help" and not p.help] for name, one in leaves().items()}
+    assert not any(lacking.values()), lacking
 
 
 def test_names_in_a_help_are_those_that_the_code_knows() -> None:
@@ -144,7 +143,6 @@ def test_names_in_a_help_are_those_that_the_code_knows() -> None:
     helps = {(name, one.name): one.help for name in main.COMMANDS for one in main.load_command(name).params}
     for command, option, names in (
         ("calibrate", "families", known_families()),
-        ("calibrate", "preset", [one for one in preset_names() if load_preset(one).budget]),
         ("eval", "cache", ["model", *FORMATS]),
         ("explain", "cache", ["model", *FORMATS]),
         *((one, "dtype", [*DTYPES, "auto"]) for one in ("eval", "profile", "calibrate", "explain")),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from adaattn_hf import load_preset, preset_names
 from adaattn_hf.calibration.settings import CalibrationSettings, share
 from adaattn_hf.cli.calibrate import Asked
 from adaattn_hf.cli.calibration_job import Job, job_of
@@ -96,12 +95,7 @@ def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
 
 
 def job(model: str | None = None, **asked: Any) -> Job:
-    return job_of(model, Asked(**asked), SETTINGS, Path("plan"))
-
-
-@pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).budget])
-def test_a_preset_names_the_budget(name: str) -> None:
-    assert job(preset=name).settings.budget == math.log1p(load_preset(name).budget)
+    return job_of(model, Asked(**asked), SETTINGS, Path("plan"), [Path("plan")])
 
 
 def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:
@@ -113,13 +107,8 @@ def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> No
     assert named.settings == replace(SETTINGS, budget=math.log1p(0.001), lengths=(64, 128))
     own = job(data=(tmp_path,), verify_data=(tmp_path,), budget=("2e-3",))
     assert (own.data, own.verify_data, own.settings.budget) == ((tmp_path,), (tmp_path,), 2e-3)
-    for model, asked, words in (
-        ("m", {}, "data is absent"),
-        (None, {"budget": ("1%",), "preset": "fast"}, "expected one of them"),
-        (None, {"preset": "exact"}, "has no budget"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            job(model, **asked)
+    with pytest.raises(ValueError, match="data is absent"):
+        job("m")
 
 
 def test_the_last_look_has_no_fewer_sequences_than_the_first() -> None:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner, Result
 from adaattn_hf.cli import main
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 
+from ..support.command import leaves, options_of
+
 MODEL, TEXT = str(demo_model_path("llama")), str(pages_path("calibration"))
 FEW = "--sequences 2 --held-out 4 --families window,bf16 --device cpu"
 CALIBRATED = f"{FEW} --lengths 128 --rows 32 --labels 1 --joint 2 --most-held-out 4 --tries 1 --bolder 0"
@@ -34,19 +36,8 @@ PROGRAMS_OWN = {"run"}
 """Commands whose output is that of another program."""
 
 
-def leaves() -> dict[str, list[str]]:
-    """Every command, those of groups included, with the names of its options."""
-    found = {}
-    for name in main.COMMANDS:
-        command = main.load_command(name)
-        children = getattr(command, "commands", {})
-        for words, one in {f"{name} {child}": c for child, c in children.items()}.items() or [(name, command)]:
-            found[words] = [option for parameter in one.params for option in parameter.opts]
-    return found
-
-
 def test_every_command_that_prints_has_the_option_and_a_run_here() -> None:
-    options = leaves()
+    options = {name: options_of(one) for name, one in leaves().items()}
     assert set(options) == set(RUNS) | PROGRAMS_OWN, "a new command: give it --json and a line in RUNS"
     assert [name for name in RUNS if "--json" not in options[name]] == []
 

@@ -68,7 +68,7 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
 
 
 def _short(values: Array) -> list[list[float | None]]:
-    return [[rounded(v) if math.isfinite(v) else None for v in row] for row in values.tolist()]
+    return [list(map(rounded, row)) for row in values.tolist()]
 
 
 def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:

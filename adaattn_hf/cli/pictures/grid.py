@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import string
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -110,7 +111,7 @@ def below(plan: Plan) -> list[str]:
     codes, meanings = _codes(choices), legend(itertools.chain(*choices))
     coded = max((len(row) for row in choices), default=0) > NAMED_COLUMNS and not plan.is_exact
     named = [", ".join(f"{code} {choice.label}" for choice, code in codes.items())] * coded
-    return [*named, *([meanings] if meanings else []), *notes(plan)]
+    return [*named, *filter(None, [meanings]), *notes(plan)]
 
 
 def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
@@ -132,13 +133,9 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
 
 
 def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
-    """A letter for each choice of a picture, exact first."""
-    return {c: letter(place) for place, c in enumerate(dict.fromkeys((EXACT, *itertools.chain(*choices))))}
-
-
-def letter(place: int) -> str:
-    """Returns the letter of a choice by its index; exact is a dot."""
-    return "·" if place == 0 else chr(64 + place) if place <= 26 else chr(70 + place)
+    """A letter for each choice of a picture, capitals first; exact is a dot."""
+    letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
+    return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
 
 
 def _cell(words: str, choice: Choice) -> Text:

@@ -1,8 +1,0 @@
-"""`python -m adaattn_hf.cli`: the command line, for launchers that take a module."""
-
-from __future__ import annotations
-
-from .main import main
-
-if __name__ == "__main__":
-    main()
