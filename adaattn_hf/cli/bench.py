@@ -11,7 +11,7 @@ from rich.console import Console
 from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
-from .json_output import AsJson, print_json
+from .json_output import AsJson, print_json, prints_aside
 from .options import Threads, use_threads, writable
 
 PANELS = {
@@ -94,11 +94,14 @@ def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> 
             return f"finished cells are kept in {output}, where --only REGEX adds the others"
         return "no cell was finished"
 
-    with ending(
-        argument="output",
-        default=output or asked.table,
-        stays="cells that were finished before are kept, where --only REGEX adds the others",
-        kept=kept,
+    with (
+        ending(
+            argument="output",
+            default=output or asked.table,
+            stays="cells that were finished before are kept, where --only REGEX adds the others",
+            kept=kept,
+        ),
+        prints_aside(as_json),
     ):
         use_threads(threads)
         where = resolve_device(asked.device)
@@ -115,7 +118,7 @@ def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> 
         if asked.profile is not None:
             writable(asked.profile, "profile")
         report, failed = run(cells, data, where, asked, Console(stderr=as_json))
-        if as_json:
-            print_json(report)
+    if as_json:
+        print_json(report)
     if asked.gate and failed:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from .._files import write_atomically
 from ..errors import UsageError
 from .fields import with_options
 from .interrupt import ending
-from .json_output import AsJson, print_json
+from .json_output import AsJson, print_json, prints_aside
 from .options import Threads, use_threads, writable
 
 if TYPE_CHECKING:  # what loads torch is imported when the command runs, not when its help is asked for
@@ -56,12 +56,15 @@ def evaluate(
     continues it; 130 interrupted; finished work is kept and --resume continues it.
     """
     directory = output.directory
-    with ending(
-        default=directory,
-        stays="finished batches are kept, and --resume goes on with them",
-        kept=lambda: (
-            f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
+    with (
+        ending(
+            default=directory,
+            stays="finished batches are kept, and --resume goes on with them",
+            kept=lambda: (
+                f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
+            ),
         ),
+        prints_aside(as_json),
     ):
         use_threads(threads)
         reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json))

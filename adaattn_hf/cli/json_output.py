@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -25,6 +26,11 @@ def libraries_aside() -> None:
     own = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+
+
+def prints_aside(asked: bool) -> contextlib.AbstractContextManager[Any]:
+    """What Python prints goes to stderr meanwhile, if `--json` was given: models and data sets may print."""
+    return contextlib.redirect_stdout(sys.stderr) if asked else contextlib.nullcontext()
 
 
 def print_json(value: Any) -> None:

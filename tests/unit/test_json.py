@@ -73,6 +73,15 @@ def test_standard_output_is_json_alone(
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize("name", ["eval", "bench"])
+def test_what_a_library_prints_goes_to_stderr(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"adaattn_hf.cli.{name}.use_threads", lambda threads: print("from a library"))
+    result = run(name)
+    assert "from a library" in result.stderr
+    assert json.loads(result.stdout)
+
+
 def test_what_a_library_prints_past_python_goes_to_stderr(calibrated: tuple[Path, Result]) -> None:
     """As HiGHS does: this solver writes to file 1 itself."""
     code = (
