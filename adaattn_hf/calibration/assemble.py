@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -101,7 +100,7 @@ def finished_plan(
             if name not in named
         },
         "alpha": [float(value) for value in alpha],
-        "gates": {name: value for name, value in asdict(gates).items() if value != math.inf},
+        "gates": asdict(gates),
         "prices": measurement.table.digest,
         "machine": measurement.table.machine,
         SOURCES: measurement.inputs.sources,

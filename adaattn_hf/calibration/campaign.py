@@ -75,8 +75,7 @@ class Campaign:
         self.least: dict[int, float] = {}
         self.proved: Verified | str | None = None
         self.joint: dict[int, list[Joint]] = {length: [] for length in s.lengths}
-        tail = s.kl_p999 if s.kl_p999 is not None else math.inf
-        self.gates = Gates(s.budget, s.top1, tail, s.needles_lost, self.stock.kl)
+        self.gates = Gates(s.budget, s.top1, s.needles_lost, self.stock.kl)
 
     def run(self) -> Calibration:
         """Returns the calibration's result."""
@@ -135,7 +134,7 @@ class Campaign:
         measurement, lengths = self.measurement, self.measurement.inputs.settings.lengths
         self.roundings = roundings(self.passes)
         aim = self.aim(max(self.most(), 2))
-        afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
+        afforded = np.array([aim.affordable(length) for length in lengths])
         self.format = aimed_at(measurement, self.roundings, afforded)
         costs = [f"{one.stored} costs a KL of {in_nats(max(one.kl.values()))}" for one in self.roundings]
         measurement.inputs.say(
@@ -280,7 +279,7 @@ class Campaign:
         words = []
         for length in s.lengths:
             law, size = aim.laws[length], aim.sequences(length)
-            kl = aim.affordable(length, 0.0, 0.0)
+            kl = aim.affordable(length)
             noise = 1.0 - law.per_kl * kl / (aim.share * s.budget)
             words.append(
                 f"{size} of {len(inputs.samples[length].held_out)} held-out sequences of {length} tokens, whose noise "

@@ -101,10 +101,8 @@ def _length(
             activation_share=share,
             predicted=test.predicted[length],
         )
-        # what fails even with a budget as large as the loss will not pass a later look
-        lost = replace(test.gates, budget=max(verdict.upper, verdict.kl, test.gates.budget)).failures(
-            verdict.upper, verdict.kl, verdict.top1, evidence.lost, evidence.won, evidence.found, 0.0
-        )
+        # what fails whatever the budget will not pass a later look
+        lost = test.gates.beside_the_loss(verdict.top1, evidence.lost, evidence.won, evidence.found)
         if lost and size < sizes[-1]:  # an early look's bound is of a level so high that it says nothing of the loss
             verdict = replace(verdict, sentence=f"failed: {'; '.join(lost)}")
         if verdict.passed or lost or hopeless(evidence.ratio(), test.gates.budget, sizes, size, levels[-1]):

@@ -190,19 +190,15 @@ class Aim:
         """Returns how many held-out sequences the verification needs at a length."""
         return self.laws[length].shard(self.share * self.gates.budget, *self.looks, self.level)
 
-    def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
+    def affordable(self, length: int, flips_per_root: float = 0.0) -> float:
         """Returns the largest KL that a plan may add to that of rounding and keep all gates with a margin, nats/token.
 
-        The flips per token over the square root of the KL, and its 99.9th percentile over its mean, are 0 until
-        measured.
+        The flips per token over the square root of the KL are 0 until measured.
         """
         budget = self.share * self.gates.budget
         limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
-        rounding = self.gates.rounding
         if flips_per_root > 0.0:
-            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - rounding)
-        if tail_per_kl > 0.0:
-            limits.append(self.share * self.gates.kl_p999 / tail_per_kl - rounding)
+            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - self.gates.rounding)
         return max(min(limits) - self.beside.get(length, 0.0), self.least.get(length, LEAST_KL))
 
 
@@ -241,7 +237,7 @@ def seek(
     within: Found | None = None
     low, high, scale = 0.0, math.inf, 1.0
     seen: dict[int, list[Joint]] = {length: [] for length in lengths}
-    afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
+    afforded = np.array([aim.affordable(length) for length in lengths])
     for step in range(MOST_JOINT_STEPS):
         if step >= JOINT_STEPS and within is not None:
             break
@@ -258,7 +254,7 @@ def seek(
         predicted = found.risk * alpha
         if step == 0:  # re-scale the sums of risks
             alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, visible, strict=True)])
-        afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
+        afforded = np.array([aim.affordable(length, _flips_per_root(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
         retrieves = not any(aim.gates.forgets(*one.needles, REHEARSED) for one in joint.values())
         history.append(
@@ -290,10 +286,7 @@ def seek(
     return within, alpha
 
 
-def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
-    """Returns flips over the square root of the KL, and the KL's 99.9th percentile over its mean, as measured."""
-    useful = [joint for joint in joints if joint.kl > 0.0]
-    if not useful:
-        return 0.0, 0.0
-    flips = float(np.median([joint.flips / math.sqrt(joint.kl) for joint in useful]))
-    return flips, float(np.median([joint.kl_p999 / joint.kl for joint in useful]))
+def _flips_per_root(joints: Sequence[Joint]) -> float:
+    """Returns flips over the square root of the KL, as measured."""
+    measured = [joint.flips / math.sqrt(joint.kl) for joint in joints if joint.kl > 0.0]
+    return float(np.median(measured)) if measured else 0.0

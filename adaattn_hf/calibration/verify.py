@@ -174,8 +174,8 @@ def judge(
     kl = np.concatenate(evidence.kl)
     mean, tail = float(kl.mean()), float(np.quantile(kl, 0.999))
     top1 = evidence.agree / max(bound.tokens, 1)
-    reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.won, evidence.found, tail)
-    gate, used = gates.nearest(bound.upper, mean, top1, tail)
+    reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.won, evidence.found)
+    gate, used = gates.nearest(bound.upper, mean, top1)
     verdict = (
         f"passed: perplexity {rise(bound.mean)}, at most {at_most(bound.upper)}, allowed {allowed(gates.budget)} (Δnll "
         f"{signed_nats(bound.mean)}, at most {signed_nats(bound.upper)} at {share(confidence, 2)}, budget "

@@ -119,7 +119,7 @@ def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch)
     worlds = [World((0.5, 1.0, 2.0, 4.0)[seed % 4], seed) for seed in range(2000)]
 
     def aimed(world: World, aim: Any) -> float:
-        return float(aim.affordable(LENGTH, 0.0, 0.0) * np.exp(0.1 * world.random.standard_normal()))
+        return float(aim.affordable(LENGTH) * np.exp(0.1 * world.random.standard_normal()))
 
     met, broken, used = simulate(monkeypatch, worlds, aimed)
     assert broken / len(worlds) <= 0.05
@@ -130,7 +130,7 @@ def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch)
 def test_a_budget_smaller_than_the_rounding_of_half_precision_is_spent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exact kernels lie further apart in KL than the budget, and neither loses anything to the other."""
     worlds = [World((0.5, 1.0, 2.0)[seed % 3], seed, rounding=1.2 * SETTINGS.budget) for seed in range(1200)]
-    met, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)))
+    met, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH)))
     assert broken / len(worlds) <= 0.05
     assert met / len(worlds) >= 0.9
     assert float(np.median(used)) >= 0.6
@@ -141,9 +141,7 @@ def test_a_budget_is_spent_where_time_falls_slowly(monkeypatch: pytest.MonkeyPat
 
     def median_used() -> float:
         worlds = [World(0.1, seed) for seed in range(400)]
-        _, broken, used = simulate(
-            monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)), saving=0.02
-        )
+        _, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH)), saving=0.02)
         assert broken / len(worlds) <= 0.05
         return float(np.median(used))
 

@@ -341,13 +341,13 @@ def test_documents_of_unequal_size_err_no_oftener(sizes: tuple[int, ...], level:
 @pytest.mark.parametrize(
     ("change", "word"),
     [({}, ""), ({"upper": 2e-3}, "upper bound"), ({"kl": 2e-3}, "KL"), ({"top1": 0.9}, "agrees"), ({"lost": 6}, "lost"),
-     ({"upper": math.nan}, "upper bound"), ({"kl_p999": 0.2}, "99.9th"), ({"lost": 2}, ""),
+     ({"upper": math.nan}, "upper bound"), ({"lost": 2}, ""),
      ({"lost": 6, "won": 5}, "")],
 )  # fmt: skip
 def test_each_gate_can_fail(change: dict[str, float], word: str) -> None:
     """Two needles of thirty may be lost by chance; six against none may not."""
-    values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "won": 0, "retrieved": 30, "kl_p999": 0.01}
-    reasons = Gates(1e-3, 0.99, 0.1).failures(**{**values, **change})  # type: ignore[arg-type]
+    values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "won": 0, "retrieved": 30}
+    reasons = Gates(1e-3, 0.99).failures(**{**values, **change})  # type: ignore[arg-type]
     assert (len(reasons) == 1 and word in reasons[0]) if word else reasons == ()
 
 
@@ -359,10 +359,10 @@ def test_gates_of_the_user_are_kept_to_the_letter() -> None:
     assert Gates(1e-3, 0.99).with_flips(0.9, 0.5).top1 == 0.99
     assert Gates(1e-3).with_flips(0.63, 0.0).top1 == pytest.approx(1 - 1.5 * 0.63 * math.sqrt(1e-3))
     assert Gates(1e-3).with_flips(0.63, 0.2).top1 == pytest.approx(0.8), "never stricter than stock against stock"
-    name, share = Gates(1e-3, 0.99).nearest(9e-4, 1e-4, 0.995, 0.0)
+    name, share = Gates(1e-3, 0.99).nearest(9e-4, 1e-4, 0.995)
     assert name == "the bound of the increase"
     assert share == pytest.approx(0.9)
-    assert Gates(1e-3, 0.99, 0.1).nearest(1e-4, 1e-4, 0.995, 0.08)[0] == "the KL's 99.9th percentile"
+    assert Gates(1e-3, 0.99).nearest(1e-4, 1e-4, 0.991)[0] == "the likeliest token"
 
 
 def test_a_tiny_budget_is_no_trouble_for_the_solver() -> None:
