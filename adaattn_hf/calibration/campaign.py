@@ -25,6 +25,7 @@ from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
+from .needles import compared
 from .proof import Proof, Test, prove
 from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, programs, seek
 from .settings import Calibration
@@ -252,8 +253,7 @@ class Campaign:
             if coded is not None and len(coded.evidence[length].names) == len(evidence.names):
                 seen.append(coded.evidence[length].observed(found.joint[length].kl + beside[length]))
             self.shards[length].append(seen)
-            needles = evidence.lost, evidence.won, evidence.found
-            self.spare(length, found.joint[length].risk, *needles, SIGNIFICANT)
+            self.spare(length, found.joint[length].risk, *compared(evidence.needles), SIGNIFICANT)
             self.warn_of_other_text(length, found.joint[length], evidence.mean_kl())
         return proof, coded
 

@@ -86,10 +86,13 @@ def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:
     return likeliest[0] in haystack.likely[needle] and list(likeliest[1:]) == rest
 
 
-def compared(stock: Sequence[bool], planned: Sequence[bool]) -> tuple[int, int, int]:
-    """Returns how many needles only exact attention finds, how many only the plan, and how many exact attention."""
-    pairs = list(zip(stock, planned, strict=True))
-    return pairs.count((True, False)), pairs.count((False, True)), sum(stock)
+def compared(found: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
+    """Returns how many needles only exact attention finds, how many only the plan, and how many exact attention.
+
+    `found` says of each needle whether exact attention finds it, and whether the plan does.
+    """
+    lost, won = found.count((True, False)), found.count((False, True))
+    return lost, won, lost + found.count((True, True))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from . import verify
 from .arms import stored_tap
 from .corpus import TokenSequence
 from .measure import Measurement
+from .needles import compared
 from .verify import Evidence
 
 
@@ -102,7 +103,7 @@ def _length(
             predicted=test.predicted[length],
         )
         # what fails whatever the budget will not pass a later look
-        lost = test.gates.beside_the_loss(verdict.top1, evidence.lost, evidence.won, evidence.found)
+        lost = test.gates.beside_the_loss(verdict.top1, *compared(evidence.needles))
         if lost and size < sizes[-1]:  # an early look's bound is of a level so high that it says nothing of the loss
             verdict = replace(verdict, sentence=f"failed: {'; '.join(lost)}")
         if verdict.passed or lost or hopeless(evidence.ratio(), test.gates.budget, sizes, size, levels[-1]):

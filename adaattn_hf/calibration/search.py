@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -122,12 +123,12 @@ class JointPasses:
         by_layer = programs(self.measurement, picks)
         tap = stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
-        mine: list[tuple[TokenScores, tuple[int, int, int]]] = []
+        mine: list[tuple[TokenScores, list[tuple[bool, bool]]]] = []
         for number in inputs.team.mine(len(sequences)):
             readings, place = inputs.readings(sequences[number]), (length, number)
             if place not in inputs.states:
                 inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
-            needles = self.needles(length, number, tap) if picks.any() else (0, 0, 0)
+            needles = self.needles(length, number, tap) if picks.any() else []
             mine.append((compare_all(inputs.arms, readings, tap, inputs.states[place]), needles))
         scores, found = zip(*inputs.team.gather(mine, len(sequences)), strict=True)
         by_sequence = np.array([one.kl.mean() for one in scores])
@@ -143,24 +144,24 @@ class JointPasses:
                 for name in dict.fromkeys(sources)
             },
             rounding=self.rounding,
-            needles=(sum(one[0] for one in found), sum(one[1] for one in found), sum(one[2] for one in found)),
+            needles=compared([*chain(*found)]),
             risk=float(self.measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
         )
 
-    def needles(self, length: int, number: int, tap: Tap) -> tuple[int, int, int]:
-        """Returns how many needles in a sequence a plan loses, how many only it finds, and how many exact attention.
+    def needles(self, length: int, number: int, tap: Tap) -> list[tuple[bool, bool]]:
+        """Returns for each needle in a sequence whether exact attention finds it, and whether a plan does.
 
         Nothing of the proof is used up: its text is other text, and its needles are others.
         """
         inputs, place = self.measurement.inputs, (length, number)
         if not inputs.scoring.generates or number >= inputs.settings.haystacks:
-            return 0, 0, 0
+            return []
         if place not in inputs.haystacks:
             generator = torch.Generator().manual_seed(inputs.settings.seed)
             haystack = inputs.haystack(inputs.samples[length].joint[number], generator)
             inputs.haystacks[place] = haystack, retrieved(inputs.arms, haystack, exact_tap)
         haystack, exact = inputs.haystacks[place]
-        return compared(exact, retrieved(inputs.arms, haystack, tap))
+        return list(zip(exact, retrieved(inputs.arms, haystack, tap), strict=True))
 
 
 @dataclass(frozen=True)

@@ -690,10 +690,10 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
 
     for index in range(4):
         evidence.add(str(index), scores)
-    evidence.add_needles([True] * 8, [True] * 8)
+    evidence.needles += [(True, True)] * 8
     kwargs: dict[str, Any] = {"confidence": 0.95, "tries": 1, "activation_share": (1.0, 1.0), "predicted": 0.0}
     assert judge(evidence, Gates(1e-3), **kwargs).passed
-    evidence.add_needles([True] * 8, [False] * 6 + [True] * 2)
+    evidence.needles += [*[(True, False)] * 6, *[(True, True)] * 2]
     verdict = judge(evidence, Gates(1e-3), **kwargs)
     assert not verdict.passed
     assert "6 of 16 needles are lost" in verdict.sentence
