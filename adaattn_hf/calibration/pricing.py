@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import mul
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from ..plans.plan import LayerPlan
 from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
-from ..policy.prices import Price, PriceTable, fit_price
+from ..policy.prices import Price, PriceTable
 from ..stats.stopwatch import on_device, quartiles, timed
 from .layers import Layers
 
@@ -102,9 +103,15 @@ def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
     charged for every token.
     """
     medians = [median for _, median, _ in spreads]
-    if len(heads) > 1 and spreads[-1][0] <= spreads[0][2]:
-        return Price(sum(medians) / len(medians), 0.0)
-    return fit_price(heads, medians)
+    if len(heads) > 1:
+        if spreads[1][0] <= spreads[0][2]:
+            return Price(sum(medians) / 2, 0.0)
+        slope = (medians[1] - medians[0]) / (heads[1] - heads[0])
+        constant = medians[0] - slope * heads[0]
+        if constant >= 0.0:
+            return Price(constant, slope)
+    # the nearest line through the origin
+    return Price(0.0, sum(map(mul, heads, medians)) / sum(map(mul, heads, heads)))
 
 
 def prices_of(

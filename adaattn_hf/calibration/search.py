@@ -18,7 +18,6 @@ from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
-from ..policy.risk import rescale
 from ..stats.paired import TokenScores
 from .arms import compare_all, exact_tap, programs_of, stored_tap
 from .assemble import make_plan
@@ -253,8 +252,8 @@ def seek(
         measured = np.array([joint[length].added for length in lengths])
         visible = np.array([joint[length].visible for length in lengths])
         predicted = found.risk * alpha
-        if step == 0:  # re-scale the sums of risks
-            alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, visible, strict=True)])
+        if step == 0:  # re-scale the sums of risks, where there is any
+            alpha = alpha * np.divide(visible, predicted, out=np.ones_like(predicted), where=predicted > 0.0)
         afforded = np.array([aim.affordable(length, _flips_per_root(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
         retrieves = not any(aim.gates.forgets(*one.needles, REHEARSED) for one in joint.values())

@@ -471,7 +471,7 @@ def test_a_proof_that_needles_fail_says_so_and_not_what_an_early_look_makes_of_t
 
 def test_risks_that_are_half_of_the_loss_end_in_a_plan(model: LlamaForCausalLM, text: list[Path]) -> None:
     measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=_prices())
-    measurement.state.risks[LENGTH].total *= 0.5
+    measurement.state.total[LENGTH] *= 0.5
     result = choose_and_verify(measurement)
     assert result.met, result.sentence
     assert result.plan.verified is not None

@@ -109,12 +109,6 @@ def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurem
     broken_prices = {"constant": [[[-1.0] * len(data["choices"])]], "kind": [0] * len(data["units"])}
     with pytest.raises(ValueError, match="calibrate again"):
         SolverTable.from_dict({**data, **broken_prices})
-    # before layers and calls had constants of their own, a table held one number a choice, or a launch
-    known = [float(place) for place in range(len(data["choices"]))]
-    for launch, constant in ((data["launch"], known), ([0, *[1] * (len(known) - 1)], [5.0, 7.0])):
-        older = SolverTable.from_dict({**data, "launch": launch, "constant": constant}).launches.constant
-        each = known if constant is known else [5.0, *[7.0] * (len(known) - 1)]
-        assert older.tolist() == [[each] * len(data["units"])]
     renamed = SolverTable.from_dict({**data, "choices": ["exact", *(f"x{c}" for c in data["choices"][1:])]})
     with pytest.raises(ValueError, match="its report does not hold"):
         explorer(renamed, made[1].plan)
