@@ -295,21 +295,20 @@ class Campaign:
 
     def finished(self, found: Found, proof: Proof) -> Calibration:
         """Returns the result for a plan that passed."""
-        worst = proof.worst
-        plan, tensors = finished_plan(self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates)
-        verdicts = list(proof.verdicts.values())
-        return Calibration(plan, tensors, True, worst.sentence, self.reported(found.allocation, verdicts))
+        worst, picks = proof.worst, found.allocation.picks
+        plan = finished_plan(self.measurement, picks, worst, self.alpha, self.current.gates)
+        verdicts = [asdict(verdict) for verdict in proof.verdicts.values()]
+        return Calibration(plan, True, worst.sentence, self.reported(found.allocation, verdicts))
 
     def exact(self, sentence: str) -> Calibration:
         """Returns the exact plan as the result, with the reason."""
         none = np.zeros(len(self.measurement.layers.units), dtype=np.int64)
-        plan, _ = finished_plan(self.measurement, none, None, self.alpha, self.current.gates)
-        budget = self.measurement.inputs.settings.budget
-        text = f"the budget of {allowed(budget)} cannot be met: {sentence}; the plan is exact"
+        plan = finished_plan(self.measurement, none, None, self.alpha, self.current.gates)
+        text = f"the budget of {allowed(self.gates.budget)} cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
-        return Calibration(plan, {}, False, text, {**self.reported(None, []), "verdicts": verdicts})
+        return Calibration(plan, False, text, self.reported(None, verdicts))
 
-    def reported(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
+    def reported(self, found: Allocation | None, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the report, with the KL of rounding that every measured KL holds."""
         words = report(self.measurement, self.history, found, self.alpha, verdicts)
         return {**words, "rounding": self.stock.kl}

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # help of the command reads the settings, and does not wait for torch
-    from torch import Tensor
-
     from ..plans.plan import Plan
 
 _OF_THE_PROOF = (
@@ -181,12 +179,10 @@ class CalibrationSettings:
 class Calibration:
     """The result of a calibration: the plan, verified, or exact if none passed (not `met`).
 
-    `tensors` are bases and means that it needs, by name; `sentence` is the outcome in words, `report` everything
-    measured.
+    `sentence` is the outcome in words, `report` everything measured.
     """
 
     plan: Plan
-    tensors: dict[str, Tensor]
     met: bool
     sentence: str
     report: dict[str, Any] = field(default_factory=dict)

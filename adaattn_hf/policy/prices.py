@@ -37,8 +37,8 @@ class Price:
             )
 
     def seconds(self, heads: int) -> float:
-        """Returns the time of a launch of that many key/value heads, 0 for none."""
-        return self.constant + self.slope * heads if heads else 0.0
+        """Returns the time of a launch of that many key/value heads."""
+        return self.constant + self.slope * heads
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def simulate(
     monkeypatch.setattr(campaign, "seek", seek)
     monkeypatch.setattr(campaign, "stock_distance", lambda _: StockDistance(0.0, state["world"].rounding))
     monkeypatch.setattr(campaign, "programs", lambda measurement, picks: {})
-    monkeypatch.setattr(campaign, "finished_plan", lambda *_: (None, {}))
+    monkeypatch.setattr(campaign, "finished_plan", lambda *_: None)
     monkeypatch.setattr(campaign, "report", lambda *_: {})
     monkeypatch.setattr(verify, "gather", gather)
     monkeypatch.setattr(verify, "activation", lambda *_: (1.0, 1.0))

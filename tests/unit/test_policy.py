@@ -138,7 +138,6 @@ def test_risks_are_means_over_rows_and_finite() -> None:
 
 
 def test_price_lines_interpolate_and_round_trip() -> None:
-    assert Price(1.0, 2.0).seconds(0) == 0.0
     assert Price(1.0, 2.0).seconds(3) == 7.0
     table = PriceTable(
         "m", {"w": "shared"}, {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}}
