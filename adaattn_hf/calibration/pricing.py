@@ -131,9 +131,8 @@ def prices_of(
 def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:
     """Returns the seconds of each launch of a phase; the least CPU time of the process has no spread."""
     if on_cuda:
-        keys = {f"{label} of {count}": (label, count) for label, count in calls}
-        runs = on_device({name: calls[key] for name, key in keys.items()}, host=phase == "decode" and not captured)
-        return {key: quartiles(runs[name]) for name, key in keys.items()}
+        runs = on_device(calls, host=phase == "decode" and not captured)
+        return {key: quartiles(own) for key, own in runs.items()}
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for key, call in calls.items():

@@ -18,8 +18,8 @@ from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
-from ..stats.paired import TokenScores
-from .arms import compare_all, exact_tap, programs_of, stored_tap
+from ..stats.paired import TokenScores, joined
+from .arms import compare, exact_tap, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
 from .needles import compared, retrieved
@@ -127,8 +127,9 @@ class JointPasses:
             readings, place = inputs.readings(sequences[number]), (length, number)
             if place not in inputs.states:
                 inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
-            needles = self.needles(length, number, tap) if picks.any() else []
-            mine.append((compare_all(inputs.arms, readings, tap, inputs.states[place]), needles))
+            exact = zip(readings, inputs.states[place], strict=True)
+            score = joined([compare(inputs.arms, one, tap, state) for one, state in exact])
+            mine.append((score, self.needles(length, number, tap) if picks.any() else []))
         scores, found = zip(*inputs.team.gather(mine, len(sequences)), strict=True)
         by_sequence = np.array([one.kl.mean() for one in scores])
         sources = tuple(sequence.source for sequence in sequences)

@@ -14,8 +14,8 @@ from ..plans.program import Program
 from ..plans.wording import allowed, at_most, in_nats, rise, share, signed_nats
 from ..policy.acceptance import Gates, clustered
 from ..policy.aim import Observation
-from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
-from .arms import compare_all, exact_tap
+from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio, joined
+from .arms import compare, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs
 from .needles import compared, retrieved
@@ -97,7 +97,7 @@ def gather(
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
         readings = inputs.scoring.readings(sequences[index].tokens, seed, arms.device)
-        scores.append(compare_all(arms, readings, tap))
+        scores.append(joined([compare(arms, one, tap) for one in readings]))
         step(min(index + crew.size, len(sequences)))
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
         evidence.add(sequence.document, score, sequence.source)
