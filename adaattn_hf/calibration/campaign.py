@@ -49,8 +49,6 @@ CLOSER = (0.25, 0.5)
 """A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 HALVED = 0.5
 """Where windows with a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
-OUTSIDE = 2.0
-"""A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
 
 class Campaign:
@@ -254,17 +252,7 @@ class Campaign:
                 seen.append(coded.evidence[length].observed(found.joint[length].kl + beside[length]))
             self.shards[length].append(seen)
             self.spare(length, found.joint[length].risk, *compared(evidence.needles), SIGNIFICANT)
-            self.warn_of_other_text(length, found.joint[length], evidence.mean_kl())
         return proof, coded
-
-    def warn_of_other_text(self, length: int, joint: Joint, held: float) -> None:
-        """Warns if the KL on held-out text is far from that of all calibration sources."""
-        low, high = min(joint.kl_by_source.values()), max(joint.kl_by_source.values())
-        if self.plans == 1 and not low / OUTSIDE <= held <= high * OUTSIDE:
-            self.measurement.inputs.say(
-                f"at {length} tokens the held-out text lies outside the calibration text: KL {in_nats(held)} against "
-                f"{in_nats(low)} to {in_nats(high)} nats/token; give --data of its kind beside the others"
-            )
 
     def forecast(self) -> str:
         """Returns a message on how long search and verification take, and how much of the budget noise will use up."""

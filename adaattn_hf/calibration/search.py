@@ -83,7 +83,6 @@ class Joint:
         flips: Share of tokens whose likeliest token changes.
         kl_p999: 99.9th percentile of the KL of a token, nats.
         observed: Loss of each sequence.
-        kl_by_source: Mean KL by source of the text.
         rounding: Mean KL of two exact implementations, nats/token.
         needles: Those that the plan loses, those that only it finds, and those that exact attention finds.
         risk: The plan's risk for retrieval.
@@ -93,7 +92,6 @@ class Joint:
     flips: float
     kl_p999: float
     observed: Observation
-    kl_by_source: Mapping[str, float]
     rounding: float = 0.0
     needles: tuple[int, int, int] = (0, 0, 0)
     risk: float = 0.0
@@ -131,18 +129,13 @@ class JointPasses:
             score = joined([compare(inputs.arms, one, tap, state) for one, state in exact])
             mine.append((score, self.needles(length, number, tap) if picks.any() else []))
         scores, found = zip(*inputs.team.gather(mine, len(sequences)), strict=True)
-        by_sequence = np.array([one.kl.mean() for one in scores])
         sources = tuple(sequence.source for sequence in sequences)
-        kl = float(by_sequence.mean())
+        kl = float(np.mean([one.kl.mean() for one in scores]))
         return Joint(
             kl=kl,
             flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),
             kl_p999=float(np.quantile(np.concatenate([one.kl[0] for one in scores]), 0.999)),
             observed=Observation(kl, np.array([one.delta.mean() for one in scores]), sources),
-            kl_by_source={
-                name: float(by_sequence[[source == name for source in sources]].mean())
-                for name in dict.fromkeys(sources)
-            },
             rounding=self.rounding,
             needles=compared([*chain(*found)]),
             risk=float(self.measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
@@ -269,15 +262,16 @@ def seek(
                 "needles": [joint[length].needles for length in lengths],
             }
         )
-        candidate = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)))
-        if reached <= 1.0 + TOLERANCE and retrieves and (within is None or found.price < within.allocation.price):
-            within = candidate
-        if CLOSE <= reached <= 1.0 + TOLERANCE and retrieves:
-            break
-        if step == 0 or (reached <= 1.0 + TOLERANCE and not retrieves):
+        fits = reached <= 1.0 + TOLERANCE
+        if fits and retrieves:
+            if within is None or found.price < within.allocation.price:
+                within = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)))
+            if reached >= CLOSE:
+                break
+        if step == 0 or (fits and not retrieves):
             continue
         step_to = 1.0 / float((visible / afforded).max())
-        if reached <= 1.0 + TOLERANCE:
+        if fits:
             low, step_to = scale, float(np.clip(step_to, GROW, 4.0))
         else:
             high, step_to = scale, float(np.clip(step_to, 0.25, SHRINK))

@@ -43,7 +43,7 @@ class World:
     def joint(self, kl: float) -> Joint:
         whole = kl + self.rounding
         observed = Observation(whole, self.deltas(kl, SETTINGS.joint), ("text",) * SETTINGS.joint)
-        return Joint(whole, 0.6 * np.sqrt(whole), 30 * whole, observed, {"text": whole}, self.rounding)
+        return Joint(whole, 0.6 * np.sqrt(whole), 30 * whole, observed, self.rounding)
 
 
 def simulate(
@@ -155,7 +155,7 @@ def test_a_plan_that_adds_less_than_rounding_can_tell_is_not_taken_to_add_nothin
     observed = Observation(1e-3, np.zeros(1), ("text",))
 
     def of(kl: float, rounding: float) -> tuple[float, float]:
-        joint = Joint(kl, 0.0, 0.0, observed, {}, rounding)
+        joint = Joint(kl, 0.0, 0.0, observed, rounding)
         return joint.added, joint.visible
 
     assert of(1.1e-3, 1.2e-3) == pytest.approx((LEAST_KL, 1.2e-4))
@@ -179,7 +179,7 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
 
     def joint(picks: Any, length: int) -> Joint:
         kl = rounding + beside + slope * picks[0] * 1e-12
-        return Joint(kl, 0.0, 0.0, Observation(kl, np.zeros(1), ("text",)), {}, rounding)
+        return Joint(kl, 0.0, 0.0, Observation(kl, np.zeros(1), ("text",)), rounding)
 
     monkeypatch.setattr(search, "solve", solve)
     settings = SimpleNamespace(lengths=(LENGTH,))
