@@ -82,17 +82,18 @@ def by_heads(request: AttentionRequest, batch: int, on_cuda: bool) -> dict[int, 
     return {count: some_heads(whole, list(range(count))) for count in sorted({1, heads})}
 
 
-Calls = dict[tuple[str, int], Callable[[], object]]
+Calls = Mapping[tuple[str, int], Callable[[], object]]
 """Launches by the label of the choice and the number of key/value heads."""
 Spread = tuple[float, float, float]
 """First quartile, median and third quartile, in seconds."""
 
 
-def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
+def _call(choice: Choice, tensors: LayerTensors, length: int, request: AttentionRequest) -> Callable[[], object]:
     """Returns one call as a layer makes it that follows the first one of a pass."""
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
-    if program.plan.is_exact and not extended and request.scaling > 0:
+    if choice.is_exact and not extended and request.scaling > 0:
         return bound(select.choose(spec_of(request)), request)
+    program = Program(LayerPlan(0, "", (choice,) * request.key.shape[1]), tensors, length)
     return partial(execute.attend, program, request)
 
 
@@ -146,6 +147,7 @@ def launch_label(choice: Choice, own: int | None) -> str:
     return choice.label if own is None else f"{choice.label} in {own}"
 
 
+@torch.no_grad()
 def measure_prices(
     kinds: Mapping[int | None, Mapping[int, AttentionRequest]],
     choices: Sequence[Choice],
@@ -166,21 +168,16 @@ def measure_prices(
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
     for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:
-        one = kinds[own][length]
-        on_cuda = one.query.is_cuda
-        prefills = by_heads(one, batch, on_cuda)
+        on_cuda = kinds[own][length].query.is_cuda
+        prefills = by_heads(kinds[own][length], batch, on_cuda)
         for phase in phases:
-            parts = prefills
-            if phase == "decode":
-                parts = {count: decode_step(part) for count, part in prefills.items()}
-            calls: Calls = {}
-            for choice in choices:
-                for count, part in parts.items():
-                    program = Program(LayerPlan(0, "", (choice,) * part.key.shape[1]), tensors, length)
-                    with torch.no_grad():
-                        calls[choice.label, count] = _call(program, part)
-            with torch.no_grad():
-                found = _timed(calls, phase, on_cuda, captured)
+            parts = {count: decode_step(one) if phase == "decode" else one for count, one in prefills.items()}
+            calls = {
+                (choice.label, count): _call(choice, tensors, length, part)
+                for choice in choices
+                for count, part in parts.items()
+            }
+            found = _timed(calls, phase, on_cuda, captured)
             spreads = {choice.label: [found[choice.label, count] for count in parts] for choice in choices}
             lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
             table[phase][length] |= {launch_label(choice, own): lines[choice.label] for choice in choices}
@@ -243,8 +240,8 @@ def unit_prices(
     for. A choice that changes nothing in a layer with a window of its own has an infinite price there.
     """
     choices = layers.candidates.choices
-    weights = {"prefill": 1.0, "decode": float(decode_tokens)}
-    calls = {(phase, length): weights[phase] for length in lengths for phase in PHASES if weights[phase]}
+    weights = dict(zip(PHASES, (1.0, float(decode_tokens)), strict=True))
+    calls = {(phase, length): weight for length in lengths for phase, weight in weights.items() if weight}
     labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
     names = [table.launch(choice.label) for choice in choices]
     prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])

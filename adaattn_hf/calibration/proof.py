@@ -84,15 +84,14 @@ def _length(
     haystacks = s.haystacks if inputs.scoring.generates else 0
     total, evidence = sizes[-1] + haystacks, Evidence(apart=inputs.other_source)
     share = verify.activation(programs, len(measurement.layers.units), length, inputs.scoring.causal)
-    for look, (size, level) in enumerate(zip(sizes, levels, strict=True)):
-        start = sizes[look - 1] if look else 0
 
-        def step(done: int, start: int = start) -> None:
-            inputs.progress(f"verify {length}", min(start + done, total), total)
+    def step(done: int) -> None:
+        inputs.progress(f"verify {length}", min(done, total), total)
 
-        step(0)
+    for start, size, level in zip([0, *sizes], sizes, levels, strict=False):
+        step(start)
         evidence = verify.gather(
-            inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if look else haystacks, step
+            inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if start else haystacks, step
         )
         verdict = verify.judge(
             evidence,
@@ -108,5 +107,5 @@ def _length(
             verdict = replace(verdict, sentence=f"failed: {'; '.join(lost)}")
         if verdict.passed or lost or hopeless(evidence.ratio(), test.gates.budget, sizes, size, levels[-1]):
             break
-    inputs.progress(f"verify {length}", total, total)
+    step(total)
     return verdict, evidence, bool(lost)

@@ -91,14 +91,15 @@ def gather(
     """Adds the scores of held-out sequences, each of its own length, to earlier evidence on a plan; returns it.
 
     Both arms, exact attention and the plan's `tap`, read the same tokens. Needles and masked positions are drawn by
-    `seed`; so many `haystacks` are made of the sequences, too; `step` is called with the passes done.
+    `seed`; so many `haystacks` are made of the sequences, too; `step` is called with the passes done, earlier ones
+    included.
     """
-    arms, crew = inputs.arms, inputs.team
+    arms, crew, before = inputs.arms, inputs.team, len(evidence.names)
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
         readings = inputs.scoring.readings(sequences[index].tokens, seed, arms.device)
         scores.append(joined([compare(arms, one, tap) for one in readings]))
-        step(min(index + crew.size, len(sequences)))
+        step(before + min(index + crew.size, len(sequences)))
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
         evidence.add(sequence.document, score, sequence.source)
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +109,7 @@ def gather(
         haystack = inputs.haystack(sequences[index % len(sequences)], generator)
         if index in crew.mine(haystacks):
             found.append((retrieved(arms, haystack, exact_tap), retrieved(arms, haystack, tap)))
-        step(len(sequences) + index + 1)
+        step(before + len(sequences) + index + 1)
     for stock, planned in crew.gather(found, haystacks):
         evidence.needles += zip(stock, planned, strict=True)
     return evidence
@@ -139,8 +140,7 @@ def judge(
 ) -> Verified:
     """Returns the verdict on the evidence; `confidence` is the bound's level, corrected for the number of tries."""
     worst, tokens = evidence.worst(confidence), sum(evidence.tokens)
-    upper, kl = worst.upper(confidence), np.concatenate(evidence.kl)
-    mean, tail = float(kl.mean()), float(np.quantile(kl, 0.999))
+    upper, mean, tail = worst.upper(confidence), evidence.mean_kl(), np.quantile(np.concatenate(evidence.kl), 0.999)
     top1 = evidence.agree / max(tokens, 1)
     reasons = gates.failures(upper, mean, top1, *compared(evidence.needles))
     gate, used = gates.nearest(upper, mean, top1)
@@ -161,7 +161,7 @@ def judge(
         documents=worst.clusters,
         tokens=tokens,
         kl=mean,
-        kl_p999=tail,
+        kl_p999=float(tail),
         top1=top1,
         retrieval_stock=by_stock,
         retrieval_plan=by_plan,
