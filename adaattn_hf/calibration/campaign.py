@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from ..plans.plan import Verified
-from ..plans.program import Program
 from ..plans.wording import allowed, in_nats, share
 from ..policy.acceptance import SIGNIFICANT, Gates
 from ..policy.aim import LossLaw, Observation
@@ -27,7 +26,7 @@ from .assemble import finished_plan, report
 from .measure import Measurement
 from .needles import compared
 from .proof import Proof, Test, prove
-from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, programs, seek
+from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, Picks, seek
 from .settings import Calibration
 from .stock import stock_distance
 from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
@@ -61,6 +60,7 @@ class Campaign:
         self.measurement, self.passes = measurement, JointPasses(measurement, self.stock.kl)
         # where a smaller cache is wanted, formats are tested without a plan if every plan fails
         self.attempts = Attempts(s.alpha, s.tries, s.bolder, reserved=int(s.with_cache))
+        self.none: Picks = np.zeros(len(measurement.layers.units), dtype=np.int64)
         self.alpha = np.ones(len(s.lengths))
         self.share = SHARE
         self.needles: dict[int, float] = {}
@@ -126,7 +126,7 @@ class Campaign:
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
             return result
-        return self.with_cache(result, {} if passed is None else programs(self.measurement, passed[0].allocation.picks))
+        return self.with_cache(result, self.none if passed is None else passed[0].allocation.picks)
 
     def choose_format(self) -> None:
         """Measures the loss of each cache format, and chooses the one that plans are combined with."""
@@ -157,10 +157,10 @@ class Campaign:
             found[self.format.stored] = self.proved
         return found
 
-    def with_cache(self, result: Calibration, by_layer: Mapping[int, Program]) -> Calibration:
+    def with_cache(self, result: Calibration, picks: Picks) -> Calibration:
         """Returns the result with the verified cache format, not met if `kv_bytes` is not reached."""
-        left, known = self.attempts.left, self.known(bool(by_layer))
-        found, words = choose_storage(self.measurement, by_layer, self.current.gates, left, self.used, known)
+        left, known = self.attempts.left, self.known(bool(picks.any()))
+        found, words = choose_storage(self.measurement, picks, self.current.gates, left, self.used, known)
         sentence, report = f"{result.sentence}; {words}", {**result.report, PROTOCOL: words}
         if found is None:
             met = result.met and self.measurement.inputs.settings.kv_bytes is None
@@ -234,14 +234,14 @@ class Campaign:
             length: inputs.samples[length].held_out[self.used : self.used + self.current.sequences(length)]
             for length in inputs.settings.lengths
         }
-        by_layer = programs(self.measurement, found.allocation.picks)
+        picks = found.allocation.picks
         test = Test(self.current.gates, self.attempts.level, self.plans, found.predicted)
-        proof, coded = prove(self.measurement, by_layer, shards, test), None
+        proof, coded = prove(self.measurement, picks, shards, test), None
         beside = {} if self.format is None else self.format.kl
         if proof.passed and self.format is not None:
             together = {length: kl + beside[length] for length, kl in found.predicted.items()}
             over = replace(test, predicted=together, stored=self.format.stored)
-            coded = prove(self.measurement, by_layer, shards, over)
+            coded = prove(self.measurement, picks, shards, over)
         self.looked_at = {
             str(length): [self.used, self.used + len(evidence.names)] for length, evidence in proof.evidence.items()
         }
@@ -290,8 +290,7 @@ class Campaign:
 
     def exact(self, sentence: str) -> Calibration:
         """Returns the exact plan as the result, with the reason."""
-        none = np.zeros(len(self.measurement.layers.units), dtype=np.int64)
-        plan = finished_plan(self.measurement, none, None, self.alpha, self.current.gates)
+        plan = finished_plan(self.measurement, self.none, None, self.alpha, self.current.gates)
         text = f"the budget of {allowed(self.gates.budget)} cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
         return Calibration(plan, False, text, self.reported(None, verdicts))

@@ -14,6 +14,7 @@ from .arms import stored_tap
 from .corpus import TokenSequence
 from .measure import Measurement
 from .needles import compared
+from .search import Picks, programs
 from .verify import Evidence
 
 
@@ -57,33 +58,32 @@ class Test:
     stored: str = "model"
 
 
-def prove(
-    measurement: Measurement, programs: Mapping[int, Program], shards: Mapping[int, Sequence[TokenSequence]], test: Test
-) -> Proof:
-    """Returns the verdicts on a plan, given by its programs by layer index.
+def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[TokenSequence]], test: Test) -> Proof:
+    """Returns the verdicts on an allocation.
 
     `shards` are held-out sequences by length that were not used before, as many as the last look needs.
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
+    by_layer = programs(measurement, picks)
     for length, shard in shards.items():
-        verdicts[length], gathered[length], lost = _length(measurement, programs, length, shard, test)
+        verdicts[length], gathered[length], lost = _length(measurement, by_layer, length, shard, test)
         if not verdicts[length].passed:
             break
     return Proof(verdicts, gathered, lost)
 
 
 def _length(
-    measurement: Measurement, programs: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
+    measurement: Measurement, by_layer: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
 ) -> tuple[Verified, Evidence, bool]:
     """Returns verdict and evidence for one length, and whether a limit other than that of the loss failed."""
     inputs = measurement.inputs
-    s, tap = inputs.settings, stored_tap(programs, test.stored)
+    s, tap = inputs.settings, stored_tap(by_layer, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
     levels = look_levels(test.level, sizes)
     haystacks = s.haystacks if inputs.scoring.generates else 0
     total, evidence = sizes[-1] + haystacks, Evidence(apart=inputs.other_source)
-    share = verify.activation(programs, len(measurement.layers.units), length, inputs.scoring.causal)
+    share = verify.activation(by_layer, len(measurement.layers.units), length, inputs.scoring.causal)
 
     def step(done: int) -> None:
         inputs.progress(f"verify {length}", min(done, total), total)

@@ -13,7 +13,7 @@ import pytest
 from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.measure import Measurement, measure
-from adaattn_hf.calibration.search import picks_of, programs, solve
+from adaattn_hf.calibration.search import picks_of, solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
 from adaattn_hf.cli.pictures.explorer import explorer
@@ -68,7 +68,7 @@ def test_every_plan_of_the_page_is_the_solvers(made: tuple[Measurement, Calibrat
     assert own["proof"]["upper"] == result.plan.verified.upper  # type: ignore[union-attr]
     assert own["loss"] == pytest.approx(result.plan.predicted_loss, rel=1e-3)
     assert own["loss"] == pytest.approx(sum(own["risk"]), rel=1e-3)
-    every = storages(measurement, programs(measurement, np.array(own["picks"])))
+    every = storages(measurement, np.array(own["picks"]))
     (storage,) = [one for one in every if one.stored == "model"]
     assert own["memory"] == pytest.approx(storage.share, rel=1e-3)
     assert data["stops"][0]["memory"] == 1.0 > data["stops"][-1]["memory"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration import campaign, search, verify
+from adaattn_hf.calibration import campaign, proof, search, verify
 from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.corpus import TokenSequence
 from adaattn_hf.calibration.search import LEAST_KL, Found, Joint
@@ -77,7 +77,7 @@ def simulate(
 
     monkeypatch.setattr(campaign, "seek", seek)
     monkeypatch.setattr(campaign, "stock_distance", lambda _: StockDistance(0.0, state["world"].rounding))
-    monkeypatch.setattr(campaign, "programs", lambda measurement, picks: {})
+    monkeypatch.setattr(proof, "programs", lambda measurement, picks: {})
     monkeypatch.setattr(campaign, "finished_plan", lambda *_: None)
     monkeypatch.setattr(campaign, "report", lambda *_: {})
     monkeypatch.setattr(verify, "gather", gather)
