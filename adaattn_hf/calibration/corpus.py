@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,17 +49,17 @@ class Sample:
 
 
 def sequences(
-    documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, seen: Callable[[str], None]
+    documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, digest: Any
 ) -> Iterator[TokenSequence]:
     """Yields chunks of `length` tokens; short documents are joined, and a chunk is named after its first document.
 
-    `seen` is called with every piece of text, for the fingerprint.
+    All text is added to `digest`, for the fingerprint.
     """
     buffer: list[int] = []
     name = ""
     for document, pieces in documents:
         for piece in pieces:
-            seen(piece)
+            digest.update(piece.encode("utf-8", "replace"))
             if not buffer:
                 name = document
             buffer.extend(encode(piece))
@@ -80,14 +81,11 @@ def draw(
     digest, numbers, wanted_in_all = hashlib.sha256(), count(), sum(wanted.values())
     kept: list[list[TokenSequence]] = []
 
-    def note(piece: str) -> None:
-        digest.update(piece.encode("utf-8", "replace"))
-
     def rank(index: int) -> bytes:
         return hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8]
 
     for path in paths:
-        found = sequences(read_documents([path]), encode, length, note)
+        found = sequences(read_documents([path]), encode, length, digest)
         ranked = ((rank(index), index, sequence) for sequence, index in zip(found, numbers, strict=False))
         least = heapq.nsmallest(wanted_in_all + spare, ranked)
         kept.append([replace(sequence, source=str(path)) for *_, sequence in least])

@@ -96,15 +96,9 @@ def compared(found: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap | None) -> tuple[bool, ...]:
-    """Returns for each needle whether the model's likeliest tokens, teacher-forced, are its value.
-
-    Without a tap the model runs as it is, with its plan if it has one.
-    """
+def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap) -> tuple[bool, ...]:
+    """Returns for each needle whether the model's likeliest tokens, teacher-forced, are its value."""
     with tapping(tap):
-        hidden = arms.hidden(haystack.tokens[None].to(arms.device))
-    found = []
-    for needle, answer in enumerate(haystack.answers):
-        logits = arms.logits(hidden[:, answer - 1 : answer + VALUE - 1])
-        found.append(is_found(haystack, needle, logits[0].argmax(-1).tolist()))
-    return tuple(found)
+        hidden = arms.hidden(haystack.asked(arms.device))
+    likeliest = arms.logits(hidden)[0].argmax(-1).view(-1, VALUE).tolist()
+    return tuple(is_found(haystack, needle, values) for needle, values in enumerate(likeliest))

@@ -666,19 +666,19 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
         device = torch.device("cpu")
 
-        def hidden(self, tokens: Tensor) -> Tensor:
-            right = tokens.roll(-1, 1)
+        def hidden(self, asked: Reading) -> Tensor:
+            right = asked.tokens.roll(-1, 1)
             for index in range(8, 12):
                 right[0, haystack.answers[index] - 1] = haystack.tokens[haystack.answers[index - 8]]
-            return right
+            return right[:, asked.places]
 
         def logits(self, hidden: Tensor) -> Tensor:
             return torch.nn.functional.one_hot(hidden, 1024).float()
 
     arms: Any = Arms()
-    assert all(retrieved(arms, haystack, None))
+    assert all(retrieved(arms, haystack, exact_tap))
     wrong = replace(haystack, likely=tuple(own[-1:] for own in haystack.likely))
-    assert retrieved(arms, wrong, None) == (False,) * 4 + (True,) * 4 + (False,) * 4 + (True,) * 4
+    assert retrieved(arms, wrong, exact_tap) == (False,) * 4 + (True,) * 4 + (False,) * 4 + (True,) * 4
 
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
