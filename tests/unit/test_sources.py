@@ -59,7 +59,7 @@ def test_held_out_sequences_take_turns_as_long_as_every_source_has_one(tmp_path:
     settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=4, most_held_out=8)
     sample = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
     long, short = map(str, paths)
-    assert [one.source for one in sample.held_out] == [long, short] * 3
+    assert [one.source for one in sample.parts["held_out"]] == [long, short] * 3
     few = [TokenSequence("d", (1,), long)] * 4 + [TokenSequence("d", (1,), short)]
     with pytest.raises(ValueError, match=r"short\.jsonl holds 1 sequences of 64 tokens, expected at least 2"):
         _each(few, paths, 64)
