@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from ..plans.plan import Verified
 from ..plans.wording import allowed
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Array
+from .measure import Measurement
 from .proof import Test, prove
 from .search import Joint, JointPasses, Picks, solve
-
-if TYPE_CHECKING:
-    from .measure import Measurement
 
 PROTOCOL = "cache"
 """Key of the cache's format in a plan's protocol."""

@@ -30,11 +30,8 @@ def clustered(
     enough = chunks.sum() ** 2 >= DOCUMENTS * np.square(chunks).sum()
     keys = list(names) if enough else [str(index) for index in range(len(names))]
     order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
-    grouped, counts = np.zeros(len(order)), np.zeros(len(order), dtype=np.int64)
-    for key, value, count in zip(keys, sums, tokens, strict=True):
-        grouped[order[key]] += value
-        counts[order[key]] += count
-    return grouped, counts
+    clusters = [order[key] for key in keys]
+    return np.bincount(clusters, sums), np.bincount(clusters, tokens).astype(np.int64)
 
 
 SLACK = 1.5

@@ -87,7 +87,7 @@ def candidates(
 
 def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Candidates:
     """The choices of these combinations of parts."""
-    rows = [np.array([float(part in chosen) for part in parts]) for chosen in combinations]
+    rows = [[float(part in chosen) for part in parts] for chosen in combinations]
     return Candidates(
         tuple(Choice.of(*chosen) if chosen else EXACT for chosen in combinations),
         tuple(Choice.of(part) for part in parts),
