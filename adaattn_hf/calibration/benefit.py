@@ -68,7 +68,7 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
         logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
         ratio, clock = clustered_ratio(logs, np.ones(len(logs))), "time" if tokens.is_cuda else "CPU time"
         high = ratio.upper((1 + CONFIDENCE) / 2)
-        limits = map(math.exp, (ratio.mean, 2 * ratio.mean - high, high))
+        limits = math.exp(ratio.mean), math.exp(2 * ratio.mean - high), math.exp(high)
         found.append(Benefit(length, *limits, len(logs), clock, inputs.settings.batch))
     inputs.progress("speed", len(inputs.samples), len(inputs.samples))
     return found

@@ -57,8 +57,8 @@ class Evidence:
     def ratio(self, source: str | None = None) -> Ratio:
         """Returns the mean loss difference with its error, clustered by document, of one source or of all."""
         mine = [place for place, own in enumerate(self.sources) if source in (None, own)]
-        names, sums, tokens = ([many[place] for place in mine] for many in (self.names, self.sums, self.tokens))
-        return clustered_ratio(*clustered(names, sums, tokens))
+        sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
+        return clustered_ratio(*clustered([self.names[place] for place in mine], sums, tokens))
 
     def worst(self, confidence: float) -> Ratio:
         """Returns the loss difference whose upper bound decides: with `apart` that of the source with the largest.

@@ -31,7 +31,8 @@ def clustered(
     keys = list(names) if enough else [str(index) for index in range(len(names))]
     order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
     clusters = [order[key] for key in keys]
-    return np.bincount(clusters, sums), np.bincount(clusters, tokens).astype(np.int64)
+    grouped = np.asarray(np.bincount(clusters, sums), dtype=np.float64)
+    return grouped, np.bincount(clusters, tokens).astype(np.int64)
 
 
 SLACK = 1.5

@@ -139,7 +139,7 @@ def allocate(
     # by call, layer and launch, whose largest constant is a variable of its own: the units that pay it
     groups = np.unique(launches.launch)
     by_launch = np.where(launches.launch == groups[:, None, None], launches.constant[:, None], 0.0)
-    call, group, unit = by_launch.any(axis=-1).nonzero()
+    call, group, unit = np.nonzero(by_launch.any(axis=-1))
     kinds, paid = np.unique(np.stack([call, launches.layer[unit], group]), axis=1, return_inverse=True)
     order = np.argsort(paid.ravel(), kind="stable")
     unit, paid, constants = unit[order], paid.ravel()[order], by_launch[call, group, unit][order]
