@@ -26,7 +26,7 @@ from ..plans.plan import Plan
 from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..stats.paired import TokenScores, joined, score_tokens
-from .scoring import Input, Reading, reading_of
+from .scoring import Input, reading_of
 
 CHUNK = 256
 """Positions projected to the vocabulary at a time."""
@@ -227,14 +227,6 @@ def refuse_infinite(finite: NDArray[np.bool_], name: str) -> None:
             "ones: no difference of them can be kept inside a budget; load the model in bfloat16 or float32, or leave "
             "out the text that it cannot read"
         )
-
-
-def compare_all(
-    arms: ModelArms, readings: Sequence[Reading], tap: Tap, exact: Sequence[Tensor] | None = None
-) -> TokenScores:
-    """Returns the paired scores of all readings of a sequence, see `compare`; `exact` holds a state for each."""
-    known: Sequence[Tensor | None] = [None] * len(readings) if exact is None else exact
-    return joined([compare(arms, one, tap, state) for one, state in zip(readings, known, strict=True)])
 
 
 Progress = Callable[[str, int, int], None]

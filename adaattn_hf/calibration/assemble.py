@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,13 @@ from .settings import Calibration
 from .subject import Subject
 
 
-def make_plan(
-    measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None = None, alpha: Array | None = None
-) -> Plan:
-    """Returns the plan of an allocation `picks` `[units]`, without a protocol and without tensors.
-
-    Sums of risks are re-scaled by `alpha` `[lengths]`, unless no whole plan was measured.
-    """
+def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
+    """Returns the plan of an allocation `picks` `[units]` as a search tries it: without proof, records and tensors."""
     facts, settings = measurement.layers, measurement.inputs.settings
-    layers, units = [], []
-    records = _records(measurement, picks, np.ones(len(settings.lengths)) if alpha is None else alpha)
-    for place, index in enumerate(facts.indices):
-        mine = picks[place * facts.kv_heads : (place + 1) * facts.kv_heads]
-        layer = LayerPlan(index, facts.bound.hashes[index], tuple(facts.candidates.choices[pick] for pick in mine))
-        if not layer.is_exact:
-            layers.append(layer)
-            units += records[place * facts.kv_heads : (place + 1) * facts.kv_heads]
+    layers = [
+        LayerPlan(index, facts.bound.hashes[index], tuple(facts.candidates.choices[pick] for pick in mine))
+        for index, mine in zip(facts.indices, picks.reshape(-1, facts.kv_heads), strict=True)
+    ]
     return Plan(
         format=PLAN_FORMAT,
         model_type=facts.bound.model_type,
@@ -59,9 +49,9 @@ def make_plan(
         data_fingerprint=measurement.inputs.fingerprint,
         protocol={},
         lengths=settings.lengths,
-        layers=tuple(layers),
-        units=tuple(units),
-        verified=verified,
+        layers=tuple(layer for layer in layers if not layer.is_exact),
+        units=(),
+        verified=None,
         tensors="",
         attention_layers=tuple(facts.indices),
     )
@@ -73,7 +63,7 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
     price, exact_price = (
         shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
     )
-    dropped = np.asarray(sum(measurement.state.dropped.values()) / max(sum(measurement.state.done.values()), 1))
+    dropped = np.asarray(sum(measurement.state.dropped.values()) / sum(measurement.state.done.values()))
     return [
         UnitRecord(
             *unit, float(risk[at]), float(price[at]), float(exact_price[at]), *map(float, dropped[at, picks[at]])
@@ -84,12 +74,17 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
 
 def finished_plan(
     measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None, alpha: Array, gates: Gates
-) -> tuple[Plan, dict[str, Tensor]]:
-    """Returns the plan of `make_plan` with the protocol of its calibration, and its tensors by name."""
-    plan = make_plan(measurement, picks, verified, alpha)
+) -> Plan:
+    """Returns the plan of an allocation with its proof, the protocol of its calibration, records and tensors.
+
+    Sums of risks are re-scaled by `alpha` `[lengths]`.
+    """
+    plan = make_plan(measurement, picks)
     tensors: dict[str, Tensor] = {}
     for layer in plan.layers:
         tensors.update(needed_tensors(layer, measurement.layers.tensors[layer.layer]))
+    planned = {layer.layer for layer in plan.layers}
+    units = tuple(unit for unit in _records(measurement, picks, alpha) if unit.layer in planned)
     # what the plan says elsewhere, and `rounds`, which changes nothing in it
     named = ("budget", "seed", "lengths", "rounds")
     protocol: dict[str, Any] = {
@@ -100,8 +95,8 @@ def finished_plan(
             for name, value in asdict(measurement.inputs.settings).items()
             if name not in named
         },
-        "alpha": [float(value) for value in alpha],
-        "gates": {name: value for name, value in asdict(gates).items() if value != math.inf},
+        "alpha": alpha.tolist(),
+        "gates": asdict(gates),
         "prices": measurement.table.digest,
         "machine": measurement.table.machine,
         SOURCES: measurement.inputs.sources,
@@ -109,7 +104,7 @@ def finished_plan(
     }
     if measurement.exact_steps:
         protocol["decode"] = "exact"
-    return replace(plan, protocol=protocol, tensors=store.remember_tensors(tensors)), tensors
+    return replace(plan, protocol=protocol, units=units, verified=verified, tensors=store.remember_tensors(tensors))
 
 
 def needed_tensors(layer: LayerPlan, tensors: LayerTensors) -> Mapping[str, Tensor]:
@@ -127,7 +122,7 @@ def report(
     history: list[dict[str, Any]],
     found: Allocation | None,
     alpha: Array,
-    verdicts: Sequence[Verified],
+    verdicts: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns the report of a calibration as JSON data: of the allocation `found`, `None` for the exact plan.
 
@@ -142,7 +137,7 @@ def report(
         "prices": measurement.table.to_json(),
         "history": history,
         "alpha": alpha.tolist(),
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "verdicts": verdicts,
         "price_exact_seconds": base,
         "price_plan_seconds": price,
         "risk": found.risk.tolist() if found is not None else [],

@@ -12,7 +12,7 @@ import torch
 
 from ..attention.tap import Tap, tapping
 from ..plans.program import Program
-from ..stats.paired import student_quantile
+from ..stats.paired import clustered_ratio
 from ..stats.stopwatch import timed
 from .arms import exact_tap, plan_tap
 from .inputs import Inputs
@@ -66,12 +66,10 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
         tokens = inputs.readings(sample.joint[0])[0].tokens.repeat(inputs.settings.batch, 1)
         seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(programs)}, rounds)
         logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
-        count = len(logs)
-        error = float(logs.std(ddof=1)) / math.sqrt(count)
-        spread = student_quantile((1 + CONFIDENCE) / 2, count - 1) * error
-        mean, clock = float(logs.mean()), "time" if tokens.is_cuda else "CPU time"
-        limits = math.exp(mean), math.exp(mean - spread), math.exp(mean + spread)
-        found.append(Benefit(length, *limits, count, clock, inputs.settings.batch))
+        ratio, clock = clustered_ratio(logs, np.ones(len(logs))), "time" if tokens.is_cuda else "CPU time"
+        high = ratio.upper((1 + CONFIDENCE) / 2)
+        limits = math.exp(ratio.mean), math.exp(2 * ratio.mean - high), math.exp(high)
+        found.append(Benefit(length, *limits, len(logs), clock, inputs.settings.batch))
     inputs.progress("speed", len(inputs.samples), len(inputs.samples))
     return found
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from ..plans.plan import Verified
-from ..plans.program import Program
 from ..plans.wording import allowed, in_nats, share
 from ..policy.acceptance import SIGNIFICANT, Gates
 from ..policy.aim import LossLaw, Observation
@@ -25,8 +24,9 @@ from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
+from .needles import compared
 from .proof import Proof, Test, prove
-from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, programs, seek
+from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, Picks, seek
 from .settings import Calibration
 from .stock import stock_distance
 from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
@@ -48,8 +48,6 @@ CLOSER = (0.25, 0.5)
 """A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 HALVED = 0.5
 """Where windows with a cache's format have failed, so much of their KL is tried next, if laws afford no more."""
-OUTSIDE = 2.0
-"""A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
 
 class Campaign:
@@ -62,6 +60,7 @@ class Campaign:
         self.measurement, self.passes = measurement, JointPasses(measurement, self.stock.kl)
         # where a smaller cache is wanted, formats are tested without a plan if every plan fails
         self.attempts = Attempts(s.alpha, s.tries, s.bolder, reserved=int(s.with_cache))
+        self.none: Picks = np.zeros(len(measurement.layers.units), dtype=np.int64)
         self.alpha = np.ones(len(s.lengths))
         self.share = SHARE
         self.needles: dict[int, float] = {}
@@ -75,8 +74,7 @@ class Campaign:
         self.least: dict[int, float] = {}
         self.proved: Verified | str | None = None
         self.joint: dict[int, list[Joint]] = {length: [] for length in s.lengths}
-        tail = s.kl_p999 if s.kl_p999 is not None else math.inf
-        self.gates = Gates(s.budget, s.top1, tail, s.needles_lost, self.stock.kl)
+        self.gates = Gates(s.budget, s.top1, s.needles_lost, self.stock.kl)
 
     def run(self) -> Calibration:
         """Returns the calibration's result."""
@@ -128,14 +126,14 @@ class Campaign:
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
             return result
-        return self.with_cache(result, {} if passed is None else programs(self.measurement, passed[0].allocation.picks))
+        return self.with_cache(result, self.none if passed is None else passed[0].allocation.picks)
 
     def choose_format(self) -> None:
         """Measures the loss of each cache format, and chooses the one that plans are combined with."""
         measurement, lengths = self.measurement, self.measurement.inputs.settings.lengths
         self.roundings = roundings(self.passes)
         aim = self.aim(max(self.most(), 2))
-        afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
+        afforded = np.array([aim.affordable(length) for length in lengths])
         self.format = aimed_at(measurement, self.roundings, afforded)
         costs = [f"{one.stored} costs a KL of {in_nats(max(one.kl.values()))}" for one in self.roundings]
         measurement.inputs.say(
@@ -159,10 +157,10 @@ class Campaign:
             found[self.format.stored] = self.proved
         return found
 
-    def with_cache(self, result: Calibration, by_layer: Mapping[int, Program]) -> Calibration:
+    def with_cache(self, result: Calibration, picks: Picks) -> Calibration:
         """Returns the result with the verified cache format, not met if `kv_bytes` is not reached."""
-        left, known = self.attempts.left, self.known(bool(by_layer))
-        found, words = choose_storage(self.measurement, by_layer, self.current.gates, left, self.used, known)
+        left, known = self.attempts.left, self.known(bool(picks.any()))
+        found, words = choose_storage(self.measurement, picks, self.current.gates, left, self.used, known)
         sentence, report = f"{result.sentence}; {words}", {**result.report, PROTOCOL: words}
         if found is None:
             met = result.met and self.measurement.inputs.settings.kv_bytes is None
@@ -236,14 +234,14 @@ class Campaign:
             length: inputs.samples[length].held_out[self.used : self.used + self.current.sequences(length)]
             for length in inputs.settings.lengths
         }
-        by_layer = programs(self.measurement, found.allocation.picks)
+        picks = found.allocation.picks
         test = Test(self.current.gates, self.attempts.level, self.plans, found.predicted)
-        proof, coded = prove(self.measurement, by_layer, shards, test), None
+        proof, coded = prove(self.measurement, picks, shards, test), None
         beside = {} if self.format is None else self.format.kl
         if proof.passed and self.format is not None:
             together = {length: kl + beside[length] for length, kl in found.predicted.items()}
             over = replace(test, predicted=together, stored=self.format.stored)
-            coded = prove(self.measurement, by_layer, shards, over)
+            coded = prove(self.measurement, picks, shards, over)
         self.looked_at = {
             str(length): [self.used, self.used + len(evidence.names)] for length, evidence in proof.evidence.items()
         }
@@ -253,19 +251,8 @@ class Campaign:
             if coded is not None and len(coded.evidence[length].names) == len(evidence.names):
                 seen.append(coded.evidence[length].observed(found.joint[length].kl + beside[length]))
             self.shards[length].append(seen)
-            needles = evidence.lost, evidence.won, evidence.found
-            self.spare(length, found.joint[length].risk, *needles, SIGNIFICANT)
-            self.warn_of_other_text(length, found.joint[length], evidence.mean_kl())
+            self.spare(length, found.joint[length].risk, *compared(evidence.needles), SIGNIFICANT)
         return proof, coded
-
-    def warn_of_other_text(self, length: int, joint: Joint, held: float) -> None:
-        """Warns if the KL on held-out text is far from that of all calibration sources."""
-        low, high = min(joint.kl_by_source.values()), max(joint.kl_by_source.values())
-        if self.plans == 1 and not low / OUTSIDE <= held <= high * OUTSIDE:
-            self.measurement.inputs.say(
-                f"at {length} tokens the held-out text lies outside the calibration text: KL {in_nats(held)} against "
-                f"{in_nats(low)} to {in_nats(high)} nats/token; give --data of its kind beside the others"
-            )
 
     def forecast(self) -> str:
         """Returns a message on how long search and verification take, and how much of the budget noise will use up."""
@@ -280,7 +267,7 @@ class Campaign:
         words = []
         for length in s.lengths:
             law, size = aim.laws[length], aim.sequences(length)
-            kl = aim.affordable(length, 0.0, 0.0)
+            kl = aim.affordable(length)
             noise = 1.0 - law.per_kl * kl / (aim.share * s.budget)
             words.append(
                 f"{size} of {len(inputs.samples[length].held_out)} held-out sequences of {length} tokens, whose noise "
@@ -296,21 +283,19 @@ class Campaign:
 
     def finished(self, found: Found, proof: Proof) -> Calibration:
         """Returns the result for a plan that passed."""
-        worst = proof.worst
-        plan, tensors = finished_plan(self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates)
-        verdicts = list(proof.verdicts.values())
-        return Calibration(plan, tensors, True, worst.sentence, self.reported(found.allocation, verdicts))
+        worst, picks = proof.worst, found.allocation.picks
+        plan = finished_plan(self.measurement, picks, worst, self.alpha, self.current.gates)
+        verdicts = [asdict(verdict) for verdict in proof.verdicts.values()]
+        return Calibration(plan, True, worst.sentence, self.reported(found.allocation, verdicts))
 
     def exact(self, sentence: str) -> Calibration:
         """Returns the exact plan as the result, with the reason."""
-        none = np.zeros(len(self.measurement.layers.units), dtype=np.int64)
-        plan, _ = finished_plan(self.measurement, none, None, self.alpha, self.current.gates)
-        budget = self.measurement.inputs.settings.budget
-        text = f"the budget of {allowed(budget)} cannot be met: {sentence}; the plan is exact"
+        plan = finished_plan(self.measurement, self.none, None, self.alpha, self.current.gates)
+        text = f"the budget of {allowed(self.gates.budget)} cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
-        return Calibration(plan, {}, False, text, {**self.reported(None, []), "verdicts": verdicts})
+        return Calibration(plan, False, text, self.reported(None, verdicts))
 
-    def reported(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
+    def reported(self, found: Allocation | None, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the report, with the KL of rounding that every measured KL holds."""
         words = report(self.measurement, self.history, found, self.alpha, verdicts)
         return {**words, "rounding": self.stock.kl}

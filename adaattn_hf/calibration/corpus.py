@@ -11,8 +11,9 @@ import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import count, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,17 +49,17 @@ class Sample:
 
 
 def sequences(
-    documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, seen: Callable[[str], None]
+    documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, digest: Any
 ) -> Iterator[TokenSequence]:
     """Yields chunks of `length` tokens; short documents are joined, and a chunk is named after its first document.
 
-    `seen` is called with every piece of text, for the fingerprint.
+    All text is added to `digest`, for the fingerprint.
     """
     buffer: list[int] = []
     name = ""
     for document, pieces in documents:
         for piece in pieces:
-            seen(piece)
+            digest.update(piece.encode("utf-8", "replace"))
             if not buffer:
                 name = document
             buffer.extend(encode(piece))
@@ -77,39 +78,25 @@ def draw(
     ids without special tokens. The last use gets up to `spare` sequences more, as many as the text holds. A text that
     holds fewer than are wanted in all is refused.
     """
-    digest = hashlib.sha256()
-    count = sum(wanted.values())
-    kept: list[list[tuple[int, int, TokenSequence]]] = []
-    index = 0
+    digest, numbers, wanted_in_all = hashlib.sha256(), count(), sum(wanted.values())
+    kept: list[list[TokenSequence]] = []
 
-    def note(piece: str) -> None:
-        digest.update(piece.encode("utf-8", "replace"))
+    def rank(index: int) -> bytes:
+        return hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8]
 
     for path in paths:
-        heap: list[tuple[int, int, TokenSequence]] = []
-        kept.append(heap)
-        for sequence in sequences(read_documents([path]), encode, length, note):
-            rank = int.from_bytes(hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8], "big")
-            item = (-rank, index, replace(sequence, source=str(path)))
-            index += 1
-            if len(heap) < count + spare:
-                heapq.heappush(heap, item)
-            elif item > heap[0]:
-                heapq.heapreplace(heap, item)
-    if index < count:
+        found = sequences(read_documents([path]), encode, length, digest)
+        ranked = ((rank(index), index, sequence) for sequence, index in zip(found, numbers, strict=False))
+        least = heapq.nsmallest(wanted_in_all + spare, ranked)
+        kept.append([replace(sequence, source=str(path)) for *_, sequence in least])
+    if (number := next(numbers)) < wanted_in_all:
         raise ValueError(
-            f"data: the text holds {index} sequences of {length} tokens, {count} are wanted "
+            f"data: the text holds {number} sequences of {length} tokens, {wanted_in_all} are wanted "
             f"({', '.join(f'{number} for {use}' for use, number in wanted.items())}); give more text or shorter lengths"
         )
-    by_rank = [[sequence for _, _, sequence in sorted(heap, key=lambda item: -item[0])] for heap in kept]
-    ordered = [one for turn in zip_longest(*by_rank) for one in turn if one is not None]
-    parts: dict[str, list[TokenSequence]] = {}
-    start = 0
-    for use, number in wanted.items():
-        parts[use] = ordered[start : start + number]
-        start += number
-    if spare:
-        parts[use] += ordered[start : start + spare]
+    ordered = (one for turn in zip_longest(*kept) for one in turn if one is not None)
+    parts = {use: list(islice(ordered, number)) for use, number in wanted.items()}
+    parts[[*wanted][-1]] += islice(ordered, spare)
     return Sample(parts, digest.hexdigest())
 
 

@@ -32,14 +32,6 @@ class LengthSample:
     held_out: tuple[TokenSequence, ...]
     fingerprint: str
 
-    def cut(self, length: int) -> LengthSample:
-        """Returns the first `length` tokens of every sequence."""
-        risk, joint, held_out = (
-            tuple(replace(one, tokens=one.tokens[:length]) for one in part)
-            for part in (self.risk, self.joint, self.held_out)
-        )
-        return LengthSample(risk, joint, held_out, self.fingerprint)
-
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -122,9 +114,10 @@ def open_inputs(
     arms = ModelArms(model)
     texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
-    corpus.refuse_copies((*sample.risk, *sample.joint), sample.held_out)
+    parts = sample.parts
+    corpus.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
-    samples = {length: sample.cut(scoring.content(length)) for length in settings.lengths}
+    samples = {length: _cut(sample, scoring.content(length)) for length in settings.lengths}
     return Inputs(subject, arms, settings, scoring, samples, progress, say, verify_data is not None)
 
 
@@ -138,33 +131,37 @@ def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> N
         )
 
 
+def _cut(sample: corpus.Sample, length: int) -> LengthSample:
+    """Returns the first `length` tokens of every sequence."""
+    risk, joint, held_out = (
+        tuple(replace(one, tokens=one.tokens[:length]) for one in sample.parts[use])
+        for use in ("risk", "joint", "held_out")
+    )
+    return LengthSample(risk, joint, held_out, sample.fingerprint)
+
+
 def _draw(
     data: Sequence[str | Path],
     verify_data: Sequence[str | Path] | None,
     encode: Callable[[str], Sequence[int]],
     length: int,
-    settings: CalibrationSettings,
-) -> LengthSample:
+    s: CalibrationSettings,
+) -> corpus.Sample:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
-    s = settings
-    own = {"risk": s.sequences, "joint": s.joint}
-    held = {"held_out": s.held_out}
+    own, held = {"risk": s.sequences, "joint": s.joint}, {"held_out": s.held_out}
     spare = s.most_held_out * (s.tries + s.bolder) - s.held_out
     if verify_data is None:
         sample = corpus.draw(data, encode, length, {**own, **held}, s.seed, spare)
-        parts, fingerprint = sample.parts, f"{sample.fingerprint}:"
-    else:
-        if s.held_out < 2 * len(verify_data):
-            raise ValueError(
-                f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
-                f"{2 * len(verify_data)}: two of every source at the first look; raise it (--held-out)"
-            )
-        first = corpus.draw(data, encode, length, own, s.seed)
-        second = corpus.draw(verify_data, encode, length, held, s.seed, spare)
-        second.parts["held_out"] = _each(second.parts["held_out"], verify_data, length)
-        parts, fingerprint = {**first.parts, **second.parts}, f"{first.fingerprint}:{second.fingerprint}"
-    risk, joint, held_out = (tuple(parts[use]) for use in ("risk", "joint", "held_out"))
-    return LengthSample(risk, joint, held_out, fingerprint)
+        return corpus.Sample(sample.parts, f"{sample.fingerprint}:")
+    if s.held_out < 2 * len(verify_data):
+        raise ValueError(
+            f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
+            f"{2 * len(verify_data)}: two of every source at the first look; raise it (--held-out)"
+        )
+    first = corpus.draw(data, encode, length, own, s.seed)
+    second = corpus.draw(verify_data, encode, length, held, s.seed, spare)
+    parts = {**first.parts, "held_out": _each(second.parts["held_out"], verify_data, length)}
+    return corpus.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
 
 
 def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: int) -> list[TokenSequence]:

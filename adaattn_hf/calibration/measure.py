@@ -55,7 +55,7 @@ class Measurement:
 
     def risks(self, alpha: Array | float = 1.0) -> Array:
         """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
-        means = [self.state.risks[length].mean() for length in self.inputs.settings.lengths]
+        means = [self.state.mean(length) for length in self.inputs.settings.lengths]
         return np.asarray(np.stack(means) * np.reshape(alpha, (-1, 1, 1)))
 
     @property
@@ -153,10 +153,8 @@ def measure_risks(
             inputs.progress("risk", sum(state.done.values()), total)
             stop = min(start + team.size, s.sequences)
             own = [_risks_of_sequence(inputs, layers, length, number) for number in team.mine(stop, start)]
-            for sums, rows, dropped, needles in team.gather(own, stop, start):
-                state.risks[length].add(sums, rows)
-                state.dropped[length] += dropped
-                state.needles[length] += needles
+            for one in team.gather(own, stop, start):
+                state.add(length, *one)
             state.done[length] = stop
             if directory is not None and team.leads:
                 state.save(directory)
@@ -164,8 +162,8 @@ def measure_risks(
     return state
 
 
-def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array, Array]:
-    """Returns the sums of risks, the rows, the dropped mass and the risks for retrieval of one sequence.
+def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
+    """Returns the rows, the sums of risks, the dropped mass and the risks for retrieval of one sequence.
 
     Only the first one is asked for needles: what counts of their risks is which heads retrieve.
     """
@@ -188,7 +186,7 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
         # needles are stranger than text, and in half precision may overflow alone: none of them refuses the model
         needles = np.where(np.isfinite(needles), needles, np.inf)
         needles[:, 0] = 0.0  # of exact attention
-    return sums, rows, dropped, needles
+    return rows, sums, dropped, needles
 
 
 def _risks_of_reading(

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import mul
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from ..plans.plan import LayerPlan
 from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
-from ..policy.prices import Price, PriceTable, fit_price
+from ..policy.prices import Price, PriceTable
 from ..stats.stopwatch import on_device, quartiles, timed
 from .layers import Layers
 
@@ -81,17 +82,18 @@ def by_heads(request: AttentionRequest, batch: int, on_cuda: bool) -> dict[int, 
     return {count: some_heads(whole, list(range(count))) for count in sorted({1, heads})}
 
 
-Calls = dict[tuple[str, int], Callable[[], object]]
+Calls = Mapping[tuple[str, int], Callable[[], object]]
 """Launches by the label of the choice and the number of key/value heads."""
 Spread = tuple[float, float, float]
 """First quartile, median and third quartile, in seconds."""
 
 
-def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
+def _call(choice: Choice, tensors: LayerTensors, length: int, request: AttentionRequest) -> Callable[[], object]:
     """Returns one call as a layer makes it that follows the first one of a pass."""
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
-    if program.plan.is_exact and not extended and request.scaling > 0:
+    if choice.is_exact and not extended and request.scaling > 0:
         return bound(select.choose(spec_of(request)), request)
+    program = Program(LayerPlan(0, "", (choice,) * request.key.shape[1]), tensors, length)
     return partial(execute.attend, program, request)
 
 
@@ -102,9 +104,15 @@ def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
     charged for every token.
     """
     medians = [median for _, median, _ in spreads]
-    if len(heads) > 1 and spreads[-1][0] <= spreads[0][2]:
-        return Price(sum(medians) / len(medians), 0.0)
-    return fit_price(heads, medians)
+    if len(heads) > 1:
+        if spreads[1][0] <= spreads[0][2]:
+            return Price(sum(medians) / 2, 0.0)
+        slope = (medians[1] - medians[0]) / (heads[1] - heads[0])
+        constant = medians[0] - slope * heads[0]
+        if constant >= 0.0:
+            return Price(constant, slope)
+    # the nearest line through the origin
+    return Price(0.0, sum(map(mul, heads, medians)) / sum(map(mul, heads, heads)))
 
 
 def prices_of(
@@ -124,9 +132,8 @@ def prices_of(
 def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:
     """Returns the seconds of each launch of a phase; the least CPU time of the process has no spread."""
     if on_cuda:
-        keys = {f"{label} of {count}": (label, count) for label, count in calls}
-        runs = on_device({name: calls[key] for name, key in keys.items()}, host=phase == "decode" and not captured)
-        return {key: quartiles(runs[name]) for name, key in keys.items()}
+        runs = on_device(calls, host=phase == "decode" and not captured)
+        return {key: quartiles(own) for key, own in runs.items()}
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for key, call in calls.items():
@@ -140,6 +147,7 @@ def launch_label(choice: Choice, own: int | None) -> str:
     return choice.label if own is None else f"{choice.label} in {own}"
 
 
+@torch.no_grad()
 def measure_prices(
     kinds: Mapping[int | None, Mapping[int, AttentionRequest]],
     choices: Sequence[Choice],
@@ -160,21 +168,16 @@ def measure_prices(
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
     for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:
-        one = kinds[own][length]
-        on_cuda = one.query.is_cuda
-        prefills = by_heads(one, batch, on_cuda)
+        on_cuda = kinds[own][length].query.is_cuda
+        prefills = by_heads(kinds[own][length], batch, on_cuda)
         for phase in phases:
-            parts = prefills
-            if phase == "decode":
-                parts = {count: decode_step(part) for count, part in prefills.items()}
-            calls: Calls = {}
-            for choice in choices:
-                for count, part in parts.items():
-                    program = Program(LayerPlan(0, "", (choice,) * part.key.shape[1]), tensors, length)
-                    with torch.no_grad():
-                        calls[choice.label, count] = _call(program, part)
-            with torch.no_grad():
-                found = _timed(calls, phase, on_cuda, captured)
+            parts = {count: decode_step(one) if phase == "decode" else one for count, one in prefills.items()}
+            calls = {
+                (choice.label, count): _call(choice, tensors, length, part)
+                for choice in choices
+                for count, part in parts.items()
+            }
+            found = _timed(calls, phase, on_cuda, captured)
             spreads = {choice.label: [found[choice.label, count] for count in parts] for choice in choices}
             lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
             table[phase][length] |= {launch_label(choice, own): lines[choice.label] for choice in choices}
@@ -237,8 +240,8 @@ def unit_prices(
     for. A choice that changes nothing in a layer with a window of its own has an infinite price there.
     """
     choices = layers.candidates.choices
-    weights = {"prefill": 1.0, "decode": float(decode_tokens)}
-    calls = {(phase, length): weights[phase] for length in lengths for phase in PHASES if weights[phase]}
+    weights = dict(zip(PHASES, (1.0, float(decode_tokens)), strict=True))
+    calls = {(phase, length): weight for length in lengths for phase, weight in weights.items() if weight}
     labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
     names = [table.launch(choice.label) for choice in choices]
     prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])

@@ -13,6 +13,8 @@ from . import verify
 from .arms import stored_tap
 from .corpus import TokenSequence
 from .measure import Measurement
+from .needles import compared
+from .search import Picks, programs
 from .verify import Evidence
 
 
@@ -56,42 +58,40 @@ class Test:
     stored: str = "model"
 
 
-def prove(
-    measurement: Measurement, programs: Mapping[int, Program], shards: Mapping[int, Sequence[TokenSequence]], test: Test
-) -> Proof:
-    """Returns the verdicts on a plan, given by its programs by layer index.
+def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[TokenSequence]], test: Test) -> Proof:
+    """Returns the verdicts on an allocation.
 
     `shards` are held-out sequences by length that were not used before, as many as the last look needs.
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
+    by_layer = programs(measurement, picks)
     for length, shard in shards.items():
-        verdicts[length], gathered[length], lost = _length(measurement, programs, length, shard, test)
+        verdicts[length], gathered[length], lost = _length(measurement, by_layer, length, shard, test)
         if not verdicts[length].passed:
             break
     return Proof(verdicts, gathered, lost)
 
 
 def _length(
-    measurement: Measurement, programs: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
+    measurement: Measurement, by_layer: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
 ) -> tuple[Verified, Evidence, bool]:
     """Returns verdict and evidence for one length, and whether a limit other than that of the loss failed."""
     inputs = measurement.inputs
-    s, tap = inputs.settings, stored_tap(programs, test.stored)
+    s, tap = inputs.settings, stored_tap(by_layer, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
     levels = look_levels(test.level, sizes)
     haystacks = s.haystacks if inputs.scoring.generates else 0
     total, evidence = sizes[-1] + haystacks, Evidence(apart=inputs.other_source)
-    share = verify.activation(programs, len(measurement.layers.units), length, inputs.scoring.causal)
-    for look, (size, level) in enumerate(zip(sizes, levels, strict=True)):
-        start = sizes[look - 1] if look else 0
+    share = verify.activation(by_layer, len(measurement.layers.units), length, inputs.scoring.causal)
 
-        def step(done: int, start: int = start) -> None:
-            inputs.progress(f"verify {length}", min(start + done, total), total)
+    def step(done: int) -> None:
+        inputs.progress(f"verify {length}", min(done, total), total)
 
-        step(0)
+    for start, size, level in zip([0, *sizes], sizes, levels, strict=False):
+        step(start)
         evidence = verify.gather(
-            inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if look else haystacks, step
+            inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if start else haystacks, step
         )
         verdict = verify.judge(
             evidence,
@@ -101,13 +101,11 @@ def _length(
             activation_share=share,
             predicted=test.predicted[length],
         )
-        # what fails even with a budget as large as the loss will not pass a later look
-        lost = replace(test.gates, budget=max(verdict.upper, verdict.kl, test.gates.budget)).failures(
-            verdict.upper, verdict.kl, verdict.top1, evidence.lost, evidence.won, evidence.found, 0.0
-        )
+        # what fails whatever the budget will not pass a later look
+        lost = test.gates.beside_the_loss(verdict.top1, *compared(evidence.needles))
         if lost and size < sizes[-1]:  # an early look's bound is of a level so high that it says nothing of the loss
             verdict = replace(verdict, sentence=f"failed: {'; '.join(lost)}")
         if verdict.passed or lost or hopeless(evidence.ratio(), test.gates.budget, sizes, size, levels[-1]):
             break
-    inputs.progress(f"verify {length}", total, total)
+    step(total)
     return verdict, evidence, bool(lost)

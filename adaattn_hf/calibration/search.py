@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,8 @@ from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
-from ..policy.risk import rescale
-from ..stats.paired import TokenScores
-from .arms import compare_all, exact_tap, programs_of, stored_tap
+from ..stats.paired import TokenScores, joined
+from .arms import compare, exact_tap, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
 from .needles import compared, retrieved
@@ -83,7 +83,6 @@ class Joint:
         flips: Share of tokens whose likeliest token changes.
         kl_p999: 99.9th percentile of the KL of a token, nats.
         observed: Loss of each sequence.
-        kl_by_source: Mean KL by source of the text.
         rounding: Mean KL of two exact implementations, nats/token.
         needles: Those that the plan loses, those that only it finds, and those that exact attention finds.
         risk: The plan's risk for retrieval.
@@ -93,7 +92,6 @@ class Joint:
     flips: float
     kl_p999: float
     observed: Observation
-    kl_by_source: Mapping[str, float]
     rounding: float = 0.0
     needles: tuple[int, int, int] = (0, 0, 0)
     risk: float = 0.0
@@ -122,45 +120,41 @@ class JointPasses:
         by_layer = programs(self.measurement, picks)
         tap = stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
-        mine: list[tuple[TokenScores, tuple[int, int, int]]] = []
+        mine: list[tuple[TokenScores, list[tuple[bool, bool]]]] = []
         for number in inputs.team.mine(len(sequences)):
             readings, place = inputs.readings(sequences[number]), (length, number)
             if place not in inputs.states:
                 inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
-            needles = self.needles(length, number, tap) if picks.any() else (0, 0, 0)
-            mine.append((compare_all(inputs.arms, readings, tap, inputs.states[place]), needles))
+            exact = zip(readings, inputs.states[place], strict=True)
+            score = joined([compare(inputs.arms, one, tap, state) for one, state in exact])
+            mine.append((score, self.needles(length, number, tap) if picks.any() else []))
         scores, found = zip(*inputs.team.gather(mine, len(sequences)), strict=True)
-        by_sequence = np.array([one.kl.mean() for one in scores])
         sources = tuple(sequence.source for sequence in sequences)
-        kl = float(by_sequence.mean())
+        kl = float(np.mean([one.kl.mean() for one in scores]))
         return Joint(
             kl=kl,
             flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),
             kl_p999=float(np.quantile(np.concatenate([one.kl[0] for one in scores]), 0.999)),
             observed=Observation(kl, np.array([one.delta.mean() for one in scores]), sources),
-            kl_by_source={
-                name: float(by_sequence[[source == name for source in sources]].mean())
-                for name in dict.fromkeys(sources)
-            },
             rounding=self.rounding,
-            needles=(sum(one[0] for one in found), sum(one[1] for one in found), sum(one[2] for one in found)),
+            needles=compared([*chain(*found)]),
             risk=float(self.measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
         )
 
-    def needles(self, length: int, number: int, tap: Tap) -> tuple[int, int, int]:
-        """Returns how many needles in a sequence a plan loses, how many only it finds, and how many exact attention.
+    def needles(self, length: int, number: int, tap: Tap) -> list[tuple[bool, bool]]:
+        """Returns for each needle in a sequence whether exact attention finds it, and whether a plan does.
 
         Nothing of the proof is used up: its text is other text, and its needles are others.
         """
         inputs, place = self.measurement.inputs, (length, number)
         if not inputs.scoring.generates or number >= inputs.settings.haystacks:
-            return 0, 0, 0
+            return []
         if place not in inputs.haystacks:
             generator = torch.Generator().manual_seed(inputs.settings.seed)
             haystack = inputs.haystack(inputs.samples[length].joint[number], generator)
             inputs.haystacks[place] = haystack, retrieved(inputs.arms, haystack, exact_tap)
         haystack, exact = inputs.haystacks[place]
-        return compared(exact, retrieved(inputs.arms, haystack, tap))
+        return list(zip(exact, retrieved(inputs.arms, haystack, tap), strict=True))
 
 
 @dataclass(frozen=True)
@@ -190,19 +184,15 @@ class Aim:
         """Returns how many held-out sequences the verification needs at a length."""
         return self.laws[length].shard(self.share * self.gates.budget, *self.looks, self.level)
 
-    def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
+    def affordable(self, length: int, flips_per_root: float = 0.0) -> float:
         """Returns the largest KL that a plan may add to that of rounding and keep all gates with a margin, nats/token.
 
-        The flips per token over the square root of the KL, and its 99.9th percentile over its mean, are 0 until
-        measured.
+        The flips per token over the square root of the KL are 0 until measured.
         """
         budget = self.share * self.gates.budget
         limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
-        rounding = self.gates.rounding
         if flips_per_root > 0.0:
-            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - rounding)
-        if tail_per_kl > 0.0:
-            limits.append(self.share * self.gates.kl_p999 / tail_per_kl - rounding)
+            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - self.gates.rounding)
         return max(min(limits) - self.beside.get(length, 0.0), self.least.get(length, LEAST_KL))
 
 
@@ -241,7 +231,7 @@ def seek(
     within: Found | None = None
     low, high, scale = 0.0, math.inf, 1.0
     seen: dict[int, list[Joint]] = {length: [] for length in lengths}
-    afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
+    afforded = np.array([aim.affordable(length) for length in lengths])
     for step in range(MOST_JOINT_STEPS):
         if step >= JOINT_STEPS and within is not None:
             break
@@ -256,9 +246,9 @@ def seek(
         measured = np.array([joint[length].added for length in lengths])
         visible = np.array([joint[length].visible for length in lengths])
         predicted = found.risk * alpha
-        if step == 0:  # re-scale the sums of risks
-            alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, visible, strict=True)])
-        afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
+        if step == 0:  # re-scale the sums of risks, where there is any
+            alpha = alpha * np.divide(visible, predicted, out=np.ones_like(predicted), where=predicted > 0.0)
+        afforded = np.array([aim.affordable(length, _flips_per_root(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
         retrieves = not any(aim.gates.forgets(*one.needles, REHEARSED) for one in joint.values())
         history.append(
@@ -272,15 +262,16 @@ def seek(
                 "needles": [joint[length].needles for length in lengths],
             }
         )
-        candidate = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)))
-        if reached <= 1.0 + TOLERANCE and retrieves and (within is None or found.price < within.allocation.price):
-            within = candidate
-        if CLOSE <= reached <= 1.0 + TOLERANCE and retrieves:
-            break
-        if step == 0 or (reached <= 1.0 + TOLERANCE and not retrieves):
+        fits = reached <= 1.0 + TOLERANCE
+        if fits and retrieves:
+            if within is None or found.price < within.allocation.price:
+                within = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)))
+            if reached >= CLOSE:
+                break
+        if step == 0 or (fits and not retrieves):
             continue
         step_to = 1.0 / float((visible / afforded).max())
-        if reached <= 1.0 + TOLERANCE:
+        if fits:
             low, step_to = scale, float(np.clip(step_to, GROW, 4.0))
         else:
             high, step_to = scale, float(np.clip(step_to, 0.25, SHRINK))
@@ -290,10 +281,7 @@ def seek(
     return within, alpha
 
 
-def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
-    """Returns flips over the square root of the KL, and the KL's 99.9th percentile over its mean, as measured."""
-    useful = [joint for joint in joints if joint.kl > 0.0]
-    if not useful:
-        return 0.0, 0.0
-    flips = float(np.median([joint.flips / math.sqrt(joint.kl) for joint in useful]))
-    return flips, float(np.median([joint.kl_p999 / joint.kl for joint in useful]))
+def _flips_per_root(joints: Sequence[Joint]) -> float:
+    """Returns flips over the square root of the KL, as measured."""
+    measured = [joint.flips / math.sqrt(joint.kl) for joint in joints if joint.kl > 0.0]
+    return float(np.median(measured)) if measured else 0.0

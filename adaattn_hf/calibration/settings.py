@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # help of the command reads the settings, and does not wait for torch
-    from torch import Tensor
-
     from ..plans.plan import Plan
 
 _OF_THE_PROOF = (
-    "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "top1", "kl_p999",
-    "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch", "captured",
+    "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "top1", "needles_lost",
+    "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch", "captured",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""
 
@@ -89,7 +87,6 @@ class CalibrationSettings:
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
         top1: Least agreement on the likeliest token (99%). Default: as the budget.
-        kl_p999: Largest 99.9th percentile of the KL of a token, nats. Default: no such gate.
         needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
         families: Kinds of choices by commas, some of `families`. Default: all that need not be named, on a GPU without
             ranks.
@@ -119,7 +116,6 @@ class CalibrationSettings:
     haystacks: int = field(default=4, metadata=NO_OPTION)
     needles: int = field(default=16, metadata=NO_OPTION)
     top1: float = field(default=0.0, metadata={"read": share})
-    kl_p999: float | None = None
     needles_lost: float | None = field(default=None, metadata={"option": "--needles", "read": share})
     families: tuple[str, ...] = field(
         default_factory=_families, metadata={"read": kinds, "names": ("plans/choices/*.py", "families")}
@@ -137,7 +133,7 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "most_held_out", max(self.most_held_out, self.held_out))
         counted = ("sequences", "rows", "labels", "joint", "tries", "needles", "batch")
-        lengths, kv_bytes, tail, lost = self.lengths, self.kv_bytes, self.kl_p999, self.needles_lost
+        lengths, kv_bytes, lost = self.lengths, self.kv_bytes, self.needles_lost
         rising = bool(lengths) and list(lengths) == sorted(set(lengths)) and lengths[0] >= 32
         keeps_less = not self.with_cache or "window" in self.families
         # name, whether its value is allowed, what is expected, and how the value is told if not by itself
@@ -156,7 +152,6 @@ class CalibrationSettings:
             ("minutes", self.minutes is None or self.minutes > 0.0, "a time above 0, or None for no end"),
             ("bolder", self.bolder >= 0, "a number of plans, 0 for none"),
             ("top1", 0.0 <= self.top1 < 1.0, "a share of the tokens below 1, such as 0.99"),
-            ("kl_p999", tail is None or tail > 0.0, "a KL above 0 nats, or None for no limit"),
             ("needles_lost", lost is None or 0.0 <= lost < 1.0, "a share below 1, such as 0.02"),
             ("alpha", 0.0 < self.alpha < 1.0, "an error rate between 0 and 1, such as 0.05"),
             ("held_out", self.held_out >= 2, "at least 2: one sequence has no spread"),
@@ -184,12 +179,10 @@ class CalibrationSettings:
 class Calibration:
     """The result of a calibration: the plan, verified, or exact if none passed (not `met`).
 
-    `tensors` are bases and means that it needs, by name; `sentence` is the outcome in words, `report` everything
-    measured.
+    `sentence` is the outcome in words, `report` everything measured.
     """
 
     plan: Plan
-    tensors: dict[str, Tensor]
     met: bool
     sentence: str
     report: dict[str, Any] = field(default_factory=dict)

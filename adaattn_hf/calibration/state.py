@@ -15,10 +15,12 @@ import numpy as np
 
 from .._files import write_atomically
 from ..policy.candidates import Candidates
-from ..policy.risk import RiskTable
+from ..policy.knapsack import Array
 
 FILE = "adaattn_calibration.partial.npz"
 RISKS_FILE = "adaattn_risks.npz"
+_PARTS = ("total", "dropped", "needles")
+"""What the file calls the sums at a length."""
 _BROKEN = (
     zipfile.BadZipFile, zlib.error, EOFError, OSError, AttributeError, IndexError, KeyError, TypeError, ValueError,
 )  # fmt: skip
@@ -105,6 +107,8 @@ class CalibrationState:
 
     Attributes:
         identity: What the numbers belong to, as JSON: version, settings, weights and tokens.
+        total: By length, `[units, choices]` sums over labels and sampled rows of 1/2 (g . do)^2, see `fisher`.
+        rows: By length, how many labels of rows these are.
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean square.
         needles: By length, `[units, choices]` risks for retrieval.
         done: By length, sequences finished.
@@ -114,7 +118,8 @@ class CalibrationState:
 
     def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
         self.identity = json.dumps(identity, sort_keys=True)
-        self.risks = {length: RiskTable(units, choices) for length in lengths}
+        self.total = {length: np.zeros((units, choices)) for length in lengths}
+        self.rows = dict.fromkeys(lengths, 0)
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
         self.needles = {length: np.zeros((units, choices)) for length in lengths}
         self.done = dict.fromkeys(lengths, 0)
@@ -127,22 +132,37 @@ class CalibrationState:
             "identity": np.array(self.identity),
             "run": np.array(json.dumps([self.prices, self.finished])),
         }
-        for length, table in self.risks.items():
-            arrays[f"total.{length}"] = table.total
-            arrays[f"dropped.{length}"], arrays[f"needles.{length}"] = self.dropped[length], self.needles[length]
-            arrays[f"counts.{length}"] = np.array([table.rows, self.done[length]])
+        for length in self.total:
+            arrays |= {f"{name}.{length}": part for name, part in zip(_PARTS, self.parts(length), strict=True)}
+            arrays[f"counts.{length}"] = np.array([self.rows[length], self.done[length]])
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
         write_atomically(directory / file, buffer.getvalue())
 
+    def parts(self, length: int) -> tuple[Array, Array, Array]:
+        """Returns the sums at a length: of risks, of dropped mass, and of risks for retrieval."""
+        return self.total[length], self.dropped[length], self.needles[length]
+
+    def add(self, length: int, rows: int, *parts: Array) -> None:
+        """Adds the `parts` of further sequences; risks are finite, and at least 0."""
+        if not np.isfinite(parts[0]).all() or (parts[0] < 0).any():
+            raise ValueError(
+                "summed holds a negative or non-finite risk, expected finite ones: the model's losses or gradients are "
+                "not finite on this text; load it in bfloat16 or float32"
+            )
+        self.rows[length] += rows
+        for own, part in zip(self.parts(length), parts, strict=True):
+            own += part.reshape(own.shape)
+
+    def mean(self, length: int) -> Array:
+        """Returns the risks `[units, choices]` at a length, in nats/token."""
+        return np.asarray(self.total[length] / self.rows[length])
+
     def fill(self, arrays: Mapping[str, Any]) -> None:
         """Takes the numbers of a file, as the first of this state."""
-        for length, table in self.risks.items():
+        for length in self.total:
             rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
-            if rows:
-                table.add(arrays[f"total.{length}"], rows)
-            self.dropped[length] = arrays[f"dropped.{length}"].reshape(self.dropped[length].shape)
-            self.needles[length] = arrays[f"needles.{length}"].reshape(self.needles[length].shape)
+            self.add(length, rows, *(arrays[f"{name}.{length}"] for name in _PARTS))
         self.prices, self.finished = json.loads(str(arrays["run"]))
 
     def load(self, directory: Path) -> bool:
@@ -167,11 +187,9 @@ class CalibrationState:
     def take(self, known: Known, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
         places = [known.identity["choices"].index(label) for label in choices]
-        for length, table in self.risks.items():
-            before = known.state.risks[length]
-            table.add(before.total[:, places], before.rows)
-            self.dropped[length], self.done[length] = known.state.dropped[length][:, places], known.state.done[length]
-            self.needles[length] = known.state.needles[length][:, places]
+        for length in self.total:
+            self.add(length, known.state.rows[length], *(part[:, places] for part in known.state.parts(length)))
+            self.done[length] = known.state.done[length]
 
     @staticmethod
     def forget(directory: Path) -> None:

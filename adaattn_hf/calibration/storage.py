@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..attention.stored import CHANNELS, FORMATS
-from ..plans.choices import EXACT
 from ..plans.plan import Verified
-from ..plans.program import Program
 from ..plans.wording import allowed
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Array
+from .measure import Measurement
 from .proof import Test, prove
-from .search import Joint, JointPasses, programs, solve
-
-if TYPE_CHECKING:
-    from .measure import Measurement
+from .search import Joint, JointPasses, Picks, solve
 
 PROTOCOL = "cache"
 """Key of the cache's format in a plan's protocol."""
@@ -52,15 +48,11 @@ class Storage:
         return f"{self.stored}{' with streaming heads' * self.streaming} ({self.share:.2f}x of the bytes)"
 
 
-def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[Storage]:
-    """Returns the ways to store the cache of a plan, given by its programs by layer index, the smallest first."""
-    layers, length = measurement.layers, max(measurement.inputs.settings.lengths)
-    tokens, every = measurement.kept_tokens, layers.candidates.choices
-    whole, kept = tokens[:, 0].sum(), 0
-    for unit, (layer, head) in enumerate(layers.units):
-        choice = by_layer[layer].plan.choices[head] if layer in by_layer else EXACT
-        kept += tokens[unit, every.index(choice)]
-    call = layers.calls[None][length]
+def storages(measurement: Measurement, picks: Picks) -> list[Storage]:
+    """Returns the ways to store the cache of an allocation, the smallest first."""
+    tokens = measurement.kept_tokens
+    whole, kept = tokens[:, 0].sum(), tokens[np.arange(len(picks)), picks].sum()
+    call = measurement.layers.calls[None][max(measurement.inputs.settings.lengths)]
     dim, dim_v = call.key.shape[3], call.value.shape[3]
     bytes_of = {"model": (dim + dim_v) * call.key.element_size(), "int8": dim + dim_v + 2, "k8v4": dim + dim_v // 2 + 2}
     formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
@@ -87,7 +79,7 @@ def roundings(passes: JointPasses) -> list[Rounding]:
     """Returns the loss of every format that supports the model's head size."""
     measurement = passes.measurement
     none = np.zeros(len(measurement.layers.units), dtype=np.int64)
-    names = [one.stored for one in storages(measurement, {}) if one.stored != "model"]
+    names = [one.stored for one in storages(measurement, none) if one.stored != "model"]
     lengths = measurement.inputs.settings.lengths
     return [Rounding(name, {length: passes.joint(none, length, name) for length in lengths}) for name in names]
 
@@ -103,7 +95,7 @@ def aimed_at(measurement: Measurement, found: Sequence[Rounding], afforded: Arra
     for rounding in [*found, None]:  # the coarsest first, numbers last
         left = afforded - np.array([0.0 if rounding is None else rounding.kl[n] for n in s.lengths])
         if (left >= 0.0).all():
-            every = storages(measurement, programs(measurement, solve(measurement, left).picks))
+            every = storages(measurement, solve(measurement, left).picks)
             stored = "model" if rounding is None else rounding.stored
             ways.append((next(one.share for one in every if one.stored == stored), rounding))
     enough = [way for way in ways if s.kv_bytes is not None and way[0] <= s.kv_bytes]
@@ -112,7 +104,7 @@ def aimed_at(measurement: Measurement, found: Sequence[Rounding], afforded: Arra
 
 def choose_storage(
     measurement: Measurement,
-    by_layer: Mapping[int, Program],
+    picks: Picks,
     gates: Gates,
     level: float,
     used: int,
@@ -130,7 +122,7 @@ def choose_storage(
     """
     inputs = measurement.inputs
     s = inputs.settings
-    every = storages(measurement, by_layer)
+    every = storages(measurement, picks)
     asked = every
     if s.kv_bytes is not None:
         asked = [one for one in reversed(every) if one.share <= s.kv_bytes]
@@ -154,7 +146,7 @@ def choose_storage(
                 continue
             predicted = dict.fromkeys(s.lengths, 0.0)
             test = Test(gates, level / len(asked), number, predicted, storage.stored)
-            verdict = prove(measurement, by_layer, shards, test).worst
+            verdict = prove(measurement, picks, shards, test).worst
         if isinstance(verdict, str):
             lost.append(f"{storage.words}: {verdict}")
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,24 +14,11 @@ from ..plans.program import Program
 from ..plans.wording import allowed, at_most, in_nats, rise, share, signed_nats
 from ..policy.acceptance import Gates, clustered
 from ..policy.aim import Observation
-from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
-from .arms import compare_all, exact_tap
+from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio, joined
+from .arms import compare, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs
 from .needles import compared, retrieved
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Mean of paired loss differences per token, nats, with its one-sided upper confidence bound.
-
-    The bound is infinite with a single cluster.
-    """
-
-    mean: float
-    upper: float
-    clusters: int
-    tokens: int
 
 
 @dataclass
@@ -43,11 +30,9 @@ class Evidence:
         sums: Sum of token differences of each sequence.
         tokens: Scored tokens of each sequence.
         kl: KL of every token.
+        sources: Source of each sequence.
         agree: Tokens with the same likeliest token.
-        lost: Needles found by stock attention and lost by the plan.
-        won: Needles that only the plan finds.
-        found: Needles that stock attention finds.
-        planned: Needles that the plan finds.
+        needles: For each needle whether stock attention finds it, and whether the plan does.
         apart: Whether the loss of every source must keep the budget by itself; all else is counted over all of them.
     """
 
@@ -57,11 +42,7 @@ class Evidence:
     kl: list[Float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     agree: int = 0
-    lost: int = 0
-    won: int = 0
-    found: int = 0
-    planned: int = 0
-    needles: int = 0
+    needles: list[tuple[bool, bool]] = field(default_factory=list)
     apart: bool = False
 
     def add(self, name: str, scores: TokenScores, source: str = "") -> None:
@@ -73,33 +54,20 @@ class Evidence:
         self.kl.append(scores.kl[0])
         self.agree += int(scores.agree.sum())
 
-    def add_needles(self, stock: Sequence[bool], planned: Sequence[bool]) -> None:
-        """Adds the paired outcomes of one haystack."""
-        lost, won, found = compared(stock, planned)
-        self.lost += lost
-        self.won += won
-        self.found += found
-        self.planned += sum(planned)
-        self.needles += len(stock)
+    def ratio(self, source: str | None = None) -> Ratio:
+        """Returns the mean loss difference with its error, clustered by document, of one source or of all."""
+        mine = [place for place, own in enumerate(self.sources) if source in (None, own)]
+        sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
+        return clustered_ratio(*clustered([self.names[place] for place in mine], sums, tokens))
 
-    def bound(self, confidence: float) -> Bound:
-        """Returns the upper bound of the loss difference, clustered by document; tokens are those of all sources.
+    def worst(self, confidence: float) -> Ratio:
+        """Returns the loss difference whose upper bound decides: with `apart` that of the source with the largest.
 
-        With `apart` it is the largest bound of any source: all must pass, so each may be tested at the full level
-        (an intersection-union test; Berger 1982, Technometrics 24).
+        All sources must pass, so each may be tested at the full level (an intersection-union test; Berger 1982,
+        Technometrics 24).
         """
-        names = self.sources if self.apart else [""] * len(self.names)
-        bounds = []
-        for source in dict.fromkeys(names):
-            mine = [place for place, name in enumerate(names) if name == source]
-            sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
-            ratio = clustered_ratio(*clustered([self.names[place] for place in mine], sums, tokens))
-            bounds.append(Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, sum(self.tokens)))
-        return max(bounds, key=lambda one: one.upper)
-
-    def ratio(self) -> Ratio:
-        """Returns the mean loss difference with its error, clustered by document."""
-        return clustered_ratio(*clustered(self.names, self.sums, self.tokens))
+        apart: Iterable[str | None] = dict.fromkeys(self.sources) if self.apart else (None,)
+        return max(map(self.ratio, apart), key=lambda one: one.upper(confidence))
 
     def mean_kl(self) -> float:
         """Returns the mean KL, nats/token."""
@@ -123,14 +91,15 @@ def gather(
     """Adds the scores of held-out sequences, each of its own length, to earlier evidence on a plan; returns it.
 
     Both arms, exact attention and the plan's `tap`, read the same tokens. Needles and masked positions are drawn by
-    `seed`; so many `haystacks` are made of the sequences, too; `step` is called with the passes done.
+    `seed`; so many `haystacks` are made of the sequences, too; `step` is called with the passes done, earlier ones
+    included.
     """
-    arms, crew = inputs.arms, inputs.team
+    arms, crew, before = inputs.arms, inputs.team, len(evidence.names)
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
         readings = inputs.scoring.readings(sequences[index].tokens, seed, arms.device)
-        scores.append(compare_all(arms, readings, tap))
-        step(min(index + crew.size, len(sequences)))
+        scores.append(joined([compare(arms, one, tap) for one in readings]))
+        step(before + min(index + crew.size, len(sequences)))
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
         evidence.add(sequence.document, score, sequence.source)
     generator = torch.Generator().manual_seed(seed)
@@ -140,9 +109,9 @@ def gather(
         haystack = inputs.haystack(sequences[index % len(sequences)], generator)
         if index in crew.mine(haystacks):
             found.append((retrieved(arms, haystack, exact_tap), retrieved(arms, haystack, tap)))
-        step(len(sequences) + index + 1)
+        step(before + len(sequences) + index + 1)
     for stock, planned in crew.gather(found, haystacks):
-        evidence.add_needles(stock, planned)
+        evidence.needles += zip(stock, planned, strict=True)
     return evidence
 
 
@@ -170,33 +139,32 @@ def judge(
     predicted: float,
 ) -> Verified:
     """Returns the verdict on the evidence; `confidence` is the bound's level, corrected for the number of tries."""
-    bound = evidence.bound(confidence)
-    kl = np.concatenate(evidence.kl)
-    mean, tail = float(kl.mean()), float(np.quantile(kl, 0.999))
-    top1 = evidence.agree / max(bound.tokens, 1)
-    reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.won, evidence.found, tail)
-    gate, used = gates.nearest(bound.upper, mean, top1, tail)
+    worst, tokens = evidence.worst(confidence), sum(evidence.tokens)
+    upper, mean, tail = worst.upper(confidence), evidence.mean_kl(), np.quantile(np.concatenate(evidence.kl), 0.999)
+    top1 = evidence.agree / max(tokens, 1)
+    reasons = gates.failures(upper, mean, top1, *compared(evidence.needles))
+    gate, used = gates.nearest(upper, mean, top1)
     verdict = (
-        f"passed: perplexity {rise(bound.mean)}, at most {at_most(bound.upper)}, allowed {allowed(gates.budget)} (Δnll "
-        f"{signed_nats(bound.mean)}, at most {signed_nats(bound.upper)} at {share(confidence, 2)}, budget "
+        f"passed: perplexity {rise(worst.mean)}, at most {at_most(upper)}, allowed {allowed(gates.budget)} (Δnll "
+        f"{signed_nats(worst.mean)}, at most {signed_nats(upper)} at {share(confidence, 2)}, budget "
         f"{in_nats(gates.budget)} nats/token); nearest to its limit: {gate}, at {share(used)}"
         if not reasons
         else "failed: " + "; ".join(reasons)
     )
-    needles = evidence.needles
+    by_stock, by_plan = np.mean(evidence.needles, axis=0).tolist() if evidence.needles else (None, None)
     return Verified(
         passed=not reasons,
-        delta_nll=bound.mean,
-        upper=bound.upper,
+        delta_nll=worst.mean,
+        upper=upper,
         confidence=confidence,
         tries=tries,
-        documents=bound.clusters,
-        tokens=bound.tokens,
+        documents=worst.clusters,
+        tokens=tokens,
         kl=mean,
-        kl_p999=tail,
+        kl_p999=float(tail),
         top1=top1,
-        retrieval_stock=evidence.found / needles if needles else None,
-        retrieval_plan=evidence.planned / needles if needles else None,
+        retrieval_stock=by_stock,
+        retrieval_plan=by_plan,
         activation=activation_share[0],
         activation_keys=activation_share[1],
         predicted_kl=predicted,

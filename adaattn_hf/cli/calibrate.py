@@ -23,7 +23,7 @@ from .place import Place, refuse_other_plan
 
 PANELS = {
     "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
-    "Proof": ("held_out", "most_held_out", "tries", "bolder", "top1", "kl_p999", "needles_lost"),
+    "Proof": ("held_out", "most_held_out", "tries", "bolder", "top1", "needles_lost"),
     "Search": (
         "optimize", "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices",
         "decode_tokens", "batch", "captured",

@@ -30,11 +30,9 @@ def clustered(
     enough = chunks.sum() ** 2 >= DOCUMENTS * np.square(chunks).sum()
     keys = list(names) if enough else [str(index) for index in range(len(names))]
     order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
-    grouped, counts = np.zeros(len(order)), np.zeros(len(order), dtype=np.int64)
-    for key, value, count in zip(keys, sums, tokens, strict=True):
-        grouped[order[key]] += value
-        counts[order[key]] += count
-    return grouped, counts
+    clusters = [order[key] for key in keys]
+    grouped = np.asarray(np.bincount(clusters, sums), dtype=np.float64)
+    return grouped, np.bincount(clusters, tokens).astype(np.int64)
 
 
 SLACK = 1.5
@@ -56,7 +54,6 @@ class Gates:
     Attributes:
         budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too, beyond what rounding adds.
         top1: Smallest share of tokens with the same top-1 prediction.
-        kl_p999: Largest 99.9th percentile of the KL of a token, nats.
         needles: Largest net share of stock attention's needles that may be lost. `None`: `NEEDLES`, and a larger loss
             fails only where chance does not explain it.
         rounding: Mean KL between two stock implementations in the model's dtype, nats/token.
@@ -64,7 +61,6 @@ class Gates:
 
     budget: float
     top1: float = 0.0
-    kl_p999: float = math.inf
     needles: float | None = None
     rounding: float = 0.0
 
@@ -84,9 +80,7 @@ class Gates:
         """Largest mean KL, nats/token."""
         return self.budget + self.rounding
 
-    def failures(
-        self, upper: float, kl: float, top1: float, lost: int, won: int, retrieved: int, kl_p999: float = 0.0
-    ) -> tuple[str, ...]:
+    def failures(self, upper: float, kl: float, top1: float, lost: int, won: int, retrieved: int) -> tuple[str, ...]:
         """Returns a sentence for each gate that is not passed.
 
         Args:
@@ -95,7 +89,6 @@ class Gates:
             top1: Share of tokens with the same top-1 prediction.
             lost, won: Needles that only stock attention retrieves, and those that only the plan does.
             retrieved: Needles that stock attention retrieves.
-            kl_p999: 99.9th percentile of the KL, nats.
         """
         reasons = []
         if not upper <= self.budget:
@@ -105,10 +98,13 @@ class Gates:
             )
         if not kl <= self.most_kl:
             reasons.append(f"the mean KL is {in_nats(kl)} nats/token, above {in_nats(self.most_kl)}")
+        return (*reasons, *self.beside_the_loss(top1, lost, won, retrieved))
+
+    def beside_the_loss(self, top1: float, lost: int, won: int, retrieved: int) -> tuple[str, ...]:
+        """Returns those of `failures` that a larger budget would not have prevented."""
+        reasons = []
         if not top1 >= self.top1:
             reasons.append(f"the likeliest token agrees on {share(top1, 2)}, below {share(self.top1, 2)}")
-        if not kl_p999 <= self.kl_p999:
-            reasons.append(f"the 99.9th percentile of the KL is {in_nats(kl_p999)} nats, above {in_nats(self.kl_p999)}")
         if self.forgets(lost, won, retrieved):
             reasons.append(f"{lost - won} of {retrieved} needles are lost, more than {self.spared(retrieved)}")
         return tuple(reasons)
@@ -122,13 +118,12 @@ class Gates:
         chance = float(stats.binom.sf(lost - 1, lost + won, 0.5)) if lost else 1.0
         return lost - won > self.spared(retrieved) and (self.needles is not None or chance <= level)
 
-    def nearest(self, upper: float, kl: float, top1: float, kl_p999: float) -> tuple[str, float]:
+    def nearest(self, upper: float, kl: float, top1: float) -> tuple[str, float]:
         """Returns the name of the gate nearest to its limit, and which share of the limit was used."""
         shares = {
             "the bound of the increase": upper / self.budget,
             "the mean KL": kl / self.most_kl,
             "the likeliest token": (1.0 - top1) / (1.0 - self.top1) if self.top1 < 1.0 else math.inf,
-            "the KL's 99.9th percentile": kl_p999 / self.kl_p999,
         }
         name = max(shares, key=shares.__getitem__)
         return name, shares[name]

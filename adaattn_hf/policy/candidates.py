@@ -46,9 +46,8 @@ def offered(families: Sequence[str], on_cuda: bool) -> tuple[str, ...]:
     """Returns the families to consider on a device: those that are named, or the default ones that pay there."""
     if not on_cuda or tuple(families) != FAMILIES:
         return tuple(families)
-    return tuple(
-        name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default and kind.on_cuda
-    )
+    pay = {name for kind in (*all_keys(), *all_operands()) if kind.on_cuda for name in kind.families}
+    return tuple(name for name in FAMILIES if name in pay)
 
 
 def refuse_unknown(families: Sequence[str]) -> None:
@@ -81,16 +80,14 @@ def candidates(
     keys = _all(all_keys(), setting)
     alone = _all([kind for kind in all_operands() if not kind.crosses], setting)
     crossing = _all([kind for kind in all_operands() if kind.crosses], setting)
-    combinations: list[tuple[Part, ...]] = []
-    for base in [(), *((part,) for part in keys)]:
-        combinations += [base, *((*base, part) for part in crossing)]
-    combinations += [(part,) for part in alone]
-    return _of(combinations, (*keys, *alone, *crossing))
+    bases = [(), *((part,) for part in keys)]
+    combinations = [(*base, *crossed) for base in bases for crossed in [(), *((part,) for part in crossing)]]
+    return _of([*combinations, *((part,) for part in alone)], (*keys, *alone, *crossing))
 
 
 def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Candidates:
     """The choices of these combinations of parts."""
-    rows = [np.array([float(part in chosen) for part in parts]) for chosen in combinations]
+    rows = [[float(part in chosen) for part in parts] for chosen in combinations]
     return Candidates(
         tuple(Choice.of(*chosen) if chosen else EXACT for chosen in combinations),
         tuple(Choice.of(part) for part in parts),

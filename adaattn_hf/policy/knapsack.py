@@ -8,14 +8,13 @@ It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, hstack, identity, kron, vstack
+from scipy.sparse import bmat, coo_array, identity, kron
 
 from .prices import PriceTable
 from .silence import silenced
@@ -43,6 +42,11 @@ class Launches:
     layer: NDArray[np.int64]
     launch: NDArray[np.int64]
     constant: Array
+
+    @classmethod
+    def free(cls, units: int, choices: int) -> Launches:
+        """Returns launches that cost nothing: every unit stands for itself."""
+        return cls(np.arange(units), np.zeros(choices, dtype=np.int64), np.zeros((0, units, choices)))
 
 
 def of_units(
@@ -83,11 +87,10 @@ class Allocation:
     risk: Array
 
 
-def evaluate(picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None) -> Allocation:
+def evaluate(picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches) -> Allocation:
     """Returns the total price and risk of these picks."""
-    units = np.arange(len(picks))
-    shared = prices[units, picks] if launches is None else shared_prices(picks, prices, launches)
-    return Allocation(picks, float(shared.sum()), risks[:, units, picks].sum(axis=1))
+    price = float(shared_prices(picks, prices, launches).sum())
+    return Allocation(picks, price, risks[:, np.arange(len(picks)), picks].sum(axis=1))
 
 
 def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -> Array:
@@ -121,13 +124,10 @@ def allocate(
         prices: `[units, choices]`; infinite forbids a choice. The first choice is the exact one.
         risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. The exact one must be without risk.
         budget: `[bins]`, nats/token, nothing negative; an infinite one allows all finite risks.
+        launches: Their constants; none cost anything if absent.
         gap: Relative optimality gap at which the solver may stop.
     """
     units, choices = prices.shape
-    if risks.shape != (len(budget), units, choices):
-        raise ValueError(f"risks has shape {risks.shape}, expected {(len(budget), units, choices)}")
-    if (budget < 0).any():
-        raise ValueError(f"budget is {budget.tolist()}, expected nothing negative")
     allowed = np.isfinite(prices) & np.isfinite(risks).all(axis=0)
     if not (allowed[:, 0].all() and (risks[:, :, 0] == 0.0).all()):
         raise ValueError(
@@ -135,48 +135,34 @@ def allocate(
         )
     # what exceeds a budget by itself is in no plan; in units of a tiny budget its risk is beyond the solver's numbers
     allowed &= (np.where(np.isfinite(risks), risks, np.inf) <= budget[:, None, None]).all(axis=0)
-    items = units * choices
-    # by call, layer and launch, whose largest constant is a variable of its own: the units, and their constants
-    paid: list[tuple[NDArray[np.int64], Array]] = []
-    if launches is not None:
-        groups = list(itertools.product(np.unique(launches.layer), np.unique(launches.launch)))
-        for call, (layer, group) in itertools.product(launches.constant, groups):
-            constants = np.where(launches.launch == group, call, 0.0)
-            members = np.flatnonzero((launches.layer == layer) & constants.any(axis=1))
-            if len(members):
-                paid.append((members, constants[members]))
+    launches = launches or Launches.free(units, choices)
+    # by call, layer and launch, whose largest constant is a variable of its own: the units that pay it
+    groups = np.unique(launches.launch)
+    by_launch = np.where(launches.launch == groups[:, None, None], launches.constant[:, None], 0.0)
+    call, group, unit = np.nonzero(by_launch.any(axis=-1))
+    kinds, paid = np.unique(np.stack([call, launches.layer[unit], group]), axis=1, return_inverse=True)
+    order = np.argsort(paid.ravel(), kind="stable")
+    unit, paid, constants = unit[order], paid.ravel()[order], by_launch[call, group, unit][order]
+    items, rows = units * choices, np.arange(len(unit))
     # in units of the largest price that there is, of a head or of a launch, prices stay clear of them, too
-    scale = max([float(prices[allowed].max()), *(float(constants.max()) for _, constants in paid)]) or 1.0
-    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(len(paid))])
+    scale = max(float(prices[allowed].max()), float(constants.max(initial=0.0))) or 1.0
+    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(kinds.shape[1])])
     # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
     unit_of_risk = np.where((budget > 0) & np.isfinite(budget), budget, 1.0)
     risk = np.where(allowed, risks, 0.0).reshape(len(budget), items) / unit_of_risk[:, None]
+    of_unit = (unit[:, None] * choices + np.arange(choices)).ravel()
+    charged = coo_array(((constants / scale).ravel(), (rows.repeat(choices), of_unit)), shape=(len(unit), items))
+    charged.eliminate_zeros()
+    largest = coo_array((-np.ones(len(unit)), (rows, paid)), shape=(len(unit), kinds.shape[1]))
     choose_one = kron(identity(units), np.ones((1, choices)))
-    rows = [hstack([vstack([choose_one, risk]), coo_array((units + len(budget), len(paid)))])]
-    for place, (members, constants) in enumerate(paid):
-        at = np.arange(len(members))
-        of_items = (members[:, None] * choices + np.arange(choices)).ravel()
-        charged = coo_array(
-            (
-                np.concatenate([(constants / scale).ravel(), -np.ones(len(members))]),
-                (
-                    np.concatenate([at.repeat(choices), at]),
-                    np.concatenate([of_items, np.full(len(members), items + place)]),
-                ),
-            ),
-            shape=(len(members), items + len(paid)),
-        )
-        charged.eliminate_zeros()
-        rows.append(charged)
-    matrix = vstack(rows).tocsr()
-    low = np.full(matrix.shape[0], -np.inf)
-    low[:units] = 1.0
-    high = np.concatenate([np.ones(units), budget / unit_of_risk, np.zeros(len(low) - units - len(budget))])
-    upper = np.concatenate([allowed.ravel().astype(float), np.full(len(paid), np.inf)])
+    matrix = bmat([[choose_one, None], [coo_array(risk), None], [charged, largest]], format="csr")
+    low = np.concatenate([np.ones(units), np.full(len(budget) + len(unit), -np.inf)])
+    high = np.concatenate([np.ones(units), budget / unit_of_risk, np.zeros(len(unit))])
+    upper = np.concatenate([allowed.ravel().astype(float), np.full(kinds.shape[1], np.inf)])
     with silenced():
         answer = milp(
             cost,
-            integrality=np.concatenate([np.ones(items), np.zeros(len(paid))]),
+            integrality=np.concatenate([np.ones(items), np.zeros(kinds.shape[1])]),
             bounds=Bounds(np.zeros_like(cost), upper),
             constraints=LinearConstraint(matrix, low, high),
             options={"mip_rel_gap": gap, "node_limit": 20000},
@@ -187,9 +173,7 @@ def allocate(
     return repair(picks, prices, risks, budget, launches)
 
 
-def repair(
-    picks: NDArray[np.int64], prices: Array, risks: Array, budget: Array, launches: Launches | None = None
-) -> Allocation:
+def repair(picks: NDArray[np.int64], prices: Array, risks: Array, budget: Array, launches: Launches) -> Allocation:
     """Returns the picks with the riskiest units made exact until no budget is exceeded by the solver's tolerance."""
     picks = picks.copy()
     units = np.arange(len(picks))
@@ -204,14 +188,11 @@ def repair(
         picks[unit] = 0
 
 
-def saving(picks: NDArray[np.int64], prices: Array, launches: Launches | None = None) -> NDArray[np.int64]:
+def saving(picks: NDArray[np.int64], prices: Array, launches: Launches) -> NDArray[np.int64]:
     """Returns the picks with every layer exact that is not cheaper than exact, so that the whole is, or is exact.
 
     The solver stops at a gap, takes either of two equal prices, and `repair` leaves launches that few units share.
     """
-    units = np.arange(len(picks))
-    if launches is None:
-        return np.where(prices[units, picks] < prices[:, 0], picks, 0)
     planned, exact = (shared_prices(one, prices, launches) for one in (picks, np.zeros_like(picks)))
     layers, of_unit = np.unique(launches.layer, return_inverse=True)
     mine, full = (np.bincount(of_unit, price, len(layers)) for price in (planned, exact))

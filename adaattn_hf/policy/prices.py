@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,26 +37,8 @@ class Price:
             )
 
     def seconds(self, heads: int) -> float:
-        """Returns the time of a launch of that many key/value heads, 0 for none."""
-        return self.constant + self.slope * heads if heads else 0.0
-
-
-def fit_price(heads: Sequence[int], seconds: Sequence[float]) -> Price:
-    """Returns the least-squares line through measured launches, at least one, both coefficients at least 0."""
-    if not heads or len(heads) != len(seconds):
-        raise ValueError(
-            f"heads has {len(heads)} and seconds {len(seconds)} entries, expected as many and at least one"
-        )
-    mean_heads = sum(heads) / len(heads)
-    mean_seconds = sum(seconds) / len(seconds)
-    spread = sum((count - mean_heads) ** 2 for count in heads)
-    if spread == 0.0:
-        return Price(0.0, mean_seconds / mean_heads)
-    slope = sum((c - mean_heads) * (s - mean_seconds) for c, s in zip(heads, seconds, strict=True)) / spread
-    constant = mean_seconds - slope * mean_heads
-    if constant < 0.0:
-        return Price(0.0, sum(c * s for c, s in zip(heads, seconds, strict=True)) / sum(c * c for c in heads))
-    return Price(constant, slope) if slope > 0.0 else Price(mean_seconds, 0.0)
+        """Returns the time of a launch of that many key/value heads."""
+        return self.constant + self.slope * heads
 
 
 @dataclass(frozen=True)

@@ -23,26 +23,14 @@ HOPELESS = 0.05
 """Futility bound: a plan that would pass the last look with a smaller probability is given up."""
 
 
-def spent(alpha: float, information: float) -> float:
-    """Returns how much of the error rate may be spent at a share of the information (the spending function).
-
-    The rate `alpha` of all looks must be in (0, 1), the share in (0, 1].
-    """
-    if not 0.0 < alpha < 1.0 or not 0.0 < information <= 1.0:
-        raise ValueError(
-            f"alpha is {alpha} and information {information}, expected a rate in (0, 1) and a share in (0, 1]"
-        )
-    quantile = NORMAL.inv_cdf(1.0 - alpha / 2.0)
-    return 2.0 * NORMAL.cdf(-quantile / math.sqrt(information))
-
-
 def look_levels(alpha: float, sizes: Sequence[int]) -> list[float]:
-    """Returns the significance level of each look; their sum is `alpha`.
+    """Returns the significance level of each look, what the spending function newly spends; their sum is `alpha`.
 
     `sizes` are the cumulative sequences at each look, rising; the last is the largest number there will be.
     """
-    rates = [spent(alpha, size / sizes[-1]) for size in sizes]
-    return [rate - before for rate, before in zip(rates, [0.0, *rates[:-1]], strict=True)]
+    quantile = NORMAL.inv_cdf(1.0 - alpha / 2.0)
+    spent = [2.0 * NORMAL.cdf(-quantile / math.sqrt(size / sizes[-1])) for size in sizes]
+    return [rate - before for rate, before in zip(spent, [0.0, *spent[:-1]], strict=True)]
 
 
 def look_sizes(first: int, most: int) -> list[int]:

@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 STDOUT = 1
 """The file that C programs print to, whatever Python calls its own."""
@@ -37,8 +36,9 @@ def silenced(file: int = STDOUT) -> Iterator[None]:
     nowhere, printed = os.open(os.devnull, os.O_WRONLY), sys.stdout
     beside = open(kept, "w", buffering=1, encoding=getattr(printed, "encoding", None), closefd=False)  # noqa: SIM115
     weakref.finalize(beside, os.close, kept)  # a thread may still be printing when the solver is done
-    if _number(printed) == file:
-        sys.stdout = beside
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # where Python prints to no file of the process
+        if printed.fileno() == file:
+            sys.stdout = beside
     try:
         os.dup2(nowhere, file)
         yield
@@ -47,11 +47,3 @@ def silenced(file: int = STDOUT) -> Iterator[None]:
         os.dup2(kept, file)
         os.close(nowhere)
         sys.stdout = printed
-
-
-def _number(stream: Any) -> int | None:
-    """The file that a stream writes to, None where it is none of the process's."""
-    try:
-        return int(stream.fileno())
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -22,7 +22,7 @@ class SolverTable:
         prices: `[units, choices]`, seconds; infinite where a choice is not offered.
         risks: `[lengths, units, choices]`, nats/token, rescaled to the measured loss of whole plans.
         kept: `[units, choices]`, tokens that a streaming cache keeps of a sequence of the longest length; None where
-            that was not recorded, or the model has no cache.
+            the model has no cache.
     """
 
     units: Sequence[tuple[int, int]]
@@ -55,14 +55,8 @@ class SolverTable:
             prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
             launch = np.array(data["launch"], dtype=np.int64)
             constant = np.array(data["constant"], dtype=float)
-            if constant.ndim == 1:
-                # older reports hold one number a choice or a launch, for all layers and calls
-                each = constant if len(constant) == len(launch) else constant[launch]
-                constant, kind = each[None, None], np.zeros(len(units), dtype=np.int64)
-            else:
-                kind = np.array(data["kind"], dtype=np.int64)
-            constant = constant[:, kind]
-            kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
+            constant = constant[:, np.array(data["kind"], dtype=np.int64)]
+            kept = None if data["kept"] is None else np.array(data["kept"], dtype=np.int64)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again") from error
         shape = (len(units), len(choices))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.rounding import through_dtype, through_int8
-from .rows import grouped_logits, masked, probabilities
+from .rows import grouped_logits, probabilities
 
 DISTANCES = (0, 16, 64, 256, 1024, 4096, 16384)
 """Lower edges of the distance bins, in tokens between query and key; the last bin is open."""
@@ -136,7 +136,7 @@ def head_sums(
             logits = grouped_logits(q[None, :, part], k[None], scaling, softcap)[0]  # noqa: B023
             if bias is not None:
                 logits = logits + bias[..., live, :][..., part, :]  # noqa: B023
-            logits = masked(logits, seen)  # noqa: B023
+            logits = logits.masked_fill(~seen, float("-inf"))  # noqa: B023
             weights = probabilities(logits)
             out = (weights.unflatten(0, (-1, share)).flatten(1, 2) @ v).unflatten(1, (share, -1)).flatten(0, 1)
             return logits, weights, out
@@ -191,7 +191,7 @@ def pooled_weights(
     for seen in visible:
         part = query[start : start + seen.shape[0]].float()
         logits = grouped_logits(part[None, None], keys[None, None], scaling, softcap)[0, 0]
-        weights = probabilities(masked(logits, seen))
+        weights = probabilities(logits.masked_fill(~seen, float("-inf")))
         pooled = weights.new_zeros(len(part), width).index_add_(1, column, weights)
         row = (torch.arange(len(part), device=key.device) + start) * height // rows
         image.index_add_(0, row, pooled.double())

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NEVER = float("-inf")
-
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor:
     """Returns `[min(count, length)]` sorted positions, one drawn from each of `count` >= 1 equal strata."""
@@ -35,11 +33,6 @@ def grouped_logits(query: Tensor, key: Tensor, scaling: float, softcap: float | 
     folded = query.reshape(batch, groups, heads // groups * rows, width)
     logits = (folded @ key.transpose(-1, -2) * scaling).view(batch, heads, rows, key.shape[2])
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def masked(logits: Tensor, visible: Tensor | None) -> Tensor:
-    """Returns `logits` with minus infinity where `visible` (broadcastable, True = attend) is False."""
-    return logits if visible is None else logits.masked_fill(~visible, NEVER)
 
 
 def probabilities(logits: Tensor) -> Tensor:

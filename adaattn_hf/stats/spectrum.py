@@ -82,9 +82,6 @@ def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:
     (Q @ query_basis) @ (K @ key_basis)^T is the best approximation of Q K^T of that rank, in 1 … head_dim, in the
     Frobenius norm, over the data that the moments were measured on.
     """
-    width = moments.query.shape[-1]
-    if not 1 <= rank <= width:
-        raise ValueError(f"rank is {rank}, expected 1 … head_dim = {width}")
     root, inverse = _roots(moments.query)
     # left singular vectors of A^(1/2) B^(1/2), the largest last
     basis = torch.linalg.eigh(root @ moments.key @ root).eigenvectors[..., -rank:].flip(-1)
@@ -99,7 +96,5 @@ def effective_rank(spectrum: Tensor) -> Tensor:
 
 def energy_rank(spectrum: Tensor, energy: float) -> Tensor:
     """Returns the smallest rank that keeps a share `energy`, in (0, 1], of the squared singular values."""
-    if not 0.0 < energy <= 1.0:
-        raise ValueError(f"energy is {energy}, expected a share in (0, 1]")
     running = spectrum.square().cumsum(-1)
     return (running < energy * running[..., -1:] * (1 - 1e-12)).sum(-1) + 1

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-Calls = Mapping[str, Callable[[], Any]]
+K = TypeVar("K")
 
 ROUNDS, FEWER, PATIENCE = 11, 5, 0.5
 """Runs of each call; how many where a round of all takes more than so many seconds."""
@@ -57,18 +57,18 @@ def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tupl
     return result, Elapsed(wall / repeats, process / repeats)
 
 
-def on_device(calls: Calls, host: bool = True) -> dict[str, list[float]]:
+def on_device(calls: Mapping[K, Callable[[], Any]], host: bool = True) -> dict[K, list[float]]:
     """Seconds of several runs of each call on the current CUDA device, by events.
 
     Each call runs once before it is timed, so that what it compiles is compiled. With `host` the host's time counts
     where it is longer: not for calls that the host runs ahead of.
     """
-    runs: dict[str, list[float]] = {name: [] for name in calls}
+    runs: dict[K, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     cold = torch.empty(_COLD_BYTES, dtype=torch.int8, device="cuda")
     writes = dict.fromkeys(calls, _WRITES)
-    for names in _rounds(calls):
+    for names in _rounds(list(calls)):
         for name in names:
             busy = _host(calls[name]) if host else 0.0
             while True:
@@ -81,9 +81,9 @@ def on_device(calls: Calls, host: bool = True) -> dict[str, list[float]]:
     return runs
 
 
-def _rounds(calls: Calls) -> Iterator[list[str]]:
-    """Names of the calls, as often as there is patience for, another one first each time."""
-    names, started = list(calls), time.perf_counter()
+def _rounds(names: list[K]) -> Iterator[list[K]]:
+    """Names of calls, as often as there is patience for, another one first each time."""
+    started = time.perf_counter()
     for number in range(ROUNDS):
         if number >= FEWER and time.perf_counter() - started > PATIENCE * number:
             return

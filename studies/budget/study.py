@@ -154,10 +154,8 @@ def checked(measurement: Any, plan: Any, texts: Mapping[int, Sequence[Any]]) -> 
     programs = programs_of(plan, measurement.layers.tensors)
     for length, sequences in texts.items():
         evidence = verify.gather(inputs, plan_tap(programs), sequences, verify.Evidence(), 0)
-        bound = evidence.bound(0.95)
-        found[str(length)] = {
-            **scores(evidence), "documents": bound.clusters, "tokens": bound.tokens,
-        }  # fmt: skip
+        documents, tokens = evidence.worst(0.95).clusters, sum(evidence.tokens)
+        found[str(length)] = {**scores(evidence), "documents": documents, "tokens": tokens}
     return found
 
 

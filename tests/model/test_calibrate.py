@@ -268,7 +268,7 @@ def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("budget", 0.0), ("budget", math.nan), ("budget", math.inf), ("kl_p999", 0.0), ("kl_p999", math.nan),
+        ("budget", 0.0), ("budget", math.nan), ("budget", math.inf),
         ("needles_lost", -0.1), ("needles_lost", 1.0), ("alpha", 0.0), ("alpha", 1.0),
     ],
 )  # fmt: skip
@@ -471,7 +471,7 @@ def test_a_proof_that_needles_fail_says_so_and_not_what_an_early_look_makes_of_t
 
 def test_risks_that_are_half_of_the_loss_end_in_a_plan(model: LlamaForCausalLM, text: list[Path]) -> None:
     measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=_prices())
-    measurement.state.risks[LENGTH].total *= 0.5
+    measurement.state.total[LENGTH] *= 0.5
     result = choose_and_verify(measurement)
     assert result.met, result.sentence
     assert result.plan.verified is not None
@@ -644,8 +644,6 @@ def test_needles_lie_where_they_say() -> None:
         question = haystack.tokens[answer - 6 : answer + 4]
         windows = haystack.tokens.unfold(0, 10, 1)
         assert int((windows == question).all(1).sum()) == 2
-    with pytest.raises(ValueError, match="expected at most"):
-        build(torch.arange(50), 3, torch.Generator())
 
 
 def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
@@ -666,19 +664,19 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
         device = torch.device("cpu")
 
-        def hidden(self, tokens: Tensor) -> Tensor:
-            right = tokens.roll(-1, 1)
+        def hidden(self, asked: Reading) -> Tensor:
+            right = asked.tokens.roll(-1, 1)
             for index in range(8, 12):
                 right[0, haystack.answers[index] - 1] = haystack.tokens[haystack.answers[index - 8]]
-            return right
+            return right[:, asked.places]
 
         def logits(self, hidden: Tensor) -> Tensor:
             return torch.nn.functional.one_hot(hidden, 1024).float()
 
     arms: Any = Arms()
-    assert all(retrieved(arms, haystack, None))
+    assert all(retrieved(arms, haystack, exact_tap))
     wrong = replace(haystack, likely=tuple(own[-1:] for own in haystack.likely))
-    assert retrieved(arms, wrong, None) == (False,) * 4 + (True,) * 4 + (False,) * 4 + (True,) * 4
+    assert retrieved(arms, wrong, exact_tap) == (False,) * 4 + (True,) * 4 + (False,) * 4 + (True,) * 4
 
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
@@ -690,10 +688,10 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
 
     for index in range(4):
         evidence.add(str(index), scores)
-    evidence.add_needles([True] * 8, [True] * 8)
+    evidence.needles += [(True, True)] * 8
     kwargs: dict[str, Any] = {"confidence": 0.95, "tries": 1, "activation_share": (1.0, 1.0), "predicted": 0.0}
     assert judge(evidence, Gates(1e-3), **kwargs).passed
-    evidence.add_needles([True] * 8, [False] * 6 + [True] * 2)
+    evidence.needles += [*[(True, False)] * 6, *[(True, True)] * 2]
     verdict = judge(evidence, Gates(1e-3), **kwargs)
     assert not verdict.passed
     assert "6 of 16 needles are lost" in verdict.sentence

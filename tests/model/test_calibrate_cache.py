@@ -27,15 +27,12 @@ from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, Verified
-from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.plans.plan import Plan, PlanError, Verified
 from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
-from ..support.choices import make_choice
 from ..support.letters import encode
 from .test_calibrate import SETTINGS, _model, _prices, text
 from .test_streaming_cache import LAYERS, ids, llama
@@ -130,15 +127,15 @@ def test_what_no_format_reaches_and_what_the_budget_forbids_is_refused(measured:
 
 
 def test_text_that_is_used_up_proves_no_format_and_leaves_windows(measured: Measurement) -> None:
-    s, none = measured.inputs.settings, [make_choice("window", 32, 16)] * 2
-    by_layer = {i: Program(LayerPlan(i, "", tuple(none)), LayerTensors(), s.lengths[-1]) for i in (0, 1)}
+    s, exact = measured.inputs.settings, np.zeros(4, dtype=np.int64)
+    windows = exact + [choice.label for choice in measured.layers.candidates.choices].index("w32+16")
     used = len(measured.inputs.samples[s.lengths[-1]].held_out)
-    kept, words = choose_storage(measured, by_layer, Gates(s.budget), 0.05, used, {})
+    kept, words = choose_storage(measured, windows, Gates(s.budget), 0.05, used, {})
     assert kept is not None
     assert (kept["stored"], kept["streaming"], kept["verified"]) == ("model", True, None)
     assert kept["share"] == pytest.approx(48 / s.lengths[-1])
     assert "int8 with streaming heads (0.06x of the bytes) is not proved" in words
-    assert choose_storage(measured, {}, Gates(s.budget), 0.05, used, {})[0] is None
+    assert choose_storage(measured, exact, Gates(s.budget), 0.05, used, {})[0] is None
 
 
 def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, text: list[Path]) -> None:

@@ -157,6 +157,9 @@ def test_heads_cost_nothing_where_more_of_them_take_no_longer() -> None:
     told = pricing.line_through([1, 3], [one, longer])
     assert told.slope == pytest.approx(6e-6)
     assert told.seconds(3) == pytest.approx(92e-6)
+    steep = pricing.line_through([1, 3], [one, (300e-6,) * 3])
+    assert steep.constant == 0.0
+    assert steep.slope == pytest.approx(98e-6)
     line = pricing.line_through([2], [longer])
     assert line.constant == 0.0
     assert line.slope == pytest.approx(46e-6)

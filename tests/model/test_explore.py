@@ -13,7 +13,7 @@ import pytest
 from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.measure import Measurement, measure
-from adaattn_hf.calibration.search import picks_of, programs, solve
+from adaattn_hf.calibration.search import picks_of, solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
 from adaattn_hf.cli.pictures.explorer import explorer
@@ -68,7 +68,7 @@ def test_every_plan_of_the_page_is_the_solvers(made: tuple[Measurement, Calibrat
     assert own["proof"]["upper"] == result.plan.verified.upper  # type: ignore[union-attr]
     assert own["loss"] == pytest.approx(result.plan.predicted_loss, rel=1e-3)
     assert own["loss"] == pytest.approx(sum(own["risk"]), rel=1e-3)
-    every = storages(measurement, programs(measurement, np.array(own["picks"])))
+    every = storages(measurement, np.array(own["picks"]))
     (storage,) = [one for one in every if one.stored == "model"]
     assert own["memory"] == pytest.approx(storage.share, rel=1e-3)
     assert data["stops"][0]["memory"] == 1.0 > data["stops"][-1]["memory"]
@@ -109,12 +109,6 @@ def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurem
     broken_prices = {"constant": [[[-1.0] * len(data["choices"])]], "kind": [0] * len(data["units"])}
     with pytest.raises(ValueError, match="calibrate again"):
         SolverTable.from_dict({**data, **broken_prices})
-    # before layers and calls had constants of their own, a table held one number a choice, or a launch
-    known = [float(place) for place in range(len(data["choices"]))]
-    for launch, constant in ((data["launch"], known), ([0, *[1] * (len(known) - 1)], [5.0, 7.0])):
-        older = SolverTable.from_dict({**data, "launch": launch, "constant": constant}).launches.constant
-        each = known if constant is known else [5.0, *[7.0] * (len(known) - 1)]
-        assert older.tolist() == [[each] * len(data["units"])]
     renamed = SolverTable.from_dict({**data, "choices": ["exact", *(f"x{c}" for c in data["choices"][1:])]})
     with pytest.raises(ValueError, match="its report does not hold"):
         explorer(renamed, made[1].plan)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration import campaign, search, verify
+from adaattn_hf.calibration import campaign, proof, search, verify
 from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.corpus import TokenSequence
 from adaattn_hf.calibration.search import LEAST_KL, Found, Joint
@@ -43,7 +43,7 @@ class World:
     def joint(self, kl: float) -> Joint:
         whole = kl + self.rounding
         observed = Observation(whole, self.deltas(kl, SETTINGS.joint), ("text",) * SETTINGS.joint)
-        return Joint(whole, 0.6 * np.sqrt(whole), 30 * whole, observed, {"text": whole}, self.rounding)
+        return Joint(whole, 0.6 * np.sqrt(whole), 30 * whole, observed, self.rounding)
 
 
 def simulate(
@@ -77,8 +77,8 @@ def simulate(
 
     monkeypatch.setattr(campaign, "seek", seek)
     monkeypatch.setattr(campaign, "stock_distance", lambda _: StockDistance(0.0, state["world"].rounding))
-    monkeypatch.setattr(campaign, "programs", lambda measurement, picks: {})
-    monkeypatch.setattr(campaign, "finished_plan", lambda *_: (None, {}))
+    monkeypatch.setattr(proof, "programs", lambda measurement, picks: {})
+    monkeypatch.setattr(campaign, "finished_plan", lambda *_: None)
     monkeypatch.setattr(campaign, "report", lambda *_: {})
     monkeypatch.setattr(verify, "gather", gather)
     monkeypatch.setattr(verify, "activation", lambda *_: (1.0, 1.0))
@@ -119,7 +119,7 @@ def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch)
     worlds = [World((0.5, 1.0, 2.0, 4.0)[seed % 4], seed) for seed in range(2000)]
 
     def aimed(world: World, aim: Any) -> float:
-        return float(aim.affordable(LENGTH, 0.0, 0.0) * np.exp(0.1 * world.random.standard_normal()))
+        return float(aim.affordable(LENGTH) * np.exp(0.1 * world.random.standard_normal()))
 
     met, broken, used = simulate(monkeypatch, worlds, aimed)
     assert broken / len(worlds) <= 0.05
@@ -130,7 +130,7 @@ def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch)
 def test_a_budget_smaller_than_the_rounding_of_half_precision_is_spent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exact kernels lie further apart in KL than the budget, and neither loses anything to the other."""
     worlds = [World((0.5, 1.0, 2.0)[seed % 3], seed, rounding=1.2 * SETTINGS.budget) for seed in range(1200)]
-    met, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)))
+    met, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH)))
     assert broken / len(worlds) <= 0.05
     assert met / len(worlds) >= 0.9
     assert float(np.median(used)) >= 0.6
@@ -141,9 +141,7 @@ def test_a_budget_is_spent_where_time_falls_slowly(monkeypatch: pytest.MonkeyPat
 
     def median_used() -> float:
         worlds = [World(0.1, seed) for seed in range(400)]
-        _, broken, used = simulate(
-            monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)), saving=0.02
-        )
+        _, broken, used = simulate(monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH)), saving=0.02)
         assert broken / len(worlds) <= 0.05
         return float(np.median(used))
 
@@ -157,7 +155,7 @@ def test_a_plan_that_adds_less_than_rounding_can_tell_is_not_taken_to_add_nothin
     observed = Observation(1e-3, np.zeros(1), ("text",))
 
     def of(kl: float, rounding: float) -> tuple[float, float]:
-        joint = Joint(kl, 0.0, 0.0, observed, {}, rounding)
+        joint = Joint(kl, 0.0, 0.0, observed, rounding)
         return joint.added, joint.visible
 
     assert of(1.1e-3, 1.2e-3) == pytest.approx((LEAST_KL, 1.2e-4))
@@ -181,7 +179,7 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
 
     def joint(picks: Any, length: int) -> Joint:
         kl = rounding + beside + slope * picks[0] * 1e-12
-        return Joint(kl, 0.0, 0.0, Observation(kl, np.zeros(1), ("text",)), {}, rounding)
+        return Joint(kl, 0.0, 0.0, Observation(kl, np.zeros(1), ("text",)), rounding)
 
     monkeypatch.setattr(search, "solve", solve)
     settings = SimpleNamespace(lengths=(LENGTH,))
