@@ -71,7 +71,7 @@ class Study:
         place: Directory of the rows of this device.
         random: Whether the weights are, and losses mean nothing.
         third: Sequences of the third kind.
-        prices: Those of another machine, which the plans are for: a table of `studies.budget.study prices`.
+        prices: Those of another machine, which the plans are for: an `adaattn_prices.json`.
     """
 
     name: str
@@ -246,7 +246,7 @@ def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, f
     model.set_attn_implementation("adaattn")
     found = {name: programs_for(model, plan, unverified=False)[1] for name, plan in plans.items()}
     arms = {name: {layer: program for layer, (_, program) in one.items()} for name, one in found.items()}
-    return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms, 1)
+    return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms)
 
 
 @torch.no_grad()
