@@ -48,9 +48,9 @@ def test_storage_moves_rarely() -> None:
     expected, moves = [], 0
     for _ in range(3000):
         token = torch.randn(2, 3, 1, 4)
-        before = store._room.data_ptr()
+        before = store.room.data_ptr()
         store.append(token)
-        moves += store._room.data_ptr() != before
+        moves += store.room.data_ptr() != before
         expected.append(token)
     assert torch.equal(store.view(), torch.cat(expected, dim=2))
     assert moves <= 25  # log(3000 / 64) / log(1.25), and one for each of the first blocks
@@ -59,10 +59,10 @@ def test_storage_moves_rarely() -> None:
 
 def test_reserved_storage_never_moves() -> None:
     store = GrowingTensor(torch.empty(1, 1, 0, 4), reserve=500)
-    place = store._room.data_ptr()
+    place = store.room.data_ptr()
     for _ in range(500):
         store.append(torch.randn(1, 1, 1, 4))
-    assert store._room.data_ptr() == place
+    assert store.room.data_ptr() == place
 
 
 # ---------------- against DynamicCache

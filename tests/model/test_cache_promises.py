@@ -245,13 +245,13 @@ def test_generation_writes_in_place_where_nobody_looks(flow: str, monkeypatch: p
     """Beams that move and drafts that are taken back cost no copy of the past: no past moves to another room."""
     model, rooms = llama(), []
     how = {**FLOWS[flow], **({"assistant_model": llama(seed=4)} if flow == "drafts" else {})}
-    made = GrowingTensor._hold
+    made = GrowingTensor._refill
 
-    def hold(self: GrowingTensor, room: Tensor, length: int) -> None:
-        rooms.extend([length] if length else [])
-        made(self, room, length)
+    def refill(self: GrowingTensor, past: Tensor, *args: Any) -> None:
+        rooms.extend([past.shape[2]] if past.shape[2] else [])
+        made(self, past, *args)
 
-    monkeypatch.setattr(GrowingTensor, "_hold", hold)
+    monkeypatch.setattr(GrowingTensor, "_refill", refill)
     prompt = ids(9, 1, batch=1)
     settings: dict[str, Any] = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
     out = model.generate(prompt.repeat(1, 2), **settings, **how)
@@ -282,14 +282,14 @@ def test_somebody_who_looks_is_seen() -> None:
         assert store._viewed()
         del holder
         assert not store._viewed()
-    room = store._room.data_ptr()
+    room = store.room.data_ptr()
     store.crop(2)
     store.append(torch.randn(2, 1, 1, 4))
-    assert store._room.data_ptr() == room
+    assert store.room.data_ptr() == room
     holder = store.view()
     store.crop(2)
     store.append(torch.randn(2, 1, 1, 4))
-    assert store._room.data_ptr() != room
+    assert store.room.data_ptr() != room
     del holder
 
 
