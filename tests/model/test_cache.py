@@ -349,21 +349,6 @@ def test_encoder_decoder_models_take_it_too() -> None:
     assert torch.equal(*outs)
 
 
-def test_several_turns_share_one_cache() -> None:
-    model = models()["llama"]
-    first, second = torch.randint(3, 61, (1, 7)), torch.randint(3, 61, (1, 5))
-    results = []
-    for kind in (DynamicCache, GrowingCache):
-        cache = kind(config=model.config)
-        with torch.no_grad():
-            model(first, past_key_values=cache)
-            branch = copy.deepcopy(cache)
-            results.append(
-                (model(second, past_key_values=cache).logits, model(second + 1, past_key_values=branch).logits)
-            )
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
-
-
 def test_attention_reads_the_storage_without_copying_it() -> None:
     """One token of a long past must not allocate what the past takes."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -129,15 +129,6 @@ def test_codes_that_were_handed_out_before_the_mean_is_known_stay() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, numbers(kept), strict=True))
 
 
-def test_windows_of_a_sliding_layer_stay() -> None:
-    model, cache, kept = mistral(), None, []
-    cache = users(model)
-    for number in range(200):
-        step(model, ids(1, number), cache)
-        kept.append((held(cache), numbers(held(cache))))
-    assert all(torch.equal(a, b) for pair, was in kept for a, b in zip(was, numbers(pair), strict=True))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_branches_of_a_tree_have_the_logits_of_the_stock_cache(name: str) -> None:
     """Two texts behind one prefix, the second after the first was taken back; then the first, from what was kept."""
