@@ -31,6 +31,8 @@ class GrowingTensor:
         room: `[batch, heads, capacity, …]`: all that there is room for, the same tensor until something moves.
     """
 
+    room: Tensor
+
     def __init__(self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH, most: int | None = None) -> None:
         """Empty, with room for `reserve` tokens, at most for `most`; `like` gives all extents but the length."""
         self.reserve, self.growth, self.most = reserve, growth, most

@@ -18,7 +18,9 @@ from adaattn_hf.stats.stopwatch import on_device, quartiles
 
 
 @torch.no_grad()
-def attention_seconds(forward: Callable[[], object], arms: Mapping[str, Mapping[int, Program]]) -> dict[str, float]:
+def attention_seconds(
+    forward: Callable[[], object], arms: Mapping[str, Mapping[int, Program | None]]
+) -> dict[str, float]:
     """Returns seconds of all attention calls of one forward pass: stock sdpa's, the exact ones, each arm's.
 
     Args:

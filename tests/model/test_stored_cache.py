@@ -65,7 +65,7 @@ def mistral(window: int = 24) -> Any:
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window, attn_implementation="adaattn")).eval()
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
+MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
 
 
 def ids(batch: int, count: int, seed: int = 1) -> Tensor:
