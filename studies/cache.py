@@ -14,8 +14,7 @@ part, and the page shows what there is. A cache that fails (a device that is ful
 that hold more or less than `explain` foretells: exit code 1.
 
 Caches of other libraries need those libraries; kvpress asks for older Transformers than these, and runs beside them:
-`pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`. `--add` puts them on a page
-that was measured without them, beside DynamicCache in the same rounds; caches of this package stay as they were.
+`pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaattn_hf._files import write_atomically
 from adaattn_hf.eval.provenance import provenance
 
-from .cache_arms import ARMS, OURS, SHAPES, present, shaped, weights_read
+from .cache_arms import OURS, SHAPES, present, shaped, weights_read
 from .cache_page import page
 from .cache_speed import beyond, foretold, growth, speed
 from .cache_text import PARTS, Arm, compared, read_more
@@ -78,59 +77,33 @@ def _libraries(arms: Sequence[Arm]) -> str:
     return f"Other libraries, beside Transformers {beside}: {', '.join(found)}{pressed}."
 
 
-def lacking(arms: Sequence[Arm], rows: Sequence[dict[str, Any]]) -> list[Arm]:
-    """Those of the arms that have no row, behind the one that they are compared with; nothing if all have one."""
-    there = {row["cache"] for row in rows}
-    missing = [arm for arm in arms[1:] if arm.name not in there]
-    return [arms[0], *missing] if missing else []
-
-
-def join(rows: list[dict[str, Any]], more: Sequence[dict[str, Any]]) -> None:
-    """Put rows with others, by cell and in the order of the caches; what was there stays as it was."""
-    order = [arm.name for arm in ARMS]
-
-    def place(row: dict[str, Any]) -> tuple[int, ...]:
-        return row.get("length", 0), row.get("batch", 0), order.index(row["cache"])
-
-    there = {place(row) for row in rows}
-    rows += [row for row in more if place(row) not in there]
-    rows.sort(key=place)
-
-
-def begun(
-    file: Path, asked: dict[str, Any], place: torch.device, resume: bool, add: bool, timed: bool
-) -> dict[str, Any]:
-    """What was measured before by the same source (to `add` to it by any) and settings, or nothing yet.
+def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool) -> dict[str, Any]:
+    """What was measured before by the same source and settings, or nothing yet.
 
     Args:
         file: The page's record.
         asked: The settings.
         place: What measures.
-        resume, add: Whether to go on with the record.
-        timed: Whether anything is to be timed; losses may be added with another number of threads.
+        resume: Whether to go on with the record.
 
     Raises:
-        BadParameter: The file is of another run, or there is nothing to add to.
+        BadParameter: The file is of another run.
     """
     empty: dict[str, Any] = {
-        "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "added": [], "loss": [],
-        "loss_of": "", "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "weights": {},
-        "growth": [],
+        "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "loss": [], "loss_of": "",
+        "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "weights": {}, "growth": [],
     }  # fmt: skip
-    if add and not file.exists():
-        raise typer.BadParameter(f"add: {file} is not there, expected a page to add to; leave --add out")
-    if not (resume or add) or not file.exists():
+    if not resume or not file.exists():
         return empty
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     # not the commit: the page itself lies in the checkout and changes its state
-    same = ["device", "versions"]
-    same += ([] if add else ["source"]) + (["threads"] if timed or not add else [])
+    same = ("device", "versions", "source", "threads")
     before, now = ({"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty))
-    refuse_others(file, before, now, "add" if add else "resume")
-    return {key: found.get(key, nothing) for key, nothing in empty.items()}
+    refuse_others(file, before, now)
+    return found
 
 
-def refuse_others(file: Path, before: dict[str, Any], now: dict[str, Any], option: str) -> None:
+def refuse_others(file: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to go on with a record of other settings.
 
     Raises:
@@ -139,28 +112,9 @@ def refuse_others(file: Path, before: dict[str, Any], now: dict[str, Any], optio
     differs = [key for key in now if before[key] != now[key]]
     if differs:
         raise typer.BadParameter(
-            f"{option}: {file} was measured with another {', '.join(differs)}; leave --{option} out, or name "
+            f"resume: {file} was measured with another {', '.join(differs)}; leave --resume out, or name "
             "another directory"
         )
-
-
-def of_losses(
-    found: dict[str, Any],
-    named: Any,
-    ids: Tensor,
-    arms: Sequence[Arm],
-    keep: Callable[[str, str, Sequence[Arm]], None],
-) -> None:
-    """Let the arms that have no loss read what they did not yet, each text kept as soon as it is read."""
-    windows, window = ids.shape
-
-    def kept(arm: Arm) -> None:
-        for part, rows in zip(("loss", "behind"), compared(found["read"], arms, windows, window), strict=True):
-            join(found[part], rows)
-        counts = (f"{len(found['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
-        keep(f"loss of {arm.name}: {', '.join(counts)}", "loss", arms[:1] if arm is arms[0] else [arms[0], arm])
-
-    read_more(named, arms, ids, found["read"], kept)
 
 
 @app.command()
@@ -191,9 +145,6 @@ def main(
     grow: Annotated[int, typer.Option(help="Decode steps of the trial that memory stays; 0 for none.")] = 10_000,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the page that is there.")] = False,
-    add: Annotated[
-        bool, typer.Option("--add", help="The same, with other libraries' caches that it lacks alone.")
-    ] = False,
 ) -> None:
     """Measure, and write the page."""
     if threads is not None:
@@ -206,30 +157,16 @@ def main(
             f"model, text, shape, only: got {model}, {text}, {shapes} and {parts}, expected the first two both or "
             f"none, and of {list(SHAPES)} and {list(SECTIONS)}"
         )
-    asked = {
-        "rounds": rounds,
-        "steps": steps,
-        "most": most,
-        "skip": skip,
-        "windows": windows,
-        "window": window,
-    }
+    asked = {"rounds": rounds, "steps": steps, "most": most, "skip": skip, "windows": windows, "window": window}
     stem = write / ("cache_cuda" if place.type == "cuda" else "cache")
-    found = begun(stem.with_suffix(".json"), asked, place, resume, add, timed=parts != ["loss"])
-    made = provenance(place)  # once: the page that is written changes the checkout's state
+    found = begun(stem.with_suffix(".json"), asked, place, resume)
 
     def publish() -> None:
         write_atomically(stem.with_suffix(".json"), json.dumps(found, indent=1, sort_keys=True) + "\n")
         write_atomically(stem.with_suffix(".md"), page(found))
 
-    def keep(words: str, part: str, arms: Sequence[Arm]) -> None:
+    def keep(words: str) -> None:
         typer.echo(words)
-        if add and arms[1:]:
-            own = {"part": part} | {key: made[key] for key in ("commit", "cpu", "threads")}
-            entry = next((one for one in found["added"] if one == own | {"caches": one["caches"]}), None)
-            if entry is None:
-                found["added"].append(entry := own | {"caches": []})
-            entry["caches"] += [arm.name for arm in arms[1:] if arm.name not in entry["caches"]]
         publish()
 
     makes: list[tuple[str, Callable[[], Any]]] = [
@@ -249,16 +186,19 @@ def main(
             },
         }
         if "loss" in parts:
-            # a record of before these were kept has none
+            # nothing was read before: any text will do
             known = {key: found[key] or value for key, value in inputs.items()}
-            refuse_others(stem.with_suffix(".json"), known, inputs, "add" if add else "resume")
-        lost = {arm.name for arm in ARMS} - {row["cache"] for row in found["behind"]}
-        if "loss" in parts and (add or lost - set(found["absent"])):
-            arms, found["absent"] = present(named, left_out, add)
-            found["libraries"], arms = _libraries(arms), lacking(arms, found["behind"])
-            if arms:
-                found |= inputs
-                of_losses(found, named, ids.to(place), arms, keep)
+            refuse_others(stem.with_suffix(".json"), known, inputs)
+            found |= inputs
+            arms, found["absent"] = present(named, left_out)
+            found["libraries"] = _libraries(arms)
+
+            def kept(arm: Arm) -> None:
+                found["loss"], found["behind"] = compared(found["read"], arms, windows, window)
+                counts = (f"{len(found['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
+                keep(f"loss of {arm.name}: {', '.join(counts)}")
+
+            read_more(named, arms, ids.to(place), found["read"], kept)
         title = f"{name or model.name}, bfloat16"
         found["weights"][title] = weights_read(named)
         makes.insert(0, (title, lambda: named.to(torch.bfloat16)))
@@ -266,30 +206,27 @@ def main(
     for title, make in makes if "speed" in parts else []:
         rows = found["speed"].setdefault(title, [])
         done = {(row["length"], row["batch"]) for row in rows}
-        if not add and done >= set(cells):
+        missing = [cell for cell in cells if cell not in done]
+        if not missing:
             continue
         one = make()
-        every, found["absent"] = present(one, left_out, add)
-        found["libraries"], memory = _libraries(every), foretold(one)
+        arms, found["absent"] = present(one, left_out)
+        found["libraries"], memory = _libraries(arms), foretold(one)
         floor = found["floor"].setdefault(title, {})
-        for length, batch in cells:
-            arms = lacking(every, [row for row in rows if (row["length"], row["batch"]) == (length, batch)])
-            if not arms:
-                continue
+        for length, batch in missing:
             if str(batch) not in floor:
                 empty = speed(one, arms[:1], batch, 1, rounds, steps, most, {})[0]
                 floor[str(batch)] = empty["tokens_per_second"]
-            more = speed(one, arms, batch, length, rounds, steps, most, memory)
-            join(rows, more)
-            keep(f"{title}: {length} tokens, batch {batch}", "speed", arms)
+            rows += speed(one, arms, batch, length, rounds, steps, most, memory)
+            keep(f"{title}: {length} tokens, batch {batch}")
         del one
         gc.collect()
-    if "growth" in parts and grow and not found["growth"] and not add:
+    if "growth" in parts and grow and not found["growth"]:
         small = shaped("tiny", place)
         arms, memory = [arm for arm in present(small, left_out)[0] if arm.name in OURS], foretold(small)
         for arm in arms:
             found["growth"].append(growth(small, arm, grow, memory))
-            keep(f"{arm.name}: {grow} steps", "growth", [])
+            keep(f"{arm.name}: {grow} steps")
     wrong = [cell for rows in found["speed"].values() for cell in beyond(rows)]
     publish()  # once more: an end at a bad moment may have left an older page beside the record
     if wrong:

@@ -13,8 +13,6 @@ from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 
 from .cache_text import STOCK, Arm, read
 
-__all__ = ["ARMS", "OURS", "SHAPES", "TRIED", "present", "shaped", "weights_read"]
-
 TRIED = (ImportError, ValueError, RuntimeError, AttributeError, AssertionError, TypeError, KeyError)
 """What other libraries raise beside versions that they do not know, and devices that are full."""
 PROMPT = 128
@@ -52,19 +50,16 @@ ARMS = (
 )
 
 
-def present(model: Any, skipped: Sequence[str], others: bool = False) -> tuple[list[Arm], dict[str, str]]:
+def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:
     """Returns the arms that run here, and of the others why not: each reads a few tokens, under its press.
 
     Args:
         model: Any causal LM.
         skipped: Words in the names of arms that are left out.
-        others: Try no cache of this package.
     """
     found, absent = [], {}
     tokens = torch.arange(PROMPT + 1, device=model.device) % model.config.vocab_size
     for arm in ARMS:
-        if others and arm.name in OURS:
-            continue
         if any(word in arm.name for word in skipped):
             absent[arm.name] = "left out"
             continue

@@ -9,8 +9,6 @@ from .cache_arms import ARMS
 from .cache_speed import MARGIN, beyond
 from .cache_text import CONFIDENCE, HAYSTACKS, PARTS, PIECE, STOCK, texts
 
-__all__ = ["page"]
-
 
 def page(found: dict[str, Any]) -> str:
     """The results as a page."""
@@ -36,7 +34,7 @@ def page(found: dict[str, Any]) -> str:
         lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
     if found["libraries"]:
         lines += ["", found["libraries"]]
-    for one in found["added"]:
+    for one in found.get("added", ()):  # caches of other libraries, measured later than the rest
         on = f" on {one['cpu']}, {one['threads']} thread{'s' * (one['threads'] > 1)}" if "cpu" in one else ""
         beside = "on the same texts" if one["part"] == "loss" else "in the same rounds"
         lines += [

@@ -1,36 +1,25 @@
-"""How many bytes caches hold, how fast decode steps over them are, and whether they grow beyond what is foretold.
-
-`python -m studies.cache_speed [--shape 1.5b] [--length 16384]` prints captured steps over codes beside exact ones.
-"""
+"""How many bytes caches hold, how fast decode steps over them are, and whether they grow beyond what is foretold."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import StaticCache
 
 import adaattn_hf
-from adaattn_hf.attention.stored import FORMATS
-from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import ratio_summary, turn
-from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.memory import CacheMemory
 from adaattn_hf.stats.stopwatch import timed
 
-from .cache_arms import OURS, SHAPES, TRIED, shaped
+from .cache_arms import OURS, TRIED
 from .cache_text import Arm
-
-__all__ = ["MARGIN", "beyond", "captured", "foretold", "growth", "held_bytes", "speed"]
 
 MARGIN = 0.05
 """Share by which a cache may hold more or less than `explain` foretells."""
@@ -165,67 +154,6 @@ def _figures(stock: list[Any], own: list[Any], batch: int) -> dict[str, Any]:
     return found
 
 
-def _reserved(stored: str) -> Callable[[Any, int], Any]:
-    return lambda model, room: AdaAttnCache(model, stored, max_cache_len=room)
-
-
-STATIC = "StaticCache"
-ROOM_ARMS = (
-    Arm(STATIC, "adaattn", lambda model, room: StaticCache(config=model.config, max_cache_len=room)),
-    *(Arm(stored, "adaattn", _reserved(stored)) for stored in FORMATS),
-)
-"""Caches of a reserved length, whose steps are captured; the first is exact."""
-
-
-@torch.no_grad()
-def captured(model: Any, batch: int, length: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Seconds of compiled decode steps behind filled caches, which a device captures; the arms take turns.
-
-    Args:
-        model: A causal LM.
-        batch, length: Sequences, and tokens in them.
-        rounds, steps: Rounds beside the two that compile, warm and capture, and decode steps of an arm in a round.
-    """
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    room = -(-(length + (rounds + 2) * steps) // 64) * 64
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    caches = {arm.name: filled(arm, model, batch, length, room) for arm in ROOM_ARMS}
-    heads, dim = model.config.num_attention_heads, model.config.head_dim
-    for name, cache in caches.items():
-        for layer in cache.layers if name != STATIC else ():
-            # as behind a prompt, whose queries say along what errors of keys cancel
-            layer.tokens.expect(torch.randn(batch, heads, 32, dim, device=model.device, dtype=model.dtype))
-    compiled: Any = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-    def step(cache: Any) -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        compiled(token, past_key_values=cache)
-
-    times: dict[str, list[float]] = {name: [] for name in caches}
-    for number in range(-2, rounds):
-        for place in turn(len(ROOM_ARMS), max(number, 0)):
-            name = ROOM_ARMS[place].name
-            elapsed = timed(partial(step, caches[name]), model.device, steps)[1].wall
-            if number >= 0:
-                times[name].append(elapsed)
-    graphs = dict(torch._dynamo.utils.counters["stats"])
-    skipped = dict(torch._dynamo.utils.counters["inductor"])
-    return [
-        {
-            "cache": name,
-            "batch": batch,
-            "length": length,
-            "seconds": float(np.median(own)),
-            "over_exact": ratio_summary(times[STATIC], own),
-            "bytes_over_exact": held_bytes(caches[name]) / held_bytes(caches[STATIC]),
-            "graphs_of_all": graphs.get("unique_graphs", 0),
-            "captures_given_up": skipped.get("cudagraph_skips", 0),
-        }
-        for name, own in times.items()
-    ]
-
-
 @torch.no_grad()
 def growth(model: Any, arm: Arm, steps: int, memory: Mapping[str, CacheMemory], warm: int = 100) -> dict[str, Any]:
     """What a cache with room for so many decode steps holds before and after them, and what the process took beside.
@@ -269,24 +197,3 @@ def beyond(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if told is not None and held is not None and abs(held / told - 1) > MARGIN:
             found.append(f"{row['cache']}, {row['length']} tokens, batch {row['batch']}: {held / told:.3f}")
     return found
-
-
-def main() -> None:
-    """Prints JSON: captured steps of one row and of eight."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="1.5b", choices=list(SHAPES))
-    parser.add_argument("--length", type=int, default=16384, help="tokens in the caches")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="of an arm in a round")
-    asked = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = shaped(asked.shape, device)
-    rows = []
-    for batch in (1, 8):
-        rows += captured(model, batch, asked.length, asked.rounds, asked.steps)
-        gc.collect()
-    print(json.dumps({"provenance": provenance(device), "asked": vars(asked), "captured": rows}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -45,8 +45,8 @@ from adaattn_hf.calibration.arms import over_codes
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 WINDOWS = HeadRules((128, 0), (16, 0), ("model",) * 2)
-
-
+KINDS = ("plain", "padded", "packed", "windowed", "full")
+"""Structures of a call."""
 DEVICES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities: A100 and A30; RTX 30, A10 and A40; RTX 40, L4 and L40; H100 and H200; B200; RTX 50."""
 
@@ -168,7 +168,7 @@ def request(
         rules: Per head.
         grad: Whether gradients are wanted.
         dtype: Of all tensors.
-        kind: The structure.
+        kind: The structure, one of KINDS.
         more: Of the request.
     """
     query, key, value = (
@@ -180,8 +180,7 @@ def request(
         numbers = (torch.arange(keys) // 200)[None]
         asked = {"causal": True, "q_segments": numbers, "k_segments": numbers}
     elif kind == "padded":
-        real = torch.arange(keys)[None] >= 70
-        asked |= {"key_padding": real}
+        asked |= {"key_padding": torch.arange(keys)[None] >= 70}
     elif kind == "windowed":
         asked |= {"window": 128}
     structure = CallStructure(1, queries, keys, **asked)
@@ -221,9 +220,9 @@ def rounded(asked: AttentionRequest) -> None:
     storing.store(*token, parts, mean=beside, along=beside, at=held)
 
 
-def prefills(kinds: tuple[str, ...]) -> Iterator[Call]:
+def prefills() -> Iterator[Call]:
     """Many queries, without gradients and with them."""
-    for dims, kind, rules in itertools.product(DIMS, kinds, (None, WINDOWS)):
+    for dims, kind, rules in itertools.product(DIMS, KINDS, (None, WINDOWS)):
         if rules is not None and kind == "windowed":
             continue
         name = f"{kind}, heads of {dims[0]}" + (", windows per head" if rules else "")
@@ -246,23 +245,20 @@ def steps() -> Iterator[Call]:
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
         if dims[0] == dims[1] and heads == 16:
             for stored in ("int8", "k8v4"):
-                make_codes = partial(coded, make, stored)
+                make_codes = partial(_coded, make, stored)
                 yield f"step over {stored}, {words}", make_codes, launch.attend
                 yield f"step of a graph over {stored}, {words}", make_codes, captured
                 yield f"storing {stored}, {words}", make_codes, rounded
 
 
-def coded(make: Callable[[], AttentionRequest], stored: str) -> AttentionRequest:
+def _coded(make: Callable[[], AttentionRequest], stored: str) -> AttentionRequest:
     """The same over codes."""
     return over_codes(make(), stored)
 
 
 def calls(asked: Sequence[str]) -> Iterator[Call]:
     """The calls of those names, all where there are none."""
-    kinds = ("plain", "padded", "packed", "windowed", "full")
-    for call in itertools.chain(prefills(kinds), steps()):
-        if not asked or call[0] in asked:
-            yield call
+    return (call for call in itertools.chain(prefills(), steps()) if not asked or call[0] in asked)
 
 
 def refused(asked: AttentionRequest) -> tuple[str, ...]:

@@ -70,8 +70,11 @@ def request(stage: str, dtype: torch.dtype, device: str = "cpu") -> AttentionReq
     return AttentionRequest(query, key, value, structure, 64**-0.5)
 
 
-def results(asked: AttentionRequest, stage: str, backend: str | None) -> Tensor:
-    """Output of a call, or gradients of query, key and value in a row; the reference's where no backend is named."""
+def results(asked: AttentionRequest, stage: str, backend: str | None, dtype: torch.dtype) -> Tensor:
+    """Output of a call, or gradients of query, key and value in a row; the reference's where no backend is named.
+
+    Gradients are of a sum whose weights were rounded to the dtype.
+    """
 
     def attend(one: AttentionRequest) -> Tensor:
         return reference.attention(one).out if backend is None else BACKENDS[backend].attend(one).out
@@ -82,7 +85,7 @@ def results(asked: AttentionRequest, stage: str, backend: str | None) -> Tensor:
     leaves = [t.detach().clone().requires_grad_() for t in (asked.query, asked.key, asked.value)]
     out = attend(replace(asked, query=leaves[0], key=leaves[1], value=leaves[2]))
     source = torch.Generator().manual_seed(1)
-    weight = torch.randn(out.shape, generator=source).to(asked.query.dtype).to(out)
+    weight = torch.randn(out.shape, generator=source).to(dtype).to(out)
     found = torch.autograd.grad((out * weight).sum(), leaves)
     return torch.cat([t.double().reshape(-1) for t in found])
 
@@ -94,17 +97,11 @@ def measure(backend: str, dtype: str, stage: str) -> Error | None:
         return None  # half precision, and decode in fp32
     if backend == "triton" and device == "cpu" and dtype == "bfloat16":
         return None  # the interpreter computes with NumPy, which has no bfloat16
-    asked = request(stage, DTYPES[dtype], device)
+    kind = DTYPES[dtype]
+    asked = wide = request(stage, kind, device)
     if stage == "backward":  # gradients in double precision, of the rounded numbers
         wide = replace(asked, query=asked.query.double(), key=asked.key.double(), value=asked.value.double())
-        source = torch.Generator().manual_seed(1)
-        weight = torch.randn(2, 96, 4, 64, generator=source).to(DTYPES[dtype]).double()
-        leaves = [t.requires_grad_() for t in (wide.query, wide.key, wide.value)]
-        parts = torch.autograd.grad((reference.attention(wide).out * weight).sum(), leaves)
-        truth = torch.cat([t.reshape(-1) for t in parts])
-    else:
-        truth = results(asked, stage, None)
-    found = results(asked, stage, backend)
+    truth, found = results(wide, stage, None, kind), results(asked, stage, backend, kind)
     difference = (found - truth).abs()
     relative = float(difference.norm() / truth.norm())
     return Error(

@@ -120,16 +120,12 @@ def floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
 def branches_on_a_kind(root: Path) -> list[str]:
     """Places outside `plans/choices/` that compare a choice's kind: one more idea would have to be added there."""
     places = []
-    for directory in INSTALLED:
-        for path in sorted((root / directory).rglob("*.py")):
-            if "plans/choices" in path.as_posix():
-                continue
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.Compare):
-                    continue
+    for name, tree in trees(root).items():
+        for node in ast.walk(tree) if "plans/choices" not in name else ():
+            if isinstance(node, ast.Compare):
                 compared = ast.unparse(node.left)
                 if "choice" in compared and compared.endswith(".kind"):
-                    places.append(f"{path.relative_to(root)}:{node.lineno}")
+                    places.append(f"{name}:{node.lineno}")
     return places
 
 

@@ -15,7 +15,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +38,7 @@ from adaattn_hf.calibration.verify import Evidence, gather
 from adaattn_hf.cli.options import nats, tokens
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
+from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.checkpoint import load, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
@@ -50,7 +51,7 @@ from .budget.held_out import ratio, scores
 from .budget.pairs import fewer_pairs
 from .budget.speed import attention_seconds
 from .cache_arms import ARMS, SHAPES, shaped
-from .cache_speed import ROOM_ARMS, filled, held_bytes
+from .cache_speed import filled, held_bytes
 from .cuda.model import by
 from .real_page import write_page
 
@@ -71,7 +72,7 @@ class Study:
         place: Directory of the rows of this device.
         random: Whether the weights are, and losses mean nothing.
         third: Sequences of the third kind.
-        prices: Those of another machine, which the plans are for: a table of `studies.budget.study prices`.
+        prices: Those of another machine, which the plans are for: an `adaattn_prices.json`.
     """
 
     name: str
@@ -246,7 +247,7 @@ def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, f
     model.set_attn_implementation("adaattn")
     found = {name: programs_for(model, plan, unverified=False)[1] for name, plan in plans.items()}
     arms = {name: {layer: program for layer, (_, program) in one.items()} for name, one in found.items()}
-    return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms, 1)
+    return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms)
 
 
 @torch.no_grad()
@@ -258,13 +259,12 @@ def steps(model: Any, batch: int, length: int, plans: Mapping[str, Plan]) -> Fig
     device, config, figures = model.device, model.config, Figures()
     captured = device.type == "cuda"
     rounds, count = (5, 20) if captured else (3, 6)
-    known = {arm.name: arm for arm in (ARMS, ROOM_ARMS)[captured]}
-    static = next(arm for arm in ARMS if arm.name == "StaticCache")
-    stock, exact, int8 = (
-        (static, known["StaticCache"], known["int8"])
-        if captured
-        else (known["DynamicCache"], known["AdaAttnCache model"], known["AdaAttnCache int8"])
-    )
+    known = {arm.name: arm for arm in ARMS}
+    stock, exact, int8 = (known[name] for name in ("DynamicCache", "AdaAttnCache model", "AdaAttnCache int8"))
+    if captured:
+        stock = known["StaticCache"]
+        exact = replace(stock, implementation="adaattn")
+        int8 = replace(int8, make=lambda model, room: AdaAttnCache(model, "int8", max_cache_len=room))
     token = torch.ones(batch, 1, dtype=torch.long, device=device)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     arms = {"stock": (stock, None), "exact": (exact, None), "int8": (int8, None)}

@@ -206,14 +206,13 @@ def _checked_layers(
                 "load the model with the plan that the cache was made with"
             )
         prefix = f"{index}."
-        held = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        held = {name.removeprefix(prefix): tensors.pop(name) for name in [*tensors] if name.startswith(prefix)}
         length = whole(said["length"], f"length of layer {index}", least=1)
         batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
         room_for(layer.limit, length)
         found[index] = length, held
-    stray = sorted(tensors.keys() - {f"{i}.{name}" for i, (_, held) in found.items() for name in held})
-    if stray:
-        raise Unsound(f"holds tensors {stray!r:.200} that no layer has, expected none; {_AGAIN}")
+    if tensors:
+        raise Unsound(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
     return found
 
 
@@ -236,36 +235,35 @@ def _check_layer(
         Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.
     """
     window = getattr(layer, "sliding_window", None)
-    spans = dict.fromkeys(layer.spans or ())
-    groups = {f"{number}.": span for number, span in enumerate(spans)} or {"": None}
     # extents by name: equal names are equal sizes, and some are known beforehand
     known = {} if batch is None else {"batch": batch}
-    needed: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
-    beside: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
-    for prefix, span in groups.items():
+    expected: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
+    if layer.spans:
+        expected["starts"] = ("batch",), (torch.int64,)
+    for number, span in enumerate(dict.fromkeys(layer.spans or (None,))):
+        prefix = f"{number}." if layer.spans else ""
         heads, count = f"{prefix}heads", f"{prefix}tokens"
         if layer.spans:
             known[heads] = layer.spans.count(span)
         if window is None:
             known[count] = length if span is None else min(length, sum(span))
         for name, (dtype, extent) in PARTS[stored].items():
-            needed[prefix + name] = ("batch", heads, count, *extent), (dtype,) if dtype else _NUMBERS
+            expected[prefix + name] = ("batch", heads, count, *extent), (dtype,) if dtype else _NUMBERS
         for name in () if stored == "model" else BESIDE:
-            beside[prefix + name] = ("batch", heads, "k"), (torch.float32,)
-    if layer.spans:
-        needed["starts"] = ("batch",), (torch.int64,)
-    if not needed.keys() <= held.keys() <= needed.keys() | beside.keys():
+            expected[prefix + name] = ("batch", heads, "k"), (torch.float32,)
+    needed = {name for name in expected if name.rpartition(".")[2] not in BESIDE}
+    if not needed <= held.keys() <= expected.keys():
         raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
     for name, tensor in held.items():
-        extents, dtypes = (needed | beside)[name]
+        extents, dtypes = expected[name]
         fits = tensor.ndim == len(extents) and all(
             known.setdefault(extent, size) == size > 0 for extent, size in zip(extents, tensor.shape, strict=True)
         )
         if not fits or tensor.dtype not in dtypes:
-            expected = ", ".join(str(known.get(extent, "any")) for extent in extents)
+            sizes = ", ".join(str(known.get(extent, "any")) for extent in extents)
             raise Unsound(
                 f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{' or '.join(map(str, dtypes))} [{expected}]"
+                f"{' or '.join(map(str, dtypes))} [{sizes}]"
             )
     if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
         raise Unsound(f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}")

@@ -175,8 +175,12 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     past = total - count
     if total <= sinks + window:
         return structure.with_changes(window=window, sinks=sinks) if count > 1 else structure
-    line = torch.arange(min(past, sinks) + min(max(past - sinks, 0), window) + count, device="cpu")
-    held = slots_after(total, window, sinks, "cpu") if count == 1 else line
+    # positions of the keys that are handed over, in their order
+    if count == 1:
+        oldest, held = total - window, slots_after(total, window, sinks, "cpu")
+    else:
+        oldest = max(sinks, past - window)
+        held = torch.cat([torch.arange(sinks, device="cpu"), torch.arange(oldest, total, device="cpu")])
     plain = CallStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
     if count > 1:
         plain = plain.with_changes(window=window, sinks=sinks)
@@ -184,9 +188,6 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     if real is None or structure.key_padding is None:
         return plain
     start = torch.tensor(starts_of(structure), dtype=torch.int64, device="cpu")[:, None]
-    oldest = total - window if count == 1 else max(sinks, past - window)
-    if count > 1:
-        held = torch.where(line < sinks, line, line + oldest - sinks)
     at = held[None].expand(batch, -1)
     if sinks:
         sink = start + (held - start) % sinks

@@ -26,17 +26,17 @@ class GrowingTensor:
     `view()` is a window on the storage: its batch and head strides belong to the room, not to the length. A
     window that was taken earlier stays what it was, whatever follows. Before `crop` and `select` let go of windows
     that nobody needs: those that are held cost a copy.
+
+    Attributes:
+        room: `[batch, heads, capacity, …]`: all that there is room for, the same tensor until something moves.
     """
+
+    room: Tensor
 
     def __init__(self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH, most: int | None = None) -> None:
         """Empty, with room for `reserve` tokens, at most for `most`; `like` gives all extents but the length."""
         self.reserve, self.growth, self.most = reserve, growth, most
         self._refill(like[:, :, :0], reserve)
-
-    def _hold(self, room: Tensor, length: int) -> None:
-        """Hold the first `length` tokens of a room that nobody else has a view of."""
-        self._room, self._start, self._stop = room, 0, length
-        self._shared = False  # whether somebody holds a view of what lies behind the last token
 
     def __len__(self) -> int:
         """Tokens held."""
@@ -45,27 +45,12 @@ class GrowingTensor:
     @property
     def capacity(self) -> int:
         """Tokens that fit in without moving."""
-        return self._room.shape[2]
-
-    @property
-    def room(self) -> Tensor:
-        """`[batch, heads, capacity, …]`: all that there is room for, the same tensor until something moves."""
-        return self._room
-
-    @property
-    def batch(self) -> int:
-        """Rows of the batch."""
-        return self._room.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the storage lies."""
-        return self._room.device
+        return self.room.shape[2]
 
     def view(self, last: int | None = None) -> Tensor:
         """`[batch, heads, length, …]`: all tokens or the `last` ones; shares the storage."""
         start = self._start if last is None else max(self._start, self._stop - last)
-        return self._room.narrow(2, start, self._stop - start)
+        return self.room.narrow(2, start, self._stop - start)
 
     def append(self, tokens: Tensor) -> Tensor:
         """Write `[batch, heads, n, …]` behind what is there; returns all tokens, as `view` does."""
@@ -76,23 +61,23 @@ class GrowingTensor:
 
     def widen(self, dtype: torch.dtype) -> None:
         """Keep tokens of two dtypes, as under autocast and after it, all in the wider one: as by concatenation."""
-        if dtype is not self._room.dtype:
-            self._room = self._room.to(torch.promote_types(self._room.dtype, dtype))
+        if dtype is not self.room.dtype:
+            self.room = self.room.to(torch.promote_types(self.room.dtype, dtype))
 
     def extend(self, count: int) -> Tensor:
         """Hold `count` tokens more behind what is there, to be written at once; returns all tokens, as `view` does."""
-        if self._stop + count > self._room.shape[2] or self._shared or self._frozen():
+        if self._stop + count > self.capacity or self._shared or self._frozen():
             self.renew(count)
         self._stop += count
-        return self._room.narrow(2, self._start, self._stop - self._start)
+        return self.view()
 
     def _frozen(self) -> bool:
         """The room was made in inference mode and may not be written to outside of it."""
-        return self._room.is_inference() and not torch.is_inference_mode_enabled()
+        return self.room.is_inference() and not torch.is_inference_mode_enabled()
 
     def _viewed(self) -> bool:
         """Somebody else holds a tensor on the room."""
-        return _uses(self._room) > _uses(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        return _uses(self.room) > _uses(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def renew(self, count: int = 0) -> None:
         """Move what is there to a room of its own, with space for `count` tokens more."""
@@ -110,7 +95,8 @@ class GrowingTensor:
         room = torch.empty(extents, dtype=past.dtype, device=past.device if device is None else device)
         # to the host it waits: what arrives in a strided room goes through one that the host itself copies from
         room[:, :, :length].copy_(past, non_blocking=room.device.type != "cpu")
-        self._hold(room, length)
+        self.room, self._start, self._stop = room, 0, length
+        self._shared = False  # whether somebody holds a view of what lies behind the last token
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens; nothing moves before the next token comes."""
@@ -131,10 +117,10 @@ class GrowingTensor:
 
         With as many rows as before only those that change are copied.
         """
-        rows = rows.to(self.device)
+        rows = rows.to(self.room.device)
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        if len(rows) == self.batch:
+        if len(rows) == self.room.shape[0]:
             same = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
             moved = (rows != same).nonzero().flatten()
             if len(moved) == 0:
@@ -152,7 +138,7 @@ class GrowingTensor:
 
     def to(self, device: torch.device | str) -> None:
         """Move the tokens to a device; spare room is not copied."""
-        if torch.device(device) != self.device:
+        if torch.device(device) != self.room.device:
             self._refill(self.view(), self.capacity - self._start, device)
 
 

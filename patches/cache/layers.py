@@ -83,10 +83,6 @@ class KeptLayer:
         if self.tokens is not None:
             self._show(*self.tokens.shown(self.tokens.whole()))
 
-    def let_go(self) -> None:
-        """Hold no windows on the storage, which looks for others that do before it is changed."""
-        self._show(None, None)
-
     def held(self) -> dict[str, Tensor]:
         """All tensors of the tokens, by name; `take` puts them into an empty layer."""
         kept = self.kept()
@@ -115,7 +111,7 @@ class KeptLayer:
             self.values = torch.cat([self.values, value_states], dim=2)
             return
         tokens = kept[0] if kept else self._restart(key_states, value_states)
-        same_rows(tokens.parts[0].batch, key_states)
+        same_rows(tokens.parts[0].room.shape[0], key_states)
         # what stands for a whole room stays the same from step to step, as graphs are guarded by it
         stays = tokens.count is not None and (torch.compiler.is_compiling() or len(tokens) > 0)
         parts = tokens.append(key_states, value_states)
@@ -145,7 +141,7 @@ class KeptLayer:
         """Change all tokens: storage in place, plain keys and values to what `plain` returns of them."""
         kept = self.kept()
         if kept:
-            self.let_go()
+            self._show(None, None)  # the storage looks for others that hold windows on it
             for one in kept:
                 tokens(one)
             self.look()

@@ -122,27 +122,19 @@ class Tokens:
     # ---------------- writing
     def append(self, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Write `[batch, num_kv_heads, n, head_dim]` behind what is there; returns `whole`."""
-        if self.count is not None:
-            self._append_in_room(keys, values, self.count)
-            return self.whole()
+        if self.count is not None and torch.compiler.is_compiling():
+            parts = self.whole()
+            append(keys, values, *parts, self.mean, self.along, self.count)  # the host counts nothing here
+            self._known = None
+            return parts
         past, count = len(self), keys.shape[2]
         self.begin(keys, values)
-        views = [part.extend(count) for part in self.parts]
+        views = self.whole() if self.count is not None else [part.extend(count) for part in self.parts]
         if count:
             self.write(keys, values, views, past)
+        if self.count is not None:
+            self._hold(past + count)
         return views
-
-    def _append_in_room(self, keys: Tensor, values: Tensor, held: Tensor) -> None:
-        """The same where all tokens have their room: a traced graph reads nothing from `held`, their number."""
-        parts = self.whole()
-        if torch.compiler.is_compiling():
-            append(keys, values, *parts, self.mean, self.along, held)  # the host counts nothing here
-            self._known = None
-        else:
-            past = len(self)
-            self.begin(keys, values)
-            self.write(keys, values, parts, past)
-            self._hold(past + keys.shape[2])
 
     def _hold(self, length: int) -> None:
         """Hold the first `length` tokens of the room."""
@@ -191,8 +183,8 @@ class Tokens:
         """
         if self.stored != "model":
             few = queries.shape[2] < SMOOTHED
-            heads, device = self.parts[0].view().shape[1], self.parts[0].device
-            self.along = None if few else direction_of(queries, heads).to(device)
+            room = self.parts[0].room
+            self.along = None if few else direction_of(queries, room.shape[1]).to(room.device)
             self._stay()
 
     def reread(self, queries: Tensor, keys: Tensor) -> None:
@@ -222,11 +214,9 @@ class Tokens:
         return self.views() if self.count is None else [part.room for part in self.parts]
 
     def views(self, last: int | None = None) -> list[Tensor]:
-        """The parts of all tokens held or of the `last` ones, which share the storage."""
+        """The parts of all tokens held, which share the storage, or of the `last` ones where tokens grow."""
         if self.count is not None:
-            length = len(self)
-            start = 0 if last is None else max(0, length - last)
-            return [part.room[:, :, start:length] for part in self.parts]
+            return [part.room[:, :, : len(self)] for part in self.parts]
         return [part.view(last) for part in self.parts]
 
     def read(self, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV | None]:

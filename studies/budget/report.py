@@ -1,33 +1,24 @@
-"""What a loss budget buys, as tables: `python -m studies.budget.report DIRECTORY TARGET.json [BEFORE.json]`.
+"""What a loss budget bought, as tables: `python -m studies.budget.report docs/results/budget.json` (or _cuda).
 
-Merges the files that `study` and `speed` wrote into one JSON, and writes the page beside it. Every number of the page
-is in the JSON, or a quotient of two that are. The plans of an earlier study are set beside those of this one, at the
-prices of this one; other libraries were measured in an earlier study alone, by `studies/budget/peers.py`, which is in
-git at commit 64bc833.
+Writes the page beside the JSON; every number of it is in the JSON, or a quotient of two that are. The programs that
+measured are in git: at commit 026f7a2 `studies/budget/study.py` the seeds and `speed.py` their speed, at commit 64bc833
+`peers.py` other libraries. `studies.real_models` measures the same of any model.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from adaattn_hf.policy.knapsack import of_units, shared_prices
-from adaattn_hf.policy.prices import PriceTable
+from adaattn_hf._files import write_atomically
 
 from ..pages import loss, percent, table
-from .pairs import lines_of
+from .pairs import line_of
 
-PARTS = ("prices", "speed")
-KEPT = ("curve", "speed", "peers")
-"""Parts that are kept from an earlier study where this one has none."""
 WARM_UP = "a pass of 32 tokens"
 """What came before each timed pass in records that do not say so."""
 NEW_LENGTH = (
@@ -36,72 +27,6 @@ NEW_LENGTH = (
     "model is so small that the device waits for the host's launches, as in a pass of one sequence here, the pass "
     "takes as long as these, whatever a plan saves the device."
 )
-
-
-def merge(directory: Path, before: Path | None = None) -> dict[str, Any]:
-    """Returns a study from its directory: `seeds/*.json` and whichever of `PARTS` is there.
-
-    Args:
-        directory: The directory.
-        before: JSON of an earlier study.
-
-    Raises:
-        FileNotFoundError: If no seed was measured.
-    """
-    files = sorted((directory / "seeds").glob("seed-*.json"))
-    if not files:
-        raise FileNotFoundError(
-            f"{directory / 'seeds'} has no seed-*.json; make them with python -m studies.budget.study seeds"
-        )
-    study: dict[str, Any] = {"seeds": [json.loads(path.read_text(encoding="utf-8")) for path in files]}
-    for record in study["seeds"]:
-        record["report"].pop("table", None)  # large, and in the plan's own report
-    for part in PARTS:
-        path = directory / f"{part}.json"
-        if path.is_file():
-            study[part] = json.loads(path.read_text(encoding="utf-8"))
-    if before is not None:
-        old = json.loads(before.read_text(encoding="utf-8"))
-        study["before"] = _before(old, study)
-        study["kept"] = [part for part in KEPT if part in old and part not in study]
-        study |= {part: old[part] for part in study["kept"]}
-    return study
-
-
-def _before(old: dict[str, Any], study: dict[str, Any]) -> list[dict[str, Any]]:
-    """The plans of an earlier study with what is set beside this one's; their speed by this one's prices."""
-    table = PriceTable.from_json(json.dumps(study["prices"])) if "prices" in study else None
-    heads = study["seeds"][0]["kv_heads"]
-    return [
-        {
-            "budget": one["budget"],
-            "met": one["met"],
-            "report": {"verdicts": [{"upper": verdict["upper"]} for verdict in one["report"]["verdicts"]]},
-            "ratio": {
-                n: value if table is None else times_exact(one["picks"], heads, table, int(n))
-                for n, value in one["ratio"].items()
-            },
-        }
-        for one in old["seeds"]
-    ]
-
-
-def times_exact(picks: Sequence[str], heads: int, table: PriceTable, length: int) -> float:
-    """Returns how many times faster than exact attention the launches of a plan are, by a price table.
-
-    Args:
-        picks: Label of each unit's choice, layers rising.
-        heads: Key/value heads of a layer.
-        table: The prices.
-        length: Tokens of the prefill.
-    """
-
-    choices = list(dict.fromkeys(["exact", *picks]))
-    layers, names = [unit // heads for unit in range(len(picks))], [table.launch(name) for name in choices]
-    prices, launches = of_units(table, {("prefill", length): 1.0}, [choices] * len(picks), names, layers)
-    mine = np.array([choices.index(name) for name in picks])
-    exact, own = (float(shared_prices(one, prices, launches).sum()) for one in (np.zeros_like(mine), mine))
-    return exact / own
 
 
 def inside(record: dict[str, Any]) -> bool:
@@ -119,42 +44,31 @@ def _short(study: dict[str, Any]) -> list[str]:
     lengths = list(study["seeds"][0]["ratio"])
     rows, lines = [], []
     for budget in sorted({record["budget"] for record in study["seeds"]}):
-        for name, records in (("", study["seeds"]), (", earlier search", study.get("before", []))):
-            mine = [record for record in records if record["budget"] == budget]
-            if mine:
-                rows.append([percent(budget) + name, *_counted(mine, budget, lengths)])
-    for budget in sorted({record["budget"] for record in study["seeds"]}):
         mine = [record for record in study["seeds"] if record["budget"] == budget]
-        met = [record for record in mine if record["met"]]
-        tries = [len(verdicts_of(record)) for record in met]
-        verdicts = [verdict for record in met for verdict in record["report"]["verdicts"]]
-        gaps = [gap for record in met for gap in _gaps(record)]
-        half = met and mine[0]["settings"]["dtype"] != "float32" and "rounding" not in met[0]["report"]
-        if met:
-            predicted = (
-                f"; predicted over measured KL{', which holds that of rounding,' if half else ''} {min(gaps):.2f} to"
-                f" {max(gaps):.2f}, median {statistics.median(gaps):.2f}"
-                if gaps
-                else ""
-            )
-            lines.append(
-                f"* {percent(budget)}: {sum(count == 1 for count in tries)} of {len(met)} plans are the first that was"
-                f" proved; the largest upper bound is {loss(max(v['upper'] for v in verdicts))} of {loss(budget)}"
-                f" nats/token{predicted}."
-            )
-            lines += lines_of(met, percent(budget))
-        unmet = Counter(record["sentence"] for record in mine if not record["met"])
-        lines += [f"* {percent(budget)}: {count} of {len(mine)} seeds: {words}" for words, count in unmet.items()]
+        before = [record for record in study["before"] if record["budget"] == budget]
+        rows.append([percent(budget), *_counted(mine, budget, lengths)])
+        rows.append([f"{percent(budget)}, earlier search", *_counted(before, budget, lengths)])
+        tries = [len(verdicts_of(record)) for record in mine]
+        verdicts = [verdict for record in mine for verdict in record["report"]["verdicts"]]
+        gaps = [gap for record in mine for gap in _gaps(record)]
+        lines.append(
+            f"* {percent(budget)}: {sum(count == 1 for count in tries)} of {len(mine)} plans are the first that was"
+            f" proved; the largest upper bound is {loss(max(v['upper'] for v in verdicts))} of {loss(budget)}"
+            f" nats/token; predicted over measured KL {min(gaps):.2f} to {max(gaps):.2f}, median"
+            f" {statistics.median(gaps):.2f}."
+        )
+        lines.append(line_of(mine, percent(budget)))
         lines += [
             f"    * seed {record['seed']}: inside on every held-out text; on the text of another kind it loses "
             f"{loss(elsewhere(record))}, at most {loss(elsewhere(record, 'upper'))}"
-            for record in met
+            for record in mine
             if not inside(record)
         ]
-        lines += _needles([v for r in mine for v in (*r["report"]["verdicts"], *verdicts_of(r)[:-1])])
-    head = ["budget", "met, every held-out text", "other kind: mean inside, bound inside"]
-    head += ["bound/budget, held-out text"]
-    head += ["bound/budget, other kind", *(f"attention, times exact, {n}" for n in lengths)]
+        lines.append(_needles([v for r in mine for v in (*r["report"]["verdicts"], *verdicts_of(r)[:-1])]))
+    head = [
+        "budget", "met, every held-out text", "other kind: mean inside, bound inside", "bound/budget, held-out text",
+        "bound/budget, other kind", *(f"attention, times exact, {n}" for n in lengths),
+    ]  # fmt: skip
     return ["Medians over the seeds that met their budget, in brackets the least and the most.", "",
             *table(head, rows), *lines, ""]  # fmt: skip
 
@@ -189,31 +103,26 @@ def _counted(records: Sequence[dict[str, Any]], budget: float, lengths: Sequence
     return cells
 
 
-def _needles(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+def _needles(verdicts: Sequence[dict[str, Any]]) -> str:
     """What retrieval said, over all tries that carried needles."""
     tried = [v for v in verdicts if v["retrieval_stock"] is not None]
-    if not tried:
-        return []
     stock, plan = (statistics.fmean(v[name] for v in tried) for name in ("retrieval_stock", "retrieval_plan"))
     failed = [v["sentence"] for v in tried if not v["passed"]]
-    return [
+    return (
         f"    * needles, over all tries: stock attention finds {stock:.1%} of them, plans find {plan:.1%};"
         f" {len(failed)} verdicts failed, {sum('needles' in sentence for sentence in failed)} of them at this gate"
-    ]
+    )
 
 
 def _made(study: dict[str, Any]) -> list[str]:
     """Where the numbers come from."""
     first = study["seeds"][0]
     settings, made = first["settings"], first["provenance"]
-    lines = [
+    return [
         f"* model: {settings['model']} in {settings['dtype']}; lengths {settings['lengths']}",
         f"* calibration text: {', '.join(settings['data'])}; held-out text: {', '.join(settings['verify_data'])}",
-        *(
-            "* each of the held-out texts must keep the budget by its own sequences: an upper bound is the largest"
-            " of theirs"
-            for _ in range(len(settings["verify_data"]) > 1)
-        ),
+        "* each of the held-out texts must keep the budget by its own sequences: an upper bound is the largest of "
+        "theirs",
         *(
             f"* text of another kind, on which plans are measured once they are made: "
             f"{', '.join(settings['check_data'])}, {settings['check']} sequences per length; bounds one-sided at 95 %"
@@ -223,26 +132,10 @@ def _made(study: dict[str, Any]) -> list[str]:
         f"transformers {made['versions']['transformers']}) at commit {_commit(made)}",
         f"* seeds: {settings['sequences']} sequences per length for risks, {settings['rows']} rows, "
         f"{settings['labels']} labels, {settings['joint']} sequences to re-scale, {settings['held_out']} to "
-        f"{settings.get('most_held_out', settings['held_out'])} held-out sequences per length and plan",
+        f"{settings['most_held_out']} held-out sequences per length and plan",
+        f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention",
+        "",
     ]
-    if "prices" in study:
-        lines.append(f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention")
-        timed = study.get("speed", {}).get("provenance", made)
-        if timed["device"] != "cpu" and _commit(timed) != _commit(made):
-            lines.append(
-                "* the exact attention of the prices, and of what the seeds' plans are said to gain, is that of "
-                f"commit {_commit(made)}; the measured speed below has that of commit {_commit(timed)}"
-            )
-        # of the table as it was written, so that studies of earlier versions keep theirs
-        written = json.dumps(study["prices"], indent=1, sort_keys=True) + "\n"
-        digest = hashlib.sha256(written.encode()).hexdigest()
-        older = sum(record["prices"] != digest for record in study["seeds"])
-        if older:
-            lines.append(
-                f"* {older} of {len(study['seeds'])} plans were chosen, and their speed computed, by an older table"
-                " than the one below: the native kernels have learned int8 and blocks since, which plans would now take"
-            )
-    return [*lines, ""]
 
 
 def _prices(prices: dict[str, Any]) -> list[str]:
@@ -274,10 +167,8 @@ def _seeds(study: dict[str, Any]) -> list[str]:
             "yes" if record["met"] else "no",
             str(len(verified)),
         ]
-        for place in range(len(lengths)):
-            found = record["report"]["verdicts"][place : place + 1]
-            cells += [loss(v[name]) for v in found for name in ("delta_nll", "upper", "kl")] or [""] * 3
-            cells += [f"{v['top1']:.2%}" for v in found] or [""]
+        for v in record["report"]["verdicts"]:
+            cells += [loss(v["delta_nll"]), loss(v["upper"]), loss(v["kl"]), f"{v['top1']:.2%}"]
         others = [record.get("check", {}).get(n) for n in lengths]
         cells += ["" if one is None else loss(one[name]) for one in others for name in ("delta_nll", "upper")]
         rows.append(cells + [f"{record['ratio'][n]:.2f}" for n in lengths])
@@ -319,7 +210,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):
-        cells = speed.get(level, {})
+        cells = speed[level]
         news = any("new_length" in arm for arms in cells.values() for arm in arms.values())
         ratios = ["times stock", "times our exact"]
         both = [*ratios, *(f"{one}, of a new length" for one in ratios)] if news else ratios
@@ -339,7 +230,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
                     ]
                 )
         head = ["length", title, "seconds", *both, "KL on this text", "watching"]
-        lines += table(head, rows) if rows else []
+        lines += table(head, rows)
         if news:
             lines += [NEW_LENGTH, ""]
     return lines
@@ -351,20 +242,19 @@ def _times(arms: dict[str, Any], arm: dict[str, Any], what: str) -> list[str]:
 
 
 def _peers(peers: dict[str, Any]) -> list[str]:
-    lines = ["## Beside other libraries", "", *peers["words"], ""]
-    if peers.get("rows"):
-        head = ["what", *sorted(name for name in peers["rows"][0] if name != "what")]
-        rows = [[row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]]
-        lines += table(head, rows)
-    return lines
+    head = ["what", *sorted(name for name in peers["rows"][0] if name != "what")]
+    rows = [[row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]]
+    return ["## Beside other libraries", "", *peers["words"], "", *table(head, rows)]
 
 
 def markdown(study: dict[str, Any]) -> str:
-    """Returns the page of a study; see `merge`."""
+    """Returns the page of a study."""
     lines = [
         "# What a loss budget buys",
         "",
-        "Generated by `studies/budget/report.py`; losses in nats/token.",
+        "Generated by `studies/budget/report.py`; losses in nats/token. A record: the programs that measured it,",
+        "`studies/budget/study.py` and `studies/budget/speed.py`, are in git at commit 026f7a2;",
+        "`python -m studies.real_models` measures the same of any model ([larger models](real_models.md)).",
         "",
     ]
     lines += _made(study) + _short(study) + _seeds(study)
@@ -377,20 +267,11 @@ def markdown(study: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(source: Path, target: Path) -> None:
-    """Writes the page of a study's JSON."""
-    from adaattn_hf._files import write_atomically
-
-    write_atomically(target, markdown(json.loads(source.read_text(encoding="utf-8"))).encode())
-
-
-def main(directory: Path, target: Path, before: Path | None = None) -> None:
-    """Merges a study into `target` and writes the page beside it."""
-    from .study import write
-
-    write(target, merge(directory, before))
-    write_page(target, target.with_suffix(".md"))
+def main(source: Path) -> None:
+    """Writes the page of a study's JSON beside it."""
+    study = json.loads(source.read_text(encoding="utf-8"))
+    write_atomically(source.with_suffix(".md"), markdown(study).encode())
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]))

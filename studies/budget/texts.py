@@ -1,4 +1,4 @@
-"""Text of other kinds for the budget study: modules of Python, or any other files of a directory, as documents.
+"""Text of other kinds for studies of budgets: modules of Python, or any other files of a directory, as documents.
 
 `python -m studies.budget.texts TARGET.jsonl [DIRECTORY [PATTERN]]`: one line a file, in the order of their names, until
 there are enough characters; without a directory the modules of Python's own standard library. The same version of the

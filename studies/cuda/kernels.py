@@ -174,14 +174,11 @@ def _synchronized() -> float:
 
 def training(section: Section) -> None:
     """Forward and backward at 16k."""
-    n = length(16384)
-    documents = torch.repeat_interleave(torch.arange(16), n // 16)[None].to(DEVICE)
+    n, structures = length(16384), masks()
     causal = CallStructure(1, n, n, causal=True)
-    packed = CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents)
-    window = CallStructure(1, n, n, causal=True, window=length(1024))
     made: dict[str, tuple[CallStructure, HeadRules | None, float]] = {
-        "window 1024": (window, None, seen_share(n, (length(1024) - 16,))),
-        "packed 16 × 1k": (packed, None, 1 / 16),
+        "window 1024": (structures["window 1k at 16k"], None, seen_share(n, (length(1024) - 16,))),
+        "packed 16 × 1k": (structures["packed 16 × 1k"], None, 1 / 16),
         "every second head 1024+16": (
             causal,
             rules_of((0, length(1024)) * 4),

@@ -10,6 +10,7 @@ many keys as there.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import math
 import time
@@ -21,10 +22,14 @@ from typing import Any
 import torch
 
 from adaattn_hf import remove_plan
-from adaattn_hf.patches.plans import attach
-from adaattn_hf.plans.plan import Plan
+from adaattn_hf.attention.heads import ALL
+from adaattn_hf.patches.plans import attach, hashes, parts
+from adaattn_hf.patches.plans.configured import computes_by
+from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans.choices import EXACT, Choice, Window
+from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 
-from ..budget.speed import plan_of_record
+from ..budget.pairs import window_of
 from ..cache_arms import ARMS, shaped
 from ..cache_speed import filled
 from .kernels import seen_share
@@ -46,22 +51,41 @@ def records(budget_json: Path) -> dict[str, dict[str, Any]]:
             for one in curve["curve"]
             if one["family"] == "sparsity" and all(test["upper"] <= nats for test in one["test"].values())
         ]
-        found[name] = max(held, key=lambda one: one["budget"]) | {"settings": curve["settings"]}
+        found[name] = max(held, key=lambda one: one["budget"])
     return found
 
 
 def mapped(record: dict[str, Any], model: Any) -> tuple[Plan, float]:
     """The plan for a model of another shape, and how many times fewer causal pairs it reads at 32k."""
-    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    picks = [
-        record["picks"][(i * LAYERS // layers) * HEADS + h * HEADS // heads]
-        for i in range(layers)
-        for h in range(heads)
-    ]
-    settings = record["settings"] | {"lengths": [LONGEST], "dtype": "bfloat16" if ON_CUDA else "float32"}
-    plan: Plan = plan_of_record({"picks": picks, "settings": settings, "budget": record["budget"], "seed": 0}, model)
-    windows = tuple(int(pick[1:].partition("+")[0]) if pick.startswith("w") else 0 for pick in picks)
-    return plan, 1 / seen_share(32768, windows)
+    config, modules = model.config, dict(attention_modules(model, model.config.model_type))
+    heads = config.num_key_value_heads
+    layers, windows = [], []
+    for place, index in enumerate(sorted(modules)):
+        own = record["picks"][place * LAYERS // len(modules) * HEADS :]
+        spans = [window_of(own[head * HEADS // heads]) or (ALL, 0) for head in range(heads)]
+        choices = tuple(EXACT if span[0] == ALL else Choice.of(Window(*span)) for span in spans)
+        layers.append(LayerPlan(index, hashes.weight_hash(modules[index]), choices))
+        windows += [window for window, _ in spans]
+    plan = Plan(
+        format=PLAN_FORMAT,
+        model_type=config.model_type,
+        weight_hash=hashes.model_hash(model),
+        configuration=computes_by(config),
+        dtype=parts.module_dtype(next(iter(modules.values()))),
+        adaattn=importlib.metadata.version("adaattn-hf"),
+        torch=torch.__version__,
+        transformers=importlib.metadata.version("transformers"),
+        budget=record["budget"],
+        seed=0,
+        data_fingerprint="",
+        protocol={},
+        lengths=(LONGEST,),
+        layers=tuple(layer for layer in layers if not layer.is_exact),
+        units=(),
+        verified=None,
+        tensors="",
+    )
+    return plan, 1 / seen_share(32768, tuple(windows))
 
 
 def _milliseconds(call: Callable[[], Any], most: float) -> float:

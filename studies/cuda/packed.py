@@ -13,7 +13,7 @@ import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
-from .kernels import FLASH
+from .kernels import FLASH, masks
 from .measure import (  # fmt: skip
     DEVICE,
     DIM,
@@ -39,20 +39,14 @@ PROMPTS = (50, 700, 1311, 3000, 87, 420, 2222, 930, 15, 1700, 640, 512, 333, 204
 
 def packed(section: Section) -> None:
     """All cells."""
-    n = length(1024)
-    documents = torch.repeat_interleave(torch.arange(16), n)[None].to(DEVICE)
-    runs = CallStructure(1, 16 * n, 16 * n, causal=True, q_segments=documents, k_segments=documents)
-    section.add("packed 16 × 1k", lambda row: _beside_dense(row, runs, [(16, n)]))
+    structures = masks()
+    section.add("packed 16 × 1k", lambda row: _beside_dense(row, structures["packed 16 × 1k"], [(16, length(1024))]))
     for name, lengths in (("8 × 3000", (3000,) * 8), ("16 prompts of 15 to 4,000 tokens", PROMPTS)):
         uneven = tuple(length(n) for n in lengths)
         section.add(f"packed {name}", partial(_documents, lengths=uneven))
     n = length(4096)
-    left = torch.ones(8, n, dtype=torch.bool)
-    for i in range(8):
-        left[i, : n * i // 8] = False
-    padded = CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE))
     rows = [(1, n - n * i // 8) for i in range(8)]
-    section.add("left-padded 8 × 4k", lambda row: _beside_dense(row, padded, rows))
+    section.add("left-padded 8 × 4k", lambda row: _beside_dense(row, structures["left-padded 8 × 4k"], rows))
     section.add("BERT-base, 16 rows of 512 to 12 tokens", _bert)
     for n in (1024, 4096):
         section.add(f"float32, causal {n // 1024}k, 32/8 × 128", lambda row, n=n: _grouped(row, length(n)))  # type: ignore[misc]

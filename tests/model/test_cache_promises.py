@@ -129,15 +129,6 @@ def test_codes_that_were_handed_out_before_the_mean_is_known_stay() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, numbers(kept), strict=True))
 
 
-def test_windows_of_a_sliding_layer_stay() -> None:
-    model, cache, kept = mistral(), None, []
-    cache = users(model)
-    for number in range(200):
-        step(model, ids(1, number), cache)
-        kept.append((held(cache), numbers(held(cache))))
-    assert all(torch.equal(a, b) for pair, was in kept for a, b in zip(was, numbers(pair), strict=True))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_branches_of_a_tree_have_the_logits_of_the_stock_cache(name: str) -> None:
     """Two texts behind one prefix, the second after the first was taken back; then the first, from what was kept."""
@@ -245,13 +236,13 @@ def test_generation_writes_in_place_where_nobody_looks(flow: str, monkeypatch: p
     """Beams that move and drafts that are taken back cost no copy of the past: no past moves to another room."""
     model, rooms = llama(), []
     how = {**FLOWS[flow], **({"assistant_model": llama(seed=4)} if flow == "drafts" else {})}
-    made = GrowingTensor._hold
+    made = GrowingTensor._refill
 
-    def hold(self: GrowingTensor, room: Tensor, length: int) -> None:
-        rooms.extend([length] if length else [])
-        made(self, room, length)
+    def refill(self: GrowingTensor, past: Tensor, *args: Any) -> None:
+        rooms.extend([past.shape[2]] if past.shape[2] else [])
+        made(self, past, *args)
 
-    monkeypatch.setattr(GrowingTensor, "_hold", hold)
+    monkeypatch.setattr(GrowingTensor, "_refill", refill)
     prompt = ids(9, 1, batch=1)
     settings: dict[str, Any] = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
     out = model.generate(prompt.repeat(1, 2), **settings, **how)
@@ -282,14 +273,14 @@ def test_somebody_who_looks_is_seen() -> None:
         assert store._viewed()
         del holder
         assert not store._viewed()
-    room = store._room.data_ptr()
+    room = store.room.data_ptr()
     store.crop(2)
     store.append(torch.randn(2, 1, 1, 4))
-    assert store._room.data_ptr() == room
+    assert store.room.data_ptr() == room
     holder = store.view()
     store.crop(2)
     store.append(torch.randn(2, 1, 1, 4))
-    assert store._room.data_ptr() != room
+    assert store.room.data_ptr() != room
     del holder
 
 

@@ -41,18 +41,15 @@ FORMATS = ("int8", "k8v4")
 NEAR = {"int8": 0.03, "k8v4": 0.4}
 
 
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
 def llama(implementation: str = "adaattn") -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=implementation,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=implementation)).eval()
 
 
 def gpt2(implementation: str = "adaattn") -> Any:
@@ -63,22 +60,12 @@ def gpt2(implementation: str = "adaattn") -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
-def mistral(implementation: str = "adaattn", window: int = 24) -> Any:
+def mistral(window: int = 24) -> Any:
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=window,
-        attn_implementation=implementation,
-    )
-    return MistralForCausalLM(config).eval()
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window, attn_implementation="adaattn")).eval()
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
+MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
 
 
 def ids(batch: int, count: int, seed: int = 1) -> Tensor:
@@ -232,40 +219,28 @@ def test_a_saved_window_goes_on_where_it_was(tmp_path: Path, stored: str, record
     assert torch.equal(in_pieces(model, tokens[:, 40:], read, 1, 10), in_pieces(model, tokens[:, 40:], cache, 1, 10))
 
 
-def test_a_file_of_other_weights_is_refused_where_it_knows_them(tmp_path: Path) -> None:
-    model = llama()
-    cache = AdaAttnCache(model, "int8")
-    in_pieces(model, ids(1, 8), cache, 8)
-    path = adaattn_hf.save_cache(cache, tmp_path / "a", model)
-    assert adaattn_hf.load_cache(path, model).get_seq_length() == 8
-    other = copy.deepcopy(model)
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Of other weights where it knows them, of another kind, size or window."""
+    model, windowed = llama(), mistral()
+    paths = [tmp_path / "weights", tmp_path / "sizes", tmp_path / "window"]
+    for path, one, its in zip(paths, (model, model, windowed), (model, None, None), strict=True):
+        cache = AdaAttnCache(one, "int8")
+        in_pieces(one, ids(1, 8), cache, 8)
+        adaattn_hf.save_cache(cache, path, its)
+    assert adaattn_hf.load_cache(paths[0], model).get_seq_length() == 8
+    tuned, kind, size = (copy.deepcopy(model) for _ in range(3))
     with torch.no_grad():
-        other.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-    with pytest.raises(ValueError, match=r"with other weights \(fine-tuned, another checkpoint\)"):
-        adaattn_hf.load_cache(path, other)
-
-
-def test_a_file_of_a_model_of_another_kind_or_size_is_refused(tmp_path: Path) -> None:
-    model = llama()
-    cache = AdaAttnCache(model, "int8")
-    in_pieces(model, ids(1, 8), cache, 8)
-    path = adaattn_hf.save_cache(cache, tmp_path / "a")
-    kind, size = copy.deepcopy(model), copy.deepcopy(model)
+        tuned.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     kind.config.model_type = "mistral"
     size.config.num_key_value_heads = 1
-    with pytest.raises(ValueError, match="made for a model with model_type 'llama', expected model_type 'mistral' of"):
-        adaattn_hf.load_cache(path, kind)
-    with pytest.raises(ValueError, match=r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"):
-        adaattn_hf.load_cache(path, size)
-
-
-def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
-    model = mistral()
-    cache = AdaAttnCache(model, "int8")
-    in_pieces(model, ids(1, 8), cache, 8)
-    path = adaattn_hf.save_cache(cache, tmp_path / "a")
-    with pytest.raises(ValueError, match="a layer 0 with a window of 24, expected 30"):
-        adaattn_hf.load_cache(path, mistral(window=30))
+    for path, other, words in (
+        (paths[0], tuned, r"with other weights \(fine-tuned, another checkpoint\)"),
+        (paths[1], kind, "made for a model with model_type 'llama', expected model_type 'mistral' of"),
+        (paths[1], size, r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"),
+        (paths[2], mistral(window=30), "a layer 0 with a window of 24, expected 30"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            adaattn_hf.load_cache(path, other)
 
 
 # ---------------- memory
@@ -345,23 +320,13 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         AdaAttnCache(llama(), "int4")
     with pytest.raises(ValueError, match="attn_implementation='sdpa', which cannot read codes"):
         AdaAttnCache(llama("sdpa"))
-    t5 = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, attn_implementation="adaattn"
-        )
-    )
+    t5 = T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    encoder_decoder: Any = T5ForConditionalGeneration(t5)
+    encoder_decoder.set_attn_implementation("adaattn")
     with pytest.raises(ValueError, match="encoder-decoder"):
-        AdaAttnCache(t5)
-    bert = BertModel(
-        BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            attn_implementation="adaattn",
-        )
-    )
+        AdaAttnCache(encoder_decoder)
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    bert = BertModel(BertConfig(**sizes, attn_implementation="adaattn"))
     with pytest.raises(adaattn_hf.PrepareError, match="keeps no keys and values"):
         adaattn_hf.prepare(bert, cache="int8", unpad=False)
 
@@ -375,9 +340,10 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         ({"reserve": 3.5}, r"reserve: got 3\.5, expected a number of tokens"),
         ({"max_cache_len": 0}, "max_cache_len: got 0, expected a number of tokens, 1 or more; leave it out"),
         ({"max_cache_len": 9, "reserve": 10}, "got 9, expected a number of tokens, 10 or more, as reserve says"),
+        ({"offloading": True}, "offloading: got True for a model on cpu, expected one on a CUDA device"),
     ],
 )
-def test_room_that_holds_nothing_is_refused_before_a_token_comes(room: dict[str, Any], words: str) -> None:
+def test_what_a_cache_cannot_have_is_refused_before_a_token_comes(room: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdaAttnCache(llama(), **room)
 
@@ -387,21 +353,8 @@ def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
         AdaAttnCache(llama().config)
 
 
-def test_offloading_is_refused_where_there_is_nothing_to_save() -> None:
-    with pytest.raises(ValueError, match="offloading: got True for a model on cpu, expected one on a CUDA device"):
-        AdaAttnCache(llama(), offloading=True)
-
-
 def test_small_heads_are_refused_four_bits() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        attn_implementation="adaattn",
-    )
+    config = LlamaConfig(**SIZES | {"hidden_size": 32}, attn_implementation="adaattn")
     model: Any = LlamaForCausalLM(config).eval()
     with pytest.raises(ValueError, match="groups of 32 channels, this model's values have 8"):
         AdaAttnCache(model, "k8v4")

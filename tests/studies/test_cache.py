@@ -91,36 +91,6 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     (tmp_path / "cache.json").write_text(json.dumps(found))
     other = CliRunner().invoke(app, [*call, "--resume"])
     assert "another source" in other.output
-    before = found["speed"], found["loss"]
-    less = {
-        "speed": {title: [row for row in many if "Static" not in row["cache"]] for title, many in before[0].items()},
-        "loss": [row for row in found["loss"] if "Static" not in row["cache"]],
-        "behind": [row for row in found["behind"] if "Static" not in row["cache"]],
-        "read": {},  # as in a record of before the texts were kept
-        "loss_input": {},
-    }
-    (tmp_path / "cache.json").write_text(json.dumps(found | less))
-    added = CliRunner().invoke(app, [*call, "--add"])  # of another source: that of the other libraries is theirs
-    assert added.exit_code == 0, added.output
-    found = json.loads((tmp_path / "cache.json").read_text())
-    for old, new in (
-        *((before[0][title], found["speed"][title]) for title in before[0]),
-        (before[1], found["loss"]),
-    ):
-        kept = [row for row in old if "Static" not in row["cache"]]
-        assert kept == [row for row in new if "Static" not in row["cache"]]  # not measured again
-        assert len(new) == len(old) > len(kept)
-    assert [(one["part"], one["caches"]) for one in found["added"]] == [
-        (part, ["StaticCache"]) for part in ("loss", "speed")
-    ]
-    words = (tmp_path / "cache.md").read_text()
-    assert "on the same texts: loss of StaticCache." in words
-    assert "in the same rounds: speed of StaticCache." in words
-    other = CliRunner().invoke(app, [*call, "--add", "--steps", "3"])
-    assert "another asked" in other.output
-    (tmp_path / "cache.json").unlink()
-    nothing = CliRunner().invoke(app, [*call, "--add"]).output
-    assert "expected a page to add to" in " ".join(nothing.replace("│", " ").split())
     told = CliRunner().invoke(app, [*call, "--only", "all"]).output  # in a frame as wide as the terminal
     assert "expected the first two both" in " ".join(told.replace("│", " ").split())
 
@@ -216,7 +186,7 @@ def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None
             "asked": {"rounds": 2, "steps": 1}, "speed": {"m": rows + without_stock}, "floor": {"m": {"1": 1.0}},
             "weights": {},
             "growth": [growth(model, arms[2], 130, memory)], "loss": [], "loss_of": "", "absent": {},
-            "libraries": "", "added": [],
+            "libraries": "",
         }
     )  # fmt: skip
     assert "| 1 | 256 | Full | – | – | – | – | OutOfMemoryError: the device is full | – | – |" in words

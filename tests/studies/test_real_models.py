@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.patches.plans import attach
@@ -86,6 +87,19 @@ def test_rows_are_measured_once_and_speed_is_that_of_their_plans(
     assert "| model-llama | 192 | 2 | plan 60% |" in page
     assert "| model-llama | 192 | llama.cpp, 4-bit weights |" in page
     assert json.loads((tmp_path / "real_models.json").read_text())["cpu"]["rows"][1] == much
+
+
+def test_attention_is_timed_layer_by_layer(study: real_models.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's stopwatch is replaced by one that takes a second for stock and half a second for others."""
+
+    def stopwatch(calls: dict[str, Any], host: bool) -> dict[str, list[float]]:
+        outs = {name: call() for name, call in calls.items()}
+        torch.testing.assert_close(outs["stock sdpa"][0], outs["exact"], atol=1e-2, rtol=1e-2)
+        return {name: [1.0 if name == "stock sdpa" else 0.5] * 3 for name in calls}
+
+    monkeypatch.setattr("studies.budget.speed.on_device", stopwatch)
+    found = real_models.attention(study.model, torch.ones(1, 8, dtype=torch.long), {})
+    assert found == {"stock sdpa": 4.0, "exact": 2.0}
 
 
 def test_devices_share_no_table_and_random_weights_have_no_losses(study: real_models.Study, tmp_path: Path) -> None:
