@@ -146,7 +146,7 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
 
 def _limit(module: nn.Module) -> int | None:
     """Position in a request up to which the module's plan speaks; None without one."""
-    from ..plans.attach import program_of
+    from ..plans.fit import program_of
 
     program = program_of(module)
     return None if program is None else program.max_length

@@ -16,8 +16,7 @@ from adaattn_hf.plans.choices import PRECISE_ROWS
 from adaattn_hf.plans.program import Program
 
 from ..observe.monitoring import watched
-from ..plans.attach import program_of
-from ..plans.fit import resolved
+from ..plans.fit import program_of, resolved
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules

@@ -15,18 +15,13 @@ from torch import nn
 from adaattn_hf.plans import execute as execute  # its operators are registered before a graph is traced
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import CARRIED, CONFIG_KEY, layer_tensors
+from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from ..models.support import Holder, Model, implementations, is_ours, model_in
 from . import fit
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
-
-
-def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
-    """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
-    return fit.program_of(module, layer_tensors, compiling)
 
 
 def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
@@ -59,7 +54,7 @@ def programs_for(
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
-    programs = {index: (module, fit.resolve(module, raw, layer_tensors)) for index, module in modules.items()}
+    programs = {index: (module, fit.resolve(module, raw)) for index, module in modules.items()}
     fit.refuse_other_weights(model, raw[CONFIG_KEY])
     return raw, programs
 

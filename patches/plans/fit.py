@@ -2,22 +2,23 @@
 
 At its first call each module looks up its part of the plan and checks the hash of its weights, its dtype, its
 configuration and the major version of Transformers. A plan that does not fit is refused with the reason. This module
-needs torch only; a callback finds the plan's calibrated tensors.
+needs torch only.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from adaattn_hf.attention.tap import listening
+from adaattn_hf.config import settings_of
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import CONFIG_KEY
+from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
@@ -37,9 +38,6 @@ _ADAPTING = "_adaattn_adapting"
 
 _casts = torch._C._is_any_autocast_enabled
 
-TensorsOf = Callable[[Plan, int, "str | None", Any], LayerTensors]
-"""Maps a plan, the index of a layer, where the model came from and its settings to the layer's calibrated tensors."""
-
 
 class Resolved(NamedTuple):
     """What became of a module's part of a plan.
@@ -48,35 +46,32 @@ class Resolved(NamedTuple):
         raw: The settings that held the plan.
         program: The module's part, None if the module is exact.
         weights: The module's weights when they were checked.
-        held: The settings again, empty where they are no mapping, and so hold no plan.
-        plan: What they held, which may be set anew in place.
+        plan: What the settings held, which may be set anew in place.
         trained: Whether the model is trained under it, so that its weights change.
     """
 
-    raw: Any
+    raw: Mapping[str, Any]
     program: Program | None
     weights: Weights
-    held: Mapping[str, Any]
     plan: Any
-    trained: bool = False
+    trained: bool
 
     @classmethod
-    def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
+    def of(cls, module: nn.Module, raw: Mapping[str, Any], program: Program | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
-        held = raw if isinstance(raw, Mapping) else {}
-        plan = held.get(CONFIG_KEY)
-        return cls(raw, program, Weights.of(module), held, plan, isinstance(plan, Trained))
+        plan = raw.get(CONFIG_KEY)
+        return cls(raw, program, Weights.of(module), plan, isinstance(plan, Trained))
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
     """Returns what became of a module's part of a plan, None if settings or weights have changed since."""
     known: Resolved | None = slots.get(PROGRAM_SLOT)
-    if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
+    if known is None or known.raw is not raw or known.raw.get(CONFIG_KEY) is not known.plan:
         return None
     return known if known.trained or compiling or known.program is None or known.weights.same() else None
 
 
-def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
+def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
     seats = None if compiling else listening().seats
     seat = None if seats is None else seats.get(module)
@@ -97,9 +92,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
                 "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
                 "before torch.compile"
             )
-        known = settled(module, slots, raw, tensors)
-        check_model(module, raw)
-        slots[PROGRAM_SLOT] = known
+        known = slots[PROGRAM_SLOT] = _settled(module, slots.get(PROGRAM_SLOT), raw)
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
     adapting = module.__dict__.get(_ADAPTING) is known.plan
@@ -120,14 +113,17 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
             )
 
 
-def settled(module: nn.Module, slots: Mapping[str, Any], raw: Any, tensors: TensorsOf) -> Resolved:
-    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to it."""
-    before: Resolved | None = slots.get(PROGRAM_SLOT)
-    plan = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
+def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
+    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
+    settings_of(raw)  # an error where they are none
+    plan = raw.get(CONFIG_KEY)
     if before is not None and isinstance(plan, Trained) and before.plan == plan:
         program = before.program  # its weights may have changed since
     else:
-        program = resolve(module, raw, tensors)
+        program = resolve(module, raw)
+    checked = plan is None or isinstance(plan, Trained) or module.__dict__.get(_CHECKED) is plan
+    if not checked and (model := model_of(module)) is not None:
+        refuse_other_weights(model, plan)
     return Resolved.of(module, raw, program)
 
 
@@ -154,9 +150,9 @@ def _train(module: nn.Module, known: Resolved) -> None:
         seen.append(settings)
 
 
-def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
+def resolve(module: nn.Module, raw: Mapping[str, Any]) -> Program | None:
     """Resolves and checks a module's part of its plan, `None` if it is exact; PlanError if it does not fit."""
-    data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
+    data = raw.get(CONFIG_KEY)
     if data is None:
         return None
     plan = Plan.from_dict(data)
@@ -180,7 +176,7 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
     if not isinstance(data, Trained):
         _refuse_other_layer(module, plan, layer)
     source = getattr(config, "_name_or_path", None)
-    found = tensors(plan, index, source, raw) if plan.tensors else LayerTensors()
+    found = layer_tensors(plan, index, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
         head_dim = config.hidden_size // config.num_attention_heads
@@ -235,16 +231,6 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
         f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove "
         "the plan with adaattn_hf.remove_plan(model)"
     )
-
-
-def check_model(module: nn.Module, raw: Any) -> None:
-    """Checks the weights of the whole model that a module belongs to, once (PlanError)."""
-    data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    if data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data:
-        return
-    model = model_of(module)
-    if model is not None:
-        refuse_other_weights(model, data)
 
 
 def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:

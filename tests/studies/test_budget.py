@@ -15,7 +15,7 @@ from adaattn_hf.calibration.arms import ModelArms
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
-from adaattn_hf.patches.plans import attach
+from adaattn_hf.patches.plans import attach, fit
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.policy.prices import PriceTable
@@ -176,7 +176,7 @@ def test_recorded_plans_have_the_mean_keys_that_int8_takes_off(text: list[Path])
     assert plan.tensors
     attach.attach(model, plan, unverified=True)
     for index, module in attention_modules(model, "llama"):
-        program = attach.program_of(module)
+        program = fit.program_of(module)
         assert program is not None
         wanted = means[index].key_mean
         assert wanted is not None
