@@ -23,7 +23,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
 from .hashes import model_hash, pretrained, weight_hash
-from .layers import holds, model_of, number_layers
+from .layers import model_of, number_layers
 from .parts import adapted, module_dtype, own_weights_train
 from .replaced import watch
 from .running import ADAPTED, TRAINED, Allowed, Trained, say, trains
@@ -115,7 +115,8 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
 
 def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
     """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
-    settings_of(raw)  # an error where they are none
+    if not isinstance(raw, Mapping):
+        settings_of(raw)  # an error: they are none
     plan = raw.get(CONFIG_KEY)
     if before is not None and isinstance(plan, Trained) and before.plan == plan:
         program = before.program  # its weights may have changed since
@@ -137,7 +138,7 @@ def _train(module: nn.Module, known: Resolved) -> None:
         _mark(model, _ADAPTING, known.plan)
         return
     say(str(known.plan.get("weight_hash")), TRAINED)
-    around = [module] if model is None else [part for part in model.modules() if holds(part, module)]
+    around = [module] if model is None else [part for part in model.modules() if module in part.modules()]
     configs: dict[int, Any] = {id(part.config): part.config for part in around if hasattr(part, "config")}
     seen: list[Any] = []
     for config in configs.values():
@@ -166,17 +167,14 @@ def resolve(module: nn.Module, raw: Mapping[str, Any]) -> Program | None:
         number_layers(model)
         index = getattr(module, "layer_idx", None)
     layer = plan.layer(index)
-    depth = getattr(config, "num_hidden_layers", None)
-    if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
-        raise PlanError(f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model")
-    if layer is None or index is None or layer.is_exact:
+    if layer is None:
         return None
     if not isinstance(data, Allowed):
         refuse_unproven(plan)
     if not isinstance(data, Trained):
         _refuse_other_layer(module, plan, layer)
     source = getattr(config, "_name_or_path", None)
-    found = layer_tensors(plan, index, source, raw) if plan.tensors else LayerTensors()
+    found = layer_tensors(plan.tensors, layer.layer, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
         head_dim = config.hidden_size // config.num_attention_heads
@@ -184,8 +182,8 @@ def resolve(module: nn.Module, raw: Mapping[str, Any]) -> Program | None:
         for part in choice.parts:
             wrong = part.misfit(found, head, len(layer.choices), head_dim)
             if wrong is not None:
-                raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
-    own = _own_heads(module, index, len(layer.choices), head_dim)
+                raise PlanError(f"plan of layer {layer.layer}: {wrong}; calibrate again")
+    own = _own_heads(module, layer.layer, len(layer.choices), head_dim)
     return Program(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype)
 
 
