@@ -75,14 +75,14 @@ def file_of(tensors: dict[str, Tensor]) -> bytes:
     return save(tensors)
 
 
-def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
+def remember_tensors(tensors: dict[str, Tensor]) -> str:
     """Keeps bases and means in memory, and returns their hash; empty if there are none.
 
     Those of the plans that were used last are kept; a plan whose tensors are gone needs its file again.
     """
     if not tensors:
         return ""
-    name = hashlib.sha256(file_of(dict(tensors))).hexdigest()
+    name = hashlib.sha256(file_of(tensors)).hexdigest()
     _use(name, dict(tensors))
     return name
 
@@ -113,9 +113,9 @@ def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerT
             raw[CARRIED] = base64.b64encode(data).decode("ascii")
     prefix = f"layers.{index}."
     bases: dict[str, dict[int, Tensor]] = {"query_basis": {}, "key_basis": {}}
-    for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            kind, _, head = name.removeprefix(prefix).partition(".")
+    for key, tensor in tensors.items():
+        if key.startswith(prefix):
+            kind, _, head = key.removeprefix(prefix).partition(".")
             if kind in bases:
                 bases[kind][int(head)] = tensor
     return LayerTensors(tensors.get(f"{prefix}key_mean"), bases["query_basis"], bases["key_basis"])

@@ -54,7 +54,7 @@ def programs_for(
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
-    programs = {index: (module, fit.resolve(module, raw)) for index, module in modules.items()}
+    programs = {index: (module, fit.resolve(module, plan, raw)) for index, module in modules.items()}
     fit.refuse_other_weights(model, raw[CONFIG_KEY])
     return raw, programs
 

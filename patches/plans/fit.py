@@ -117,14 +117,14 @@ def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
     """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
     if not isinstance(raw, Mapping):
         settings_of(raw)  # an error: they are none
-    plan = raw.get(CONFIG_KEY)
-    if before is not None and isinstance(plan, Trained) and before.plan == plan:
+    data = raw.get(CONFIG_KEY)
+    if before is not None and isinstance(data, Trained) and before.plan == data:
         program = before.program  # its weights may have changed since
     else:
-        program = resolve(module, raw)
-    checked = plan is None or isinstance(plan, Trained) or module.__dict__.get(_CHECKED) is plan
+        program = None if data is None else resolve(module, Plan.from_dict(data), raw)
+    checked = data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data
     if not checked and (model := model_of(module)) is not None:
-        refuse_other_weights(model, plan)
+        refuse_other_weights(model, data)
     return Resolved.of(module, raw, program)
 
 
@@ -151,12 +151,8 @@ def _train(module: nn.Module, known: Resolved) -> None:
         seen.append(settings)
 
 
-def resolve(module: nn.Module, raw: Mapping[str, Any]) -> Program | None:
-    """Resolves and checks a module's part of its plan, `None` if it is exact; PlanError if it does not fit."""
-    data = raw.get(CONFIG_KEY)
-    if data is None:
-        return None
-    plan = Plan.from_dict(data)
+def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | None:
+    """Resolves and checks a module's part of the plan in settings, `None` if it is exact; PlanError for a misfit."""
     config: Any = module.config
     if plan.model_type != config.model_type:
         raise PlanError(f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}")
@@ -169,9 +165,9 @@ def resolve(module: nn.Module, raw: Mapping[str, Any]) -> Program | None:
     layer = plan.layer(index)
     if layer is None:
         return None
-    if not isinstance(data, Allowed):
+    if not isinstance(raw[CONFIG_KEY], Allowed):
         refuse_unproven(plan)
-    if not isinstance(data, Trained):
+    if not isinstance(raw[CONFIG_KEY], Trained):
         _refuse_other_layer(module, plan, layer)
     source = getattr(config, "_name_or_path", None)
     found = layer_tensors(plan.tensors, layer.layer, source, raw) if plan.tensors else LayerTensors()
