@@ -96,7 +96,7 @@ def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     named = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
-    ours = [(config, name) for config, name in named if name in NAMES]
+    ours = [(config, str(name)) for config, name in named if name in NAMES]
     if not ours:
         got = ", ".join(sorted({repr(name) for _, name in named})) or None
         raise ValueError(

@@ -242,7 +242,7 @@ class _OneWay(torch.autograd.Function):
 def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
     """Runs a plan that has no gradient; raises only when a backward pass asks for one."""
     held = {name: getattr(request, name) for name in ("query", "key", "value", "bias", "sink_logits")}
-    bare = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
+    bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
     with torch.no_grad():
         result = attend(program, replace(request, **bare), backend)
     lost = ", ".join(choice.label for choice, _ in program.launches if not choice.has_gradient)

@@ -12,9 +12,7 @@ from adaattn_hf.attention.request import check_dtype
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import transient
 
-from ..mask.documents import with_documents, with_restarts
 from ..mask.structured_mask import StructuredMask, maskless, recall, remember
-from .refusals import check_dense, check_paged
 
 
 class Call(NamedTuple):
@@ -112,6 +110,8 @@ def read_mask(
         padding = attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1)
         offset = kv_len - q_len if causal else 0
         return CallStructure(batch, q_len, kv_len, causal, offset, key_padding=padding), None
+    from .refusals import check_dense
+
     check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     mask: Tensor = attention_mask
     if mask.dtype.is_floating_point:
@@ -135,6 +135,9 @@ def with_keywords(
     Raises:
         ValueError: The keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
+    from ..mask.documents import with_documents, with_restarts
+    from .refusals import check_paged
+
     check_paged(module, kwargs)
     mask = attention_mask if isinstance(attention_mask, StructuredMask) else None
     if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:

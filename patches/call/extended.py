@@ -14,7 +14,6 @@ from adaattn_hf.config import EXACT, raw_settings, settings_in
 from ..mask.structured_mask import StructuredMask
 from .arguments import Call, one_dtype, read_mask, restored, with_keywords
 from .keywords import KNOWN, MEANT
-from .refusals import check_call, with_bias
 from .resolved import IDLE, collecting
 
 
@@ -78,6 +77,8 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
         and (call.sliding_window is None or mask is not None)
         and KNOWN.issuperset(kwargs)
     ):
+        from .refusals import check_call
+
         check_call(module, query, key, mask, call.position_bias, scaling, call.sliding_window, kwargs)
         if not compiling:
             IDLE.update(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
@@ -96,6 +97,8 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
     if call.position_bias is not None:
         added = call.position_bias[..., : structure.q_len, : structure.kv_len]
         if bias is not None:
+            from .refusals import with_bias
+
             added = with_bias(bias, added, query, structure.kv_len)
         bias = added
     if scaling is None:

@@ -13,7 +13,6 @@ from adaattn_hf.attention.tap import SEATED, transform_at_work
 
 from .arguments import Call
 from .extended import attend_extended as attend_extended
-from .refusals import check_transform
 from .resolved import launch_of as launch_of
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
@@ -101,6 +100,8 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
     transform = transform_at_work() if backend in (None, "native") else None
     if transform is None:
         return backend
+    from .refusals import check_transform
+
     check_transform(backend, transform, query, key)
     return "eager"
 

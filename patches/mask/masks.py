@@ -18,7 +18,6 @@ from adaattn_hf.config import raw_settings
 from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
 from .mask_pattern import causality, read_pattern
 from .structured_mask import StructuredMask, recall, remember
-from .told import told_to_model
 
 _NATIVE = ("adaattn", "adaattn_native")
 """Names under which the native kernels serve a processor."""
@@ -62,7 +61,11 @@ def adaattn_mask(
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
     family = family_of(config)
-    told = told_to_model() if family.loses_borders and not tracing() else None
+    told = None
+    if family.loses_borders and not tracing():
+        from .told import told_to_model  # imported here: few families keep what they are told to themselves
+
+        told = told_to_model()
     by_positions = told is not None and told.by_positions
 
     def stock() -> Tensor:

@@ -57,7 +57,7 @@ class Resolved(NamedTuple):
     trained: bool
 
     @classmethod
-    def of(cls, module: nn.Module, raw: Mapping[str, Any], program: Program | None) -> Resolved:
+    def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
         plan = raw.get(CONFIG_KEY)
         return cls(raw, program, Weights.of(module), plan, isinstance(plan, Trained))
