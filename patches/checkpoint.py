@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from adaattn_hf.backends.select import BackendRefusal, check_possible
 from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
 from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import PLAN_FILE, TENSORS_FILE
 
 from .plans.attach import load_plan, remove_plan
 from .plans.positions import trained_positions
@@ -138,40 +139,38 @@ def placed(model: Any, device: str | None) -> Any:
     return dispatch_model(model, places, skip_keys="past_key_values")
 
 
-def _objective(config: Any, asked: str, name: str) -> Objective:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if asked == "causal":
-        return "causal"
-    if asked == "masked":
-        return "masked"
-    if asked != "auto":
-        raise UsageError(unknown("objective", asked, ("auto", "causal", "masked")))
-    if is_masked(config):
-        return "masked"
-    architectures = config.architectures or []
-    # a GGUF file names no class; weights of a head that are not there are refused once they are missed
-    unnamed = not architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if unnamed or any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
-        return "causal"
-    raise ModelUnavailable(
-        f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, "
-        "expected a model with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one "
-        "there is no nll. Give a checkpoint that was saved with its head, or say --objective causal|masked if the "
-        "weights are there"
-    )
-
-
-def is_masked(config: Any) -> bool:
-    """Whether a configuration is that of a masked-language model, by its architectures, else by its family."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+def objective_of(config: Any) -> Objective | None:
+    """What a checkpoint was saved to predict by its architectures, else by its family; None without a head for it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     saved = config.architectures or []
     if any(name.endswith("ForMaskedLM") for name in saved):
-        return True
+        return "masked"
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
-        return False
-    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+        return "causal"
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        return "masked"
+    # a GGUF file names no class; weights of a head that are not there are refused once they are missed
+    return "causal" if not saved and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+def _objective(config: Any, asked: str, name: str) -> Objective:
+    if asked != "auto":
+        if asked not in get_args(Objective):
+            raise UsageError(unknown("objective", asked, ("auto", *get_args(Objective))))
+        return asked  # type: ignore[return-value]
+    found = objective_of(config)
+    if found is None:
+        raise ModelUnavailable(
+            f"model: got {name}, saved as {_saved_as(config)}, expected a model with a language-model head "
+            "(…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one there is no nll. Give a checkpoint that was saved "
+            "with its head, or say --objective causal|masked if the weights are there"
+        )
+    return found
+
+
+def _saved_as(config: Any) -> str:
+    return ", ".join(config.architectures or ["nothing that its config names"])
 
 
 def prefix_token(tokenizer: Any, name: str) -> int:
@@ -194,11 +193,8 @@ def read_config(model: str | Path, **source: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    if Path(model, "adaattn_plan.json").is_file() and not any(
-        one.name != "adaattn_plan.safetensors"
-        for kind in ("*.safetensors", "*.bin", "*.gguf")
-        for one in Path(model).glob(kind)
-    ):
+    files = {path.name for path in Path(model).glob("*.*")} - {TENSORS_FILE}
+    if PLAN_FILE in files and not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in files):
         raise ModelUnavailable(
             f"model: {str(model)!r} holds a plan and no weights; give the model that the plan was made for, and the "
             f"plan by --plan {model} or adaattn_hf.load_plan"
@@ -239,8 +235,8 @@ def load(
     name = Path(model).resolve().name if Path(model).exists() else str(model)
     torch_dtype = resolve_dtype(dtype)
     resolve_device(device)  # one that is missing is refused before weights are read
-    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    common = {key: value for key, value in common.items() if value}
+    asked = {"revision": revision, "trust_remote_code": trust_remote_code}
+    common: dict[str, Any] = {key: value for key, value in asked.items() if value}
     source = {**common, "gguf_file": gguf_file} if gguf_file else common
     config = read_config(model, **source)
     kind = _objective(config, objective, name)
@@ -262,7 +258,7 @@ def load(
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelUnavailable(
-            f"model: got {name!r}, saved as {', '.join(config.architectures or ['nothing that its config names'])} "
+            f"model: got {name!r}, saved as {_saved_as(config)} "
             f"without {len(missing)} weights of its language-model head ({missing[0]}, …), which would be random; "
             "expected a checkpoint saved with its head (…ForMaskedLM, …ForCausalLM): without predictions there is no "
             "loss. Take the checkpoint that this one was made from; a plan of its goes with "
@@ -351,12 +347,10 @@ def arms(
 
 def give_plan(model: Any, plan: str | None) -> None:
     """Gives a model a plan, takes its own away (`NO_PLAN`), or leaves it (None); ModelUnavailable for none."""
-    if plan is None:
-        return
     try:
         if plan == NO_PLAN:
             remove_plan(model)
-            return
-        load_plan(model, plan)
+        elif plan is not None:
+            load_plan(model, plan)
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

@@ -8,6 +8,7 @@ Both are forward hooks; nothing in the model is replaced, and `restore` removes 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +26,7 @@ from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
 
 _SLOT = "_adaattn_prepared"
+"""Attribute in which a model keeps what was put on it, in this order; it is copied with the model."""
 _ON_PADDED = ("run", "raise")
 
 
@@ -63,18 +65,6 @@ class _CacheHook:
         if type(cache) is DynamicCache and not holds_tokens(cache):
             convert(cache, module, self.stored, self.streaming)
         return None
-
-
-class _Prepared:
-    """What was put on one model, in this order; copied with the model."""
-
-    def __init__(self) -> None:
-        self.unpadding: Unpadding | None = None
-        self.parts: list[RemovableHandle | Unpadding | DirectForward] = []
-
-    def remove(self) -> None:
-        for part in reversed(self.parts):
-            part.remove()
 
 
 def prepare(
@@ -119,19 +109,20 @@ def prepare(
     with ExitStack() as on_error:
         on_error.callback(restore, model)
         for tower in towers:
-            prepared = tower.__dict__[_SLOT] = _Prepared()
+            parts: list[RemovableHandle | Unpadding | DirectForward] = []
+            tower.__dict__[_SLOT] = parts
             caches = cache_keyword(inspect.signature(type(tower).forward))
             stored, streams = stored_as(tower, cache, streaming, "model")
             if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
                 raise PrepareError(f"cache: got {stored!r} for {type(tower).__name__}, which keeps no keys and values")
             check_stored(tower, stored, streams)
             if caches:
-                prepared.parts.append(_CacheHook(tower, caches, stored, streams).handle)
+                parts.append(_CacheHook(tower, caches, stored, streams).handle)
             if unpad:
-                prepared.unpadding = _unpadded(tower, on_padded)
-                prepared.parts.append(prepared.unpadding)
+                unpadding = _unpadded(tower, on_padded)
+                parts.append(unpadding)
                 if any(tower is module for module in called_directly(held)):
-                    prepared.parts.append(DirectForward(tower, prepared.unpadding))
+                    parts.append(DirectForward(tower, unpadding))
         on_error.pop_all()
     return model
 
@@ -140,12 +131,7 @@ def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
     reasons = refusals(model)
     if not reasons:
         unpadding = Unpadding(model, trunk_of(model), "run")
-        unpadding.install()
-        try:
-            reasons = probe(unpadding)
-        finally:
-            unpadding.remove()
-        if not reasons:
+        if not (reasons := probe(unpadding)):
             unpadding.on_padded = on_padded
             unpadding.install()
             return unpadding
@@ -158,9 +144,8 @@ def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
 def restore(model: Model) -> Model:
     """Take away what `prepare` put on a model or on a part of it. Returns the model. Harmless without."""
     for module in model_in(model).modules():
-        prepared = module.__dict__.pop(_SLOT, None)
-        if prepared is not None:
-            prepared.remove()
+        for part in reversed(module.__dict__.pop(_SLOT, [])):
+            part.remove()
     return model
 
 
@@ -169,10 +154,9 @@ def unpad_calls(model: Holder) -> dict[str, int]:
 
     Calls inside a traced graph run as they came and are not counted.
     """
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for module in model_in(model).modules():
-        prepared = module.__dict__.get(_SLOT)
-        if prepared is not None and prepared.unpadding is not None:
-            for reason, count in prepared.unpadding.calls.items():
-                counts[reason] = counts.get(reason, 0) + count
-    return counts
+        for part in module.__dict__.get(_SLOT, ()):
+            if isinstance(part, Unpadding):
+                counts += part.calls
+    return dict(counts)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -55,9 +56,11 @@ def _for_engine(backend: str | None) -> AttentionFunction:
     """The function that the engine of continuous batching calls; few processes need what it imports."""
 
     def adaattn_batch(*given: Any, **told: Any) -> tuple[Tensor, None]:
-        from .call.batching import attend_requests
+        from .call import batching
 
-        return attend_requests(backend, *given, **told)
+        compiling = torch.compiler.is_compiling()
+        attend = batching.continuous_batching_runs_outside_graphs if compiling else batching.attend_requests
+        return attend(backend, *given, **told)
 
     return adaattn_batch
 
@@ -91,23 +94,24 @@ def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
     Raises:
         ValueError: None of its towers is.
     """
-    owners = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    named = {key: getattr(config, "_attn_implementation", None) for key, config in owners.items()}
-    ours = {key: str(name) for key, name in named.items() if name in NAMES}
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    named = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
+    ours = [(config, str(name)) for config, name in named if name in NAMES]
     if not ours:
+        got = ", ".join(sorted({repr(name) for _, name in named})) or None
         raise ValueError(
-            f"model: got attention {', '.join(sorted(map(repr, {*named.values()}))) or None}, expected 'adaattn'; call "
+            f"model: got attention {got}, expected 'adaattn'; call "
             'model.set_attn_implementation("adaattn"), and open one block at a time'
         )
     from transformers import ContinuousBatchingConfig
 
     try:
-        for key, name in ours.items():
-            owners[key]._attn_implementation = {"": engine_name(name)}
+        for config, name in ours:
+            config._attn_implementation = {"": engine_name(name)}
         yield ContinuousBatchingConfig(use_cuda_graph=False)
     finally:
-        for key, name in ours.items():
-            owners[key]._attn_implementation = {"": name}
+        for config, name in ours:
+            config._attn_implementation = {"": name}
 
 
 def unregister() -> None:

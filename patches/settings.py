@@ -14,7 +14,7 @@ from adaattn_hf.errors import warn
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.presets import load_preset
 
-from .models.support import Model, model_in, refuse_no_model
+from .models.support import Model, configs_of, model_in, refuse_no_model
 
 
 def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
@@ -36,8 +36,7 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     """
     held = model_in(model)
     refuse_no_model(held)
-    found: Any = (getattr(module, "config", None) for module in held.modules())
-    configs: dict[int, Any] = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    configs = [config for config in configs_of(held) if isinstance(config, PreTrainedConfig)]
     if not configs:
         raise ConfigError(
             f"model: got {type(held).__name__}, expected a Transformers model, or an object that contains one "
@@ -45,15 +44,13 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
         )
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        raw = (getattr(config, "adaattn", None) for config in configs.values())
-        present = [one for one in raw if isinstance(one, Mapping)]
-        carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
-        plan = _within(carried, chosen)
-        tensors = next((found for one in present if (found := one.get("tensors")) is not None), None)
+        present = [one for config in configs if isinstance(one := getattr(config, "adaattn", None), Mapping)]
+        plan = _within(next((plan for one in present if (plan := one.get("plan")) is not None), None), chosen)
         if plan is not None:
+            tensors = next((found for one in present if (found := one.get("tensors")) is not None), None)
             chosen = replace(chosen, plan=plan, tensors=tensors)
     data = chosen.to_dict()
-    for config in configs.values():
+    for config in configs:
         config.adaattn = data
     settings_of(data)  # parsed now, so that its warnings come here
     return model

@@ -81,7 +81,6 @@ def _record(explanation: Explanation) -> dict[str, Any]:
 def _explanation(model: str, asked: Explained) -> Explanation:
     import torch
     from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoConfig,
         AutoModel,
         AutoModelForCausalLM,
@@ -90,8 +89,8 @@ def _explanation(model: str, asked: Explained) -> Explanation:
 
     import adaattn_hf
     from adaattn_hf.patches.checkpoint import (
-        is_masked,
         known_implementations,
+        objective_of,
         resolve_device,
         resolve_dtype,
         why_not,
@@ -112,7 +111,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
         names = " ".join(config.architectures or [])
         auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
         # a GGUF file names no class
-        unnamed = not names and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked(config)
+        unnamed = not names and objective_of(config) == "causal"
         if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
             auto = AutoModel
         with torch.device("meta"):

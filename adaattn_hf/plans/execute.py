@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.heads import HeadRules, joined_heads, some_heads, some_range
+from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.legible import legible
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..attention.structure import OPERANDS, CallStructure
@@ -22,7 +22,7 @@ from ..backends import select
 from ..backends.base import spec_of
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
-from .program import PROGRAMS, Program
+from .program import PROGRAMS, Program, head_rules
 
 
 def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[str, str]:
@@ -30,22 +30,15 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
 
     A choice that no backend computes together with others has a launch of its own.
     """
-    spec = spec_of(request)
-    found = {}
+    spec, found = spec_of(request), {choice.label: choice.label for choice in choices}
     for choice in choices:
-        rule, name = choice.head_rule(few=False), None
-        if rule is not None:
-            rules = HeadRules(
-                (rule.get("window", 0),), (rule.get("sinks", 0),), (rule.get("precision", "model"),)
-            )  # fmt: skip
-            asked = spec._replace(
-                # exact heads share the launch of heads with rules
-                head_windows=rules.windowed or not rule,
-                head_precision=rules.precision,
-            )
-            serving = select.serving(asked)
-            name = None if serving is None else f"{serving.name}: {serving.launches(rules)[0]}"
-        found[choice.label] = choice.label if name is None else name
+        if (rule := choice.head_rule(few=False)) is None:
+            continue
+        rules = head_rules([rule])
+        # exact heads share the launch of heads with rules
+        asked = spec._replace(head_windows=rules.windowed or not rule, head_precision=rules.precision)
+        if (serving := select.serving(asked)) is not None:
+            found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
     return found
 
 
@@ -75,8 +68,7 @@ def attend(
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
-    if request.structure.mask is not None or request.bias is not None:
-        request = _read_mask(program, request, window)
+    request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
     ranges = _ranges(structure, limit)
     within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
@@ -137,15 +129,16 @@ def _in_ranges(
 
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
     """Replaces a dense mask by the rules that it follows; ValueError if it follows none and a choice counts keys."""
-    read = legible(request, window)
+    if (read := legible(request, window)) is not None:
+        return read
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
-    if read is None and counting:
+    if counting:
         raise ValueError(
             f"attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and the "
             f"plan of layer {program.plan.layer} ({', '.join(counting)}) counts keys from a sequence's first; pass "
             "a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
         )
-    return request if read is None else read
+    return request
 
 
 def weights(program: Program, request: AttentionRequest) -> Tensor:
@@ -158,8 +151,7 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     program = program.of_call(request.key.shape[1])
     if program.is_exact_for(request.query.shape[2]):
         return attention_weights(request)
-    if request.structure.mask is not None or request.bias is not None:
-        request = _read_mask(program, request)
+    request = _read_mask(program, request)
     within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
         return attention_weights(request)
@@ -174,6 +166,16 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     return torch.where(within[:, None, :, None], planned, attention_weights(request))
 
 
+def all_within(structure: CallStructure, limit: int) -> bool | None:
+    """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
+    if structure.kv_len <= limit:
+        return True
+    if structure.causal and (places := structure.places) is not None:
+        first, last = places
+        return True if last <= limit else False if first >= limit else None
+    return None
+
+
 def rows_within(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
     """Returns which rows a plan for sequences up to `limit` speaks for: all, none, or `[batch or 1, q_len]`.
 
@@ -181,17 +183,9 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
     all rows of sequences of up to `limit` tokens. Reads no data: a structure whose keys all fit answers at once,
     whatever its padding.
     """
-    if structure.kv_len <= limit:
-        return True
-    if not structure.causal:
-        return _rows_of_short(structure, limit, device)
-    if (places := structure.places) is not None:
-        first, last = places
-        if last <= limit:
-            return True
-        if first >= limit:
-            return False
-    return structure.positions(device) < limit
+    if (known := all_within(structure, limit)) is not None:
+        return known
+    return structure.positions(device) < limit if structure.causal else _rows_of_short(structure, limit, device)
 
 
 def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -213,9 +207,12 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
     """Computes all heads of a layer: in one request those that a backend serves together, else in one per choice."""
     asked = program.requests[request.query.shape[2] < PRECISE_ROWS]
-    whole = _together(request, asked.heads, asked.rules, backend) if asked.heads else None
-    parts: list[tuple[Sequence[int], AttentionResult]] = [] if whole is None else [(asked.heads, whole)]
-    for choice, heads in program.launches if whole is None else asked.apart:
+    parts: list[tuple[Sequence[int], AttentionResult]] = []
+    if asked.heads:
+        together = replace(some_heads(request, asked.heads), per_head=asked.rules)
+        if select.serving(spec_of(together, backend), backend) is not None:
+            parts.append((asked.heads, select.attend(together, backend)))
+    for choice, heads in asked.apart if parts else program.launches:
         part = some_heads(request, heads)
         parts.append((heads, choice.attend(part, heads, program.tensors, backend)))
     order = [head for heads, _ in parts for head in heads]
@@ -225,18 +222,6 @@ def _planned(program: Program, request: AttentionRequest, backend: str | None) -
         return AttentionResult(out)
     lse = [result.lse for _, result in parts if result.lse is not None]
     return AttentionResult(out, joined_heads(lse, order, groups, dim=1))
-
-
-def _together(
-    request: AttentionRequest, heads: Sequence[int], rules: HeadRules | None, backend: str | None
-) -> AttentionResult | None:
-    """Computes heads with different rules in one request; None if no backend serves it."""
-    whole = some_heads(request, heads)
-    if rules is None:
-        return select.attend(whole, backend)
-    whole = replace(whole, per_head=rules)
-    serving = select.serving(spec_of(whole, backend), backend)
-    return None if serving is None else serving.attend(whole)
 
 
 class _OneWay(torch.autograd.Function):
@@ -256,20 +241,16 @@ class _OneWay(torch.autograd.Function):
 
 def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
     """Runs a plan that has no gradient; raises only when a backward pass asks for one."""
-    tensors = [request.query, request.key, request.value, request.bias, request.sink_logits]
-    query, key, value, bias, sinks = (None if t is None else t.detach() for t in tensors)
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    bare = replace(request, query=query, key=key, value=value, bias=bias, sink_logits=sinks)
+    held = {name: getattr(request, name) for name in ("query", "key", "value", "bias", "sink_logits")}
+    bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
     with torch.no_grad():
-        result = attend(program, bare, backend)
+        result = attend(program, replace(request, **bare), backend)
     lost = ", ".join(choice.label for choice, _ in program.launches if not choice.has_gradient)
     message = (
         f"plan of layer {program.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
         "adaattn_hf.remove_plan(model), or calibrate without int8 (--families window,bf16)"
     )
-    return AttentionResult(_OneWay.apply(result.out, message, *tensors), result.lse)  # type: ignore[no-untyped-call]
+    return AttentionResult(_OneWay.apply(result.out, message, *held.values()), result.lse)  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------- in traced graphs
@@ -298,8 +279,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
     )
-    if structure.mask is not None or bias is not None:
-        request = legible(request, own_window) or request
+    request = legible(request, own_window) or request
     request = replace(request, structure=request.structure.settled())
     with torch.no_grad():
         return attend(found, request, backend).out.contiguous()

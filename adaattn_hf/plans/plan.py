@@ -8,18 +8,19 @@ batch.
 from __future__ import annotations
 
 import json
-import shlex
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from .._files import parse_json, printable
+from .._files import parse_json, write_atomically
 from ..attention.stored import FORMATS
+from . import store
+from .card import CARD_FILE, card
 from .choices import EXACT, Choice
-from .evidence import MODEL, MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
+from .evidence import MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
 from .record import PlanError, read_list, read_record, real, share, text, whole
-from .store import PlanFiles
-from .wording import allowed
 
 __all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", "PlanError", "UnitRecord", "Verified"]
 
@@ -51,11 +52,6 @@ class LayerPlan:
         text(self.weights, f"weights of layer {self.layer}")
         if not self.choices:
             raise PlanError(f"layer {self.layer} has no choices, expected one per key/value head")
-        if len(self.choices) > MOST_HEADS:
-            raise PlanError(
-                f"layer {self.layer} has {len(self.choices)} choices, expected one per key/value head, "
-                f"at most {MOST_HEADS}"
-            )
 
     @property
     def is_exact(self) -> bool:
@@ -79,7 +75,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan(PlanFiles):
+class Plan:
     """The choices for one model, and how they were found.
 
     Attributes:
@@ -123,12 +119,9 @@ class Plan(PlanFiles):
     attention_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.format) is not int or self.format != PLAN_FORMAT:
-            raise PlanError(f"plan format is {self.format!r:.60}, this version reads {PLAN_FORMAT}; calibrate again")
-        for name in ("model_type", "weight_hash", "dtype", "adaattn", "torch", "transformers"):
-            text(getattr(self, name), name)
-        text(self.data_fingerprint, "data_fingerprint")
-        text(self.tensors, "tensors")
+        for field in fields(self):
+            if field.type == "str":
+                text(getattr(self, field.name), field.name)
         if not self.weight_hash.startswith(WHOLE):
             raise PlanError(
                 f"weight_hash is {self.weight_hash!r:.60}, expected {WHOLE!r} and the hash of all weights of the "
@@ -136,45 +129,34 @@ class Plan(PlanFiles):
             )
         real(self.budget, "budget", 0.0)
         whole(self.seed, "seed", least=-(1 << 63), most=1 << 64)
-        for name in ("configuration", "protocol"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise PlanError(f"{name} is {type(getattr(self, name)).__name__}, expected a mapping")
+        for name, held in (("configuration", self.configuration), ("protocol", self.protocol)):
+            if not isinstance(held, Mapping):
+                raise PlanError(f"{name} is {type(held).__name__}, expected a mapping")
         if not self.configuration:
             raise PlanError("configuration is empty, expected the model's settings; calibrate again")
-        self._check_protocol()
-        if self.verified is not None and self.verified.passed and self.verified.upper > self.budget:
-            raise PlanError(
-                f"verified.passed is true with an upper bound of {self.verified.upper!r} nats/token, above the "
-                f"budget of {self.budget!r}: the plan contradicts its own verification; calibrate again"
-            )
-        if len(self.lengths) > MOST_LENGTHS or len(self.layers) > MOST_LAYERS:
-            raise PlanError(
-                f"plan: got {len(self.lengths)} lengths and {len(self.layers)} layers, expected at most "
-                f"{MOST_LENGTHS} and {MOST_LAYERS}"
-            )
-        for length in self.lengths:
-            whole(length, "lengths", least=1)
-        if list(self.lengths) != sorted(set(self.lengths)):
-            raise PlanError(f"lengths are {list(self.lengths)}, expected rising positive numbers")
-        for index in self.attention_layers:
-            whole(index, "attention_layers", most=MOST_LAYERS)
-        indices = [layer.layer for layer in self.layers]
-        for name, rising in (("layers", indices), ("attention_layers", list(self.attention_layers))):
-            if rising != sorted(set(rising)):
-                raise PlanError(f"{name} are {rising}, expected rising indices, each once")
-        if self.attention_layers and not set(indices) <= set(self.attention_layers):
-            raise PlanError(
-                f"layers are {indices}, expected some of the model's {list(self.attention_layers)}; calibrate again"
-            )
-
-    def _check_protocol(self) -> None:
-        """Refuses entries of the protocol that are read and malformed."""
         settings = self.protocol.get("settings", {})
         if not isinstance(settings, Mapping):
             raise PlanError(f"protocol.settings is {type(settings).__name__}, expected a mapping")
         if settings.get("alpha") is not None:
             share(settings["alpha"], "protocol.settings.alpha")
-        _ = self.cache, self.exact_steps
+        _ = self.cache, self.exact_steps  # refused where they are malformed
+        if self.verified is not None and self.verified.passed and self.verified.upper > self.budget:
+            raise PlanError(
+                f"verified.passed is true with an upper bound of {self.verified.upper!r} nats/token, above the "
+                f"budget of {self.budget!r}: the plan contradicts its own verification; calibrate again"
+            )
+        indices, known = [layer.layer for layer in self.layers], list(self.attention_layers)
+        for length in self.lengths:
+            whole(length, "lengths", least=1)
+        for index in known:
+            whole(index, "attention_layers", most=MOST_LAYERS)
+        for name, rising in (("lengths", list(self.lengths)), ("layers", indices), ("attention_layers", known)):
+            if rising != sorted(set(rising)):
+                raise PlanError(f"{name} are {rising}, expected rising numbers, each once")
+        if self.attention_layers and not set(indices) <= set(self.attention_layers):
+            raise PlanError(
+                f"layers are {indices}, expected some of the model's {list(self.attention_layers)}; calibrate again"
+            )
 
     @property
     def predicted_loss(self) -> float:
@@ -244,10 +226,9 @@ class Plan(PlanFiles):
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """Returns the plan written by `to_dict`; PlanError for another format, other keys, or a value out of range."""
-        if isinstance(data, Mapping) and data.get("format") != PLAN_FORMAT:
-            raise PlanError(
-                f"plan format is {data.get('format')!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
-            )
+        form = data.get("format") if isinstance(data, Mapping) else PLAN_FORMAT
+        if type(form) is not int or form != PLAN_FORMAT:
+            raise PlanError(f"plan format is {form!r:.60}, this version reads {PLAN_FORMAT}; calibrate again")
         kwargs = read_record(cls, data, "plan")
         kwargs["attention_layers"] = tuple(read_list(kwargs["attention_layers"], "attention_layers", MOST_LAYERS))
         kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths", MOST_LENGTHS))
@@ -267,48 +248,6 @@ class Plan(PlanFiles):
         """Returns the plan as JSON, byte for byte the same for equal plans."""
         return json.dumps(self.to_dict(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def card(self, repository: str) -> str:
-        """Returns the model card of a directory or repository that holds the plan: whose it is, and what was proven."""
-        model = printable(str(self.protocol.get(MODEL, self.model_type)))
-        verdict = "It was never verified on held-out text." if self.verified is None else self.verified.sentence
-        lengths = ", ".join(f"{length:,}" for length in self.lengths) or "none"
-        scoring = self.protocol.get("scoring")
-        masked = isinstance(scoring, Mapping) and "mask_share" in scoring
-        auto = f"AutoModelFor{'Masked' if masked else 'Causal'}LM"
-        of_hub = f"base_model: {json.dumps(model)}\n" if model.count("/") == 1 else ""
-        return f"""---
-library_name: adaattn-hf
-{of_hub}tags:
-- adaattn
-- attention-plan
----
-
-# A plan of attention for {model}
-
-What each head of the model reads, and in which precision, within a budget of {allowed(self.budget)} perplexity.
-{printable(verdict)}
-
-* It speaks for up to {self.max_length:,} tokens, and was measured at {lengths}; what is longer is computed exactly.
-* It belongs to these weights in {printable(self.dtype)}: other weights, dtypes and settings are refused.
-* Its versions: adaattn-hf {printable(self.adaattn)}, torch {printable(self.torch)}, transformers
-  {printable(self.transformers)}.
-
-```python
-from transformers import {auto}
-
-import adaattn_hf
-
-model = {auto}.from_pretrained({model!r}, dtype={self.dtype!r}, attn_implementation="adaattn")
-adaattn_hf.load_plan(model, {repository!r})
-```
-
-To measure it on text of your own, beside stock attention:
-
-```bash
-adaattn eval {shlex.quote(model)} --plan {shlex.quote(repository)} --dtype {shlex.quote(self.dtype)} --data TEXT
-```
-"""
-
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Returns the plan written by `to_json`. Raises PlanError if the text is not JSON, or not a plan."""
@@ -317,3 +256,75 @@ adaattn eval {shlex.quote(model)} --plan {shlex.quote(repository)} --dtype {shle
         except ValueError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         return cls.from_dict(data)
+
+    @classmethod
+    def from_pretrained(cls, source: Plan | str | Path) -> Plan:
+        """Returns the plan in a file, a directory or a repository of the Hub; a plan is returned as it is.
+
+        In a directory or repository it lies in `adaattn_plan.json`, or else in the `config.json` of a model that
+        carries it. The tensors that lie beside it are read, too.
+
+        Args:
+            source: Path of a file or directory, id of a repository (`owner/name`), or a plan.
+
+        Raises:
+            PlanError: There is no plan, or none that can be read, or its tensors are others than it names.
+            TypeError: The source is something else.
+        """
+        if isinstance(source, cls):
+            return source
+        if not isinstance(source, (str, Path)):
+            raise TypeError(
+                f"plan: got {type(source).__name__}, expected a Plan, its file or directory, or an id of the Hub; read "
+                "other data with Plan.from_dict"
+            )
+        file = store.plan_file(source)
+        settings = store.carried_in(file) if file.name == store.CONFIG_FILE else {}
+        if settings:
+            plan = cls.from_dict(settings[store.CONFIG_KEY])
+        else:
+            try:
+                plan = cls.from_json(store.text_file(file))
+            except PlanError as error:
+                raise PlanError(f"{file}: {error}; expected the adaattn_plan.json of `adaattn calibrate`") from error
+        if plan.tensors:
+            store.keep_held(plan.tensors, source, settings)
+        return plan
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the plan, its tensors and, where there is no README.md, a card to a directory.
+
+        Raises:
+            PlanError: Its tensors are not in memory.
+        """
+        place, data = Path(directory), self.tensor_bytes()
+        if data is not None:
+            write_atomically(place / store.TENSORS_FILE, data)
+        write_atomically(place / store.PLAN_FILE, self.to_json())
+        if not (place / CARD_FILE).exists():
+            write_atomically(place / CARD_FILE, card(self, str(directory)))
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Uploads the plan, its tensors and a card to a repository of the Hub, which is made where there is none.
+
+        The card of a repository that holds a model stays.
+
+        Args:
+            repo_id: `owner/name`.
+            private: Whether a new repository is private; None for the owner's default.
+            token: Token of the Hub; None for the one that is logged in.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            PlanError: Its tensors are not in memory.
+        """
+        with tempfile.TemporaryDirectory() as place:
+            write_atomically(Path(place, CARD_FILE), card(self, repo_id))
+            self.save_pretrained(place)
+            return store.upload(place, repo_id, private, token)
+
+    def tensor_bytes(self) -> bytes | None:
+        """Returns a plan's safetensors file, `None` for a plan without; PlanError if its tensors are not in memory."""
+        return store.file_of(store.tensors_of(self.tensors)) if self.tensors else None

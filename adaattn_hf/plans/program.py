@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
+
+from torch import Tensor
 
 from ..attention.heads import HeadRules
 from .choices import EXACT, PRECISE_ROWS, Choice
@@ -135,10 +138,15 @@ class Program:
         if not any(rules):
             return Requests(tuple(heads), None, None, apart)
         mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules) else None
-        found = HeadRules(
-            tuple(rule.get("window", 0) for rule in rules),
-            tuple(rule.get("sinks", 0) for rule in rules),
-            tuple(rule.get("precision", "model") for rule in rules),
-            key_mean=None if mean is None else mean[heads],
-        )
+        found = head_rules(rules, None if mean is None else mean[heads])
         return Requests(tuple(heads), found, replace(found, until=self.max_length), apart)
+
+
+def head_rules(rules: Sequence[Mapping[str, Any]], key_mean: Tensor | None = None) -> HeadRules:
+    """Returns what `Choice.head_rule` says of each head as the rules of one request."""
+    return HeadRules(
+        tuple(rule.get("window", 0) for rule in rules),
+        tuple(rule.get("sinks", 0) for rule in rules),
+        tuple(rule.get("precision", "model") for rule in rules),
+        key_mean=key_mean,
+    )

@@ -54,10 +54,8 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
     """Returns an integer within bounds. Raises PlanError if it is not one."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise PlanError(f"{name} is {value!r:.60}, expected an integer of at least {least}")
-    if value < least:
-        raise PlanError(f"{name} is {_short(value)}, expected an integer of at least {least}")
-    if value > most:
-        raise PlanError(f"{name} is {_short(value)}, expected an integer of at most {most}")
+    if not least <= value <= most:
+        raise PlanError(f"{name} is {_short(value)}, expected an integer from {least} to {most}")
     return value
 
 

@@ -74,12 +74,12 @@ def row_outputs(
     """
     heads, kv_len = range(request.key.shape[1]) if heads is None else heads, request.key.shape[2]
     sampled = some_rows(request, rows)
-    visible = sampled.structure.visible(device=request.query.device)
     weights = attention_weights(sampled)[0]
     outputs: list[Tensor] = []
     losses: list[Tensor] = []
     for choice in choices:
-        mask = visible if choice.keys is None else choice.keys.visible_rows(request, rows)[None]
+        structure = request.structure if choice.keys is None else choice.keys.structure(request)
+        mask = structure.visible_rows(rows, request.query.device)
         changed = choice.running(sampled, list(heads), tensors)
         part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)))
         outputs.append(part.out[0].transpose(0, 1).float())

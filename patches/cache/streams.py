@@ -17,7 +17,7 @@ from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
 
-from ..plans.attach import program_of
+from ..plans.fit import program_of
 from .groups import some_heads, starts_of, structure_of
 
 if TYPE_CHECKING:

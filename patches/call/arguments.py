@@ -127,10 +127,6 @@ def _hides_nothing(structure: CallStructure) -> bool:
     return not known.causal or (known.q_len == 1 and known.offset() >= known.kv_len - 1)
 
 
-_SELECTED = frozenset(("indices", "block_indices"))
-"""Keywords by which a model selects keys."""
-
-
 def with_keywords(
     module: nn.Module, structure: CallStructure, attention_mask: Any, heads: int, kwargs: Mapping[str, Any]
 ) -> CallStructure:
@@ -157,8 +153,6 @@ def with_keywords(
         structure = with_documents(*told) if mask is None else mask.once(with_documents, *told)
     elif mask is not None and mask.by_positions and kwargs.get("position_ids") is not None:
         structure = mask.once(with_restarts, structure, kwargs["position_ids"])
-    if _SELECTED.isdisjoint(kwargs):
-        return structure
     return with_selected_keys(module, structure, heads, kwargs)
 
 

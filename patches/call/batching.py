@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import Segment
 from adaattn_hf.attention.tap import SEATED
 from adaattn_hf.backends.base import capturing
+from adaattn_hf.plans.record import PlanError
 
 from ..mask.structured_mask import StructuredMask
+from ..plans.fit import program_of
 from .interface import attention_function
 from .keywords import HARMLESS
 from .refusals import check_untransformed, refuse_unknown
@@ -55,12 +58,6 @@ def attend_requests(
         BackendRefusal: A function transform is at work.
         PlanError: Some thread runs the model with another plan (`use_plan`).
     """
-    if torch.compiler.is_compiling():
-        told: tuple[Tensor, None] = continuous_batching_runs_outside_graphs(
-            attend_requests, backend, module, query, key, value, attention_mask, dropout, scaling, is_causal,
-            sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, cache=cache, **kwargs,
-        )  # fmt: skip
-        return told
     _refuse(module, attention_mask, dropout, is_causal, kwargs)
     window = sliding_window or getattr(module, "sliding_window", None) or None
     if cache is not None:
@@ -88,17 +85,13 @@ def attend_requests(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def continuous_batching_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+def continuous_batching_runs_outside_graphs(*given: Any, **told: Any) -> tuple[Tensor, None]:
     """Runs it outside a compiled graph, as the lengths of requests are read on the host; named for torch's errors."""
-    return attention(*args, **kwargs)
+    return attend_requests(*given, **told)
 
 
 def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
     """Refuses what is no step of continuous batching, before the cache is written to; see `attend_requests`."""
-    from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
-
-    from adaattn_hf.plans.record import PlanError
-
     borders = kwargs.get("cu_seq_lens_q")
     if borders is None or kwargs.get("read_index") is None:
         raise ValueError(
@@ -146,8 +139,6 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
 
 def _limit(module: nn.Module) -> int | None:
     """Position in a request up to which the module's plan speaks; None without one."""
-    from ..plans.attach import program_of
-
     program = program_of(module)
     return None if program is None else program.max_length
 

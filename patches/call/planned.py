@@ -13,11 +13,11 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Listening
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans.choices import PRECISE_ROWS
+from adaattn_hf.plans.execute import all_within
 from adaattn_hf.plans.program import Program
 
 from ..observe.monitoring import watched
-from ..plans.attach import program_of
-from ..plans.fit import resolved
+from ..plans.fit import program_of, resolved
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
@@ -40,12 +40,9 @@ def rules_of(
     program, few = known.program, query.shape[2] < PRECISE_ROWS
     if program is None or (program.exact_steps and few):
         return (None,)
-    limit = program.max_length
-    within = structure.kv_len <= limit
-    if not within and structure.causal and (places := structure.places) is not None:
-        if places[0] >= limit:
-            return (None,)  # all rows stand beyond what the plan speaks for
-        within = places[1] <= limit
+    within = all_within(structure, program.max_length)
+    if within is False:
+        return (None,)  # all rows stand beyond what the plan speaks for
     if (
         not within
         or structure.mask is not None

@@ -50,10 +50,15 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
         yield from towers_of(child, f"{path}.{name}".strip("."))
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """Returns the configurations of a model's parts, each once."""
+    found = {id(one): one for part in model.modules() if (one := getattr(part, "config", None)) is not None}
+    return [*found.values()]
+
+
 def implementations(model: nn.Module) -> set[str]:
     """Returns the attention implementations of a model's towers."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
+    found = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
     return {name for name in found if isinstance(name, str)}
 
 
@@ -95,12 +100,12 @@ def check(model: Holder | PreTrainedConfig) -> None:
             check_possible(forced)
 
 
-def refuse_other_attention(model: nn.Module) -> None:
-    """Refuses a model whose attention is not this package's (ValueError)."""
+def refuse_other_attention(model: nn.Module, error: type[ValueError] = ValueError) -> None:
+    """Refuses a model whose attention is not this package's (`error`)."""
     refuse_no_model(model)
     names = implementations(model)
     if not runs_ours(model):
-        raise ValueError(
+        raise error(
             f"model: its attention implementation is {', '.join(map(repr, sorted(names))) or 'unknown'}, not one of "
             'AdaAttn\'s; load it with attn_implementation="adaattn" or call '
             'model.set_attn_implementation("adaattn")'

@@ -20,7 +20,8 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY
 
 from ..models.support import Holder, model_in
-from ..plans.attach import plan_of, program_of
+from ..plans.attach import plan_of
+from ..plans.fit import program_of
 from ..plans.layers import attention_modules
 
 _SLOT = "_adaattn_monitor"

@@ -33,7 +33,6 @@ from .maps import head_map, plan_map
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is reported."""
-PHASES = ("prefill", "padded", "packed", "decode")
 
 
 @dataclass
@@ -80,13 +79,12 @@ class AttentionRecord(Recorder):
         programs: Mapping[int, Program | None] | None = None,
     ) -> None:
         super().__init__()
-        names = [(name, module) for name, module in model.named_modules() if hasattr(module, "is_causal")]
         self.layers: dict[int, _Layer] = {}
         self.maps, self.programs = maps, programs
         self.errors: dict[tuple[int, int], Tensor] = {}
         self.rows = rows
         self._generator = torch.Generator().manual_seed(seed)
-        self._names = {id(module): name for name, module in names}
+        self._names = {id(module): name for name, module in model.named_modules() if hasattr(module, "is_causal")}
         self._numbers: dict[int, int] = {}
 
     def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
@@ -170,15 +168,12 @@ class AttentionRecord(Recorder):
             "rank_energies": list(ENERGIES),
             "layers": [self._layer(index) for index in sorted(self.layers)],
             "maps": [
-                {"layer": layer, "head": head, "weights": _rounded(image), **self._error(layer, head)}
-                for (layer, head), image in self.maps.items()
+                {"layer": at[0], "head": at[1], "weights": _rounded(image)}
+                | ({"error": _rounded(self.errors[at])} if at in self.errors else {})
+                for at, image in self.maps.items()
                 if image is not None
             ],
         }
-
-    def _error(self, layer: int, head: int) -> dict[str, Any]:
-        image = self.errors.get((layer, head))
-        return {} if image is None else {"error": _rounded(image)}
 
     def _layer(self, index: int) -> dict[str, Any]:
         layer = self.layers[index]

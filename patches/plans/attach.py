@@ -15,18 +15,13 @@ from torch import nn
 from adaattn_hf.plans import execute as execute  # its operators are registered before a graph is traced
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import CARRIED, CONFIG_KEY, layer_tensors
+from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
-from ..models.support import Holder, Model, implementations, is_ours, model_in
+from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention
 from . import fit
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
-
-
-def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
-    """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
-    return fit.program_of(module, layer_tensors, compiling)
 
 
 def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
@@ -34,7 +29,7 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
     raw, programs = programs_for(model, plan, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module, _ in programs.values()}
     for config in owners.values():
-        kept = {name: value for name, value in settings_of(config).items() if name != CARRIED}
+        kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
         config.adaattn = {**kept, **raw}
     for module, program in programs.values():
         module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program)  # type: ignore[union-attr]
@@ -59,17 +54,18 @@ def programs_for(
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
-    programs = {index: (module, fit.resolve(module, raw, layer_tensors)) for index, module in modules.items()}
+    programs = {index: (module, fit.resolve(module, plan, raw)) for index, module in modules.items()}
     fit.refuse_other_weights(model, raw[CONFIG_KEY])
     return raw, programs
 
 
 def remove_plan(model: Model) -> Model:
     """Removes the plan from a model: every layer is exact again. Returns the model."""
-    for module in model_in(model).modules():
+    held = model_in(model)
+    for module in held.modules():
         module.__dict__.pop(PROGRAM_SLOT, None)
-        config: Any = getattr(module, "config", None)
-        settings = settings_of(config)
+    for config in configs_of(held):
+        settings = carried_by(config)
         if CONFIG_KEY in settings:
             rest = {name: value for name, value in settings.items() if name not in (CONFIG_KEY, CARRIED)}
             # a plan of all models of the type is not given again
@@ -87,11 +83,11 @@ def plan_of(model: Holder) -> Plan | None:
 
 
 def _data_of(model: nn.Module) -> Mapping[str, Any] | None:
-    plans = (settings_of(getattr(module, "config", None)).get(CONFIG_KEY) for module in model.modules())
+    plans = (carried_by(config).get(CONFIG_KEY) for config in configs_of(model))
     return next((plan for plan in plans if plan is not None), None)
 
 
-def settings_of(config: Any) -> Mapping[str, Any]:
+def carried_by(config: Any) -> Mapping[str, Any]:
     """Returns the settings of this package in a model's configuration, empty where there are none."""
     settings = getattr(config, "adaattn", None)
     return settings if isinstance(settings, Mapping) else {}
@@ -126,16 +122,6 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
         found, unverified = Plan.from_dict(data), unverified or isinstance(data, Allowed)
     else:
         found = Plan.from_pretrained(plan)
-    refuse_stock_attention(held)
+    refuse_other_attention(held, PlanError)
     attach(held, found, unverified=unverified)
     return model
-
-
-def refuse_stock_attention(model: nn.Module) -> None:
-    """Refuses a model whose attention cannot run plans (PlanError)."""
-    names = implementations(model)
-    if names and not any(map(is_ours, names)):
-        raise PlanError(
-            f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
-            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
-        )

@@ -2,27 +2,28 @@
 
 At its first call each module looks up its part of the plan and checks the hash of its weights, its dtype, its
 configuration and the major version of Transformers. A plan that does not fit is refused with the reason. This module
-needs torch only; a callback finds the plan's calibrated tensors.
+needs torch only.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from adaattn_hf.attention.tap import listening
+from adaattn_hf.config import settings_of
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import CONFIG_KEY
+from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
 from .hashes import model_hash, pretrained, weight_hash
-from .layers import holds, model_of, number_layers
+from .layers import model_of, number_layers
 from .parts import adapted, module_dtype, own_weights_train
 from .replaced import watch
 from .running import ADAPTED, TRAINED, Allowed, Trained, say, trains
@@ -37,9 +38,6 @@ _ADAPTING = "_adaattn_adapting"
 
 _casts = torch._C._is_any_autocast_enabled
 
-TensorsOf = Callable[[Plan, int, "str | None", Any], LayerTensors]
-"""Maps a plan, the index of a layer, where the model came from and its settings to the layer's calibrated tensors."""
-
 
 class Resolved(NamedTuple):
     """What became of a module's part of a plan.
@@ -48,35 +46,32 @@ class Resolved(NamedTuple):
         raw: The settings that held the plan.
         program: The module's part, None if the module is exact.
         weights: The module's weights when they were checked.
-        held: The settings again, empty where they are no mapping, and so hold no plan.
-        plan: What they held, which may be set anew in place.
+        plan: What the settings held, which may be set anew in place.
         trained: Whether the model is trained under it, so that its weights change.
     """
 
-    raw: Any
+    raw: Mapping[str, Any]
     program: Program | None
     weights: Weights
-    held: Mapping[str, Any]
     plan: Any
-    trained: bool = False
+    trained: bool
 
     @classmethod
     def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
-        held = raw if isinstance(raw, Mapping) else {}
-        plan = held.get(CONFIG_KEY)
-        return cls(raw, program, Weights.of(module), held, plan, isinstance(plan, Trained))
+        plan = raw.get(CONFIG_KEY)
+        return cls(raw, program, Weights.of(module), plan, isinstance(plan, Trained))
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
     """Returns what became of a module's part of a plan, None if settings or weights have changed since."""
     known: Resolved | None = slots.get(PROGRAM_SLOT)
-    if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
+    if known is None or known.raw is not raw or known.raw.get(CONFIG_KEY) is not known.plan:
         return None
     return known if known.trained or compiling or known.program is None or known.weights.same() else None
 
 
-def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
+def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
     seats = None if compiling else listening().seats
     seat = None if seats is None else seats.get(module)
@@ -97,9 +92,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
                 "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
                 "before torch.compile"
             )
-        known = settled(module, slots, raw, tensors)
-        check_model(module, raw)
-        slots[PROGRAM_SLOT] = known
+        known = slots[PROGRAM_SLOT] = _settled(module, slots.get(PROGRAM_SLOT), raw)
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
     adapting = module.__dict__.get(_ADAPTING) is known.plan
@@ -120,14 +113,18 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
             )
 
 
-def settled(module: nn.Module, slots: Mapping[str, Any], raw: Any, tensors: TensorsOf) -> Resolved:
-    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to it."""
-    before: Resolved | None = slots.get(PROGRAM_SLOT)
-    plan = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    if before is not None and isinstance(plan, Trained) and before.plan == plan:
+def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
+    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
+    if not isinstance(raw, Mapping):
+        settings_of(raw)  # an error: they are none
+    data = raw.get(CONFIG_KEY)
+    if before is not None and isinstance(data, Trained) and before.plan == data:
         program = before.program  # its weights may have changed since
     else:
-        program = resolve(module, raw, tensors)
+        program = None if data is None else resolve(module, Plan.from_dict(data), raw)
+    checked = data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data
+    if not checked and (model := model_of(module)) is not None:
+        refuse_other_weights(model, data)
     return Resolved.of(module, raw, program)
 
 
@@ -141,7 +138,7 @@ def _train(module: nn.Module, known: Resolved) -> None:
         _mark(model, _ADAPTING, known.plan)
         return
     say(str(known.plan.get("weight_hash")), TRAINED)
-    around = [module] if model is None else [part for part in model.modules() if holds(part, module)]
+    around = [module] if model is None else [part for part in model.modules() if module in part.modules()]
     configs: dict[int, Any] = {id(part.config): part.config for part in around if hasattr(part, "config")}
     seen: list[Any] = []
     for config in configs.values():
@@ -154,12 +151,8 @@ def _train(module: nn.Module, known: Resolved) -> None:
         seen.append(settings)
 
 
-def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
-    """Resolves and checks a module's part of its plan, `None` if it is exact; PlanError if it does not fit."""
-    data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    if data is None:
-        return None
-    plan = Plan.from_dict(data)
+def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | None:
+    """Resolves and checks a module's part of the plan in settings, `None` if it is exact; PlanError for a misfit."""
     config: Any = module.config
     if plan.model_type != config.model_type:
         raise PlanError(f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}")
@@ -170,17 +163,14 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
         number_layers(model)
         index = getattr(module, "layer_idx", None)
     layer = plan.layer(index)
-    depth = getattr(config, "num_hidden_layers", None)
-    if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
-        raise PlanError(f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model")
-    if layer is None or index is None or layer.is_exact:
+    if layer is None:
         return None
-    if not isinstance(data, Allowed):
+    if not isinstance(raw[CONFIG_KEY], Allowed):
         refuse_unproven(plan)
-    if not isinstance(data, Trained):
+    if not isinstance(raw[CONFIG_KEY], Trained):
         _refuse_other_layer(module, plan, layer)
     source = getattr(config, "_name_or_path", None)
-    found = tensors(plan, index, source, raw) if plan.tensors else LayerTensors()
+    found = layer_tensors(plan.tensors, layer.layer, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
         head_dim = config.hidden_size // config.num_attention_heads
@@ -188,8 +178,8 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
         for part in choice.parts:
             wrong = part.misfit(found, head, len(layer.choices), head_dim)
             if wrong is not None:
-                raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
-    own = _own_heads(module, index, len(layer.choices), head_dim)
+                raise PlanError(f"plan of layer {layer.layer}: {wrong}; calibrate again")
+    own = _own_heads(module, layer.layer, len(layer.choices), head_dim)
     return Program(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype)
 
 
@@ -235,16 +225,6 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
         f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove "
         "the plan with adaattn_hf.remove_plan(model)"
     )
-
-
-def check_model(module: nn.Module, raw: Any) -> None:
-    """Checks the weights of the whole model that a module belongs to, once (PlanError)."""
-    data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    if data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data:
-        return
-    model = model_of(module)
-    if model is not None:
-        refuse_other_weights(model, data)
 
 
 def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:

@@ -87,8 +87,3 @@ def _holders(modules: list[nn.Module]) -> list[nn.Module]:
 def _dictionaries(of: Sequence[Any]) -> list[dict[Any, Any]]:
     """The dictionaries that refer to some objects."""
     return [one for one in gc.get_referrers(*of) if type(one) is dict]
-
-
-def holds(outer: nn.Module, module: nn.Module) -> bool:
-    """Whether a module is another one or holds it."""
-    return any(part is module for part in outer.modules())

@@ -101,11 +101,8 @@ def module_dtype(module: nn.Module) -> str:
     It is that of its first floating-point parameter or buffer; where all are quantised, that of its configuration.
     """
     inside = [*parts(module)]
-    held: list[Tensor] = []
-    for part in inside:
-        held += [weight for weight in part.module._parameters.values() if weight is not None]
-    for part in inside:
-        held += part.buffers.values()
+    weights = [weight for part in inside for weight in part.module._parameters.values() if weight is not None]
+    held = (*weights, *(buffer for part in inside for buffer in part.buffers.values()))
     found = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
     dtype = getattr(getattr(module, "config", None), "dtype", None) if found is None else found
     if not isinstance(dtype, torch.dtype):

@@ -45,7 +45,9 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     known = {id(part) for part in before.modules()}
     unwraps = inner_of(before, ADAPTERS) is child
     # a part of what was there, as a pipeline's stage keeps it, is as good as it was, and so is what has no weights
-    brings = any(id(part) not in known and _own_weights(part) for part in child.modules())
+    fresh = [part for part in child.modules() if id(part) not in known]
+    held = (one for part in fresh for one in (*part._parameters.values(), *part._buffers.values()))
+    brings = any(one is not None for one in held)
     wraps = any(part is before for part in child.modules())
     for model, (weights, slots) in list(_watched.items()):
         modules = [*model.modules()]
@@ -58,8 +60,3 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
                     part.__dict__.pop(slot, None)
         elif inner_of(child, ADAPTERS) is before:
             say(weights, ADAPTED)
-
-
-def _own_weights(module: nn.Module) -> bool:
-    held = (*module._parameters.values(), *module._buffers.values())
-    return any(weight is not None for weight in held)

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from adaattn_hf.attention.tap import SEATED, Seat, Seated, seating
-from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.plan import Plan, PlanError
 
-from ..models.support import Holder, model_in
-from . import attach
+from ..models.support import Holder, model_in, refuse_other_attention
+from .attach import programs_for
 from .hashes import pretrained
 from .replaced import replacements
 
@@ -50,7 +50,7 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
         PlanError: The plan does not belong to the model, or the model runs another attention.
     """
     held = model_in(model)
-    attach.refuse_stock_attention(held)
+    refuse_other_attention(held, PlanError)
     seats = _seats(held, plan, unverified)
     with _marked(seats), seating(seats):
         yield
@@ -58,19 +58,19 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
 
 def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -> Mapping[nn.Module, Seat]:
     """Returns a seat for every module that may ask for a plan; empty for modules that the plan does not contain."""
-    others = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
+    seats = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
     if plan is None:
-        return others
+        return seats
     plan = Plan.from_pretrained(plan)
     known, count = _checked.setdefault(model, []), replacements(pretrained(model))
-    for checked, allowed, at, seats in known:
+    for checked, allowed, at, planned in known:
         if checked is plan and allowed is unverified and at == count:
-            return {**others, **seats}
-    raw, programs = attach.programs_for(model, plan, unverified=unverified)
-    seats = {module: Seat(raw) for module, _ in programs.values()}
-    known.append((plan, unverified, count, seats))
+            return seats | planned
+    raw, programs = programs_for(model, plan, unverified=unverified)
+    planned = {module: Seat(raw) for module, _ in programs.values()}
+    known.append((plan, unverified, count, planned))
     del known[:-MOST]
-    return {**others, **seats}
+    return seats | planned
 
 
 @contextmanager

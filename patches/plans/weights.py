@@ -53,12 +53,8 @@ class Weights(NamedTuple):
         for part in inside:
             of_part: tuple[dict[str, Any], ...] = (part.module._parameters, part.module._modules)
             holders += [held for held in (*of_part, *(outer._modules for outer in part.wrappers)) if held]
-        rooms, names, buffers = [], [], []
-        for part in inside:
-            for name, buffer in part.buffers.items():
-                rooms.append(part.module._buffers)
-                names.append(name)
-                buffers.append(buffer)
+        saved = [(part.module._buffers, name, buffer) for part in inside for name, buffer in part.buffers.items()]
+        rooms, names, buffers = zip(*saved, strict=True) if saved else ((), (), ())
         parameters = chain.from_iterable(part.module._parameters.values() for part in inside)
         weights = chain((weight for weight in parameters if weight is not None), buffers)
         tensors = tuple(piece for weight in weights for piece in pieces(weight))
@@ -71,9 +67,9 @@ class Weights(NamedTuple):
             tuple(holders),
             [*map(len, holders)],
             tuple(chain.from_iterable(map(_values, holders))),
-            tuple(rooms),
-            tuple(names),
-            tuple(buffers),
+            rooms,
+            names,
+            buffers,
         )
 
     def same(self) -> bool:

@@ -109,8 +109,7 @@ def _has_window(config: Any) -> bool:
 
 def has_cache(config: Any) -> bool:
     """Whether the model can keep keys and values from call to call."""
-    family = family_of(config)
-    return family is None or not family.encoder_only or bool(getattr(config, "is_decoder", False))
+    return not family_of(config).encoder_only or bool(getattr(config, "is_decoder", False))
 
 
 def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) -> bool:

@@ -74,15 +74,14 @@ class Unpadding:
         """Registers nothing yet; `install` does."""
         self.top, self.trunk, self.on_padded = top, trunk, on_padded
         self.calls: Counter[str] = Counter()
-        self.enabled = True
         self.config: Any = trunk.config
         self._top_signature = inspect.signature(type(top).forward)
         self._trunk_signature = inspect.signature(type(trunk).forward)
         self.takes_cache = cache_keyword(self._trunk_signature) is not None
         self._rule = position_rule(trunk, self.config)
         ending = next((end for end in _TOKEN_WISE if type(top).__name__.endswith(end)), None)
-        self.token_wise = ending is not None and top is not trunk and getattr(trunk, "pooler", None) is None
         pooled = getattr(trunk, "pooler", None) is not None
+        self.token_wise = ending is not None and top is not trunk and not pooled
         reads_all = type(top).__name__.endswith((*_TOKEN_WISE, *_EVERY_TOKEN))
         self.pools_first = pooled or (top is not trunk and not reads_all and not has_cache(self.config))
         self._shifted = ending is not None and _TOKEN_WISE[ending]
@@ -109,13 +108,13 @@ class Unpadding:
         self._handles.clear()
 
     def runs(self, module: nn.Module) -> bool:
-        """Whether `module` should just run now: it is inside of a hooked call already, or the hooks are off."""
-        return not self.enabled or tracing() or any(frame.module is module for frame in _frames.get())
+        """Whether `module` should just run now: it is inside of a hooked call already, or a graph is traced."""
+        return tracing() or any(frame.module is module for frame in _frames.get())
 
     # ------------------------------------------------------------------ pre-hooks
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The packed arguments, or None to leave the call as it is, whose reasons the base model counts."""
-        if not self.enabled or tracing():
+        if tracing():
             return None
         frames = self._open(module)
         outer = next((f for f in reversed(frames) if f.owner is self), None)

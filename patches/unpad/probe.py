@@ -21,7 +21,7 @@ _HALF_TOLERANCE = 0.05
 def probe(unpadding: Unpadding) -> tuple[str, ...]:
     """The outputs that differ between the padded and the packed form of a ragged batch; empty if none do.
 
-    Training modes, the random state and the counts of calls are restored.
+    The hooks are registered meanwhile, for the packed form. Training modes and the random state are restored.
     """
     target = unpadding.top if unpadding.token_wise else unpadding.trunk
     embeddings: Any = target.get_input_embeddings()  # type: ignore[operator]
@@ -31,20 +31,18 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
     last = [1] * 5 + [0] * 2 if unpadding.pools_first else [0] * 2 + [1] * 5
     mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], dtype=torch.int64, device=device)
     training = {module: module.training for module in target.modules()}
-    calls = unpadding.calls.copy()
     target.eval()
     try:
         with torch.no_grad():
             keywords = {"use_cache": False} if unpadding.takes_cache else {}
-            unpadding.enabled = False
             padded = target(input_ids=ids, attention_mask=mask, **keywords)
-            unpadding.enabled = True
+            unpadding.install()
             packed = target(input_ids=ids, attention_mask=mask, **keywords)
     finally:
-        unpadding.enabled = True
+        unpadding.remove()
         for module, was in training.items():
             module.training = was
-        unpadding.calls = calls
+        unpadding.calls.clear()
     return tuple(
         f"{name} of a test batch differs by {difference:.1e} of its largest value with and without padding"
         for name, difference in _differences(padded, packed, mask)

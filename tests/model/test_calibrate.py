@@ -310,10 +310,10 @@ def test_another_major_version_and_lost_or_changed_tensors_are_refused(stored: P
         attach.attach(_model(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
-        store.tensors_of(needs, str(stored / "nowhere"))
+        store.tensors_of(needs.tensors, str(stored / "nowhere"))
     (stored / store.TENSORS_FILE).write_bytes(b"x")
     with pytest.raises(PlanError, match="the plan names"):
-        store.tensors_of(needs, str(stored))
+        store.tensors_of(needs.tensors, str(stored))
 
 
 def test_int8_tensors_are_stored_and_needed(

@@ -62,7 +62,7 @@ def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> N
             adaattn_hf.load_plan(twin, wrong)
     assert adaattn_hf.plan_of(adaattn_hf.load_plan(twin)) == plan  # the one that the model carries
     twin.set_attn_implementation("sdpa")
-    with pytest.raises(PlanError, match=r"is sdpa, which knows no plans; .*set_attn_implementation"):
+    with pytest.raises(PlanError, match=r"is 'sdpa', not one of AdaAttn's; .*set_attn_implementation"):
         adaattn_hf.load_plan(twin)
 
 

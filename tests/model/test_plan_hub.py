@@ -17,6 +17,7 @@ import adaattn_hf
 from adaattn_hf import Plan, PlanError
 from adaattn_hf.patches.checkpoint import give_plan
 from adaattn_hf.plans import store
+from adaattn_hf.plans.card import card
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens
@@ -95,16 +96,16 @@ def test_what_is_no_plan_and_no_place_is_refused() -> None:
 def test_the_card_says_what_was_proven_and_how_to_look_again(tmp_path: Path) -> None:
     _, plan = rounded()
     replace(plan, protocol={"model": "somebody/llama"}).save_pretrained(tmp_path)
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    written = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert plan.verified is not None
     for words in (
         'base_model: "somebody/llama"', plan.verified.sentence, f"up to {plan.max_length:,} tokens",
         f"load_plan(model, '{tmp_path}')", f"adaattn eval somebody/llama --plan {tmp_path} --dtype float32",
     ):  # fmt: skip
-        assert words in card
+        assert words in written
     masked = replace(plan, protocol={"scoring": {"mask_share": 0.15}})
-    assert "AutoModelForMaskedLM" in masked.card("me/plan")
-    assert "AutoModelForCausalLM" in card
+    assert "AutoModelForMaskedLM" in card(masked, "me/plan")
+    assert "AutoModelForCausalLM" in written
     (tmp_path / "README.md").write_text("mine", encoding="utf-8")
     plan.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "mine"

@@ -181,7 +181,7 @@ def test_a_plan_from_a_file_and_one_that_does_not_fit(case: Case, tmp_path: Path
         with pytest.raises(PlanError, match="weights of layer 0"):
             case.logits()
     model.set_attn_implementation("sdpa")
-    with pytest.raises(PlanError, match="is sdpa, which knows no plans"), adaattn_hf.use_plan(model, None):
+    with pytest.raises(PlanError, match="is 'sdpa', not one of AdaAttn's"), adaattn_hf.use_plan(model, None):
         pass
 
 

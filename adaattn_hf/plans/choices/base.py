@@ -17,9 +17,6 @@ from .part import Colour, Keys, Operands, Part, all_keys, all_operands
 _FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "rank": 0, "precision": "model"}
 """The exact choice in plan format 1; further fields of other choices are written beside these keys."""
 
-_LEFT = {"blocks": "kept blocks of keys left this package, since no plan gained by them"}
-"""Kinds that plans of earlier versions may hold, and why they left (docs/results/kept_blocks.md)."""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -166,22 +163,19 @@ class Choice:
         """Returns the choice written by `to_dict`; PlanError for an unknown kind or key, or a value out of range."""
         if not isinstance(data, Mapping):
             raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
-        kinds = {kind.name: kind for kind in all_keys()}
+        kinds: dict[str, Any] = {"exact": None, **{kind.name: kind for kind in all_keys()}}
         name = data.get("kind", "exact")
-        if isinstance(name, str) and name in _LEFT:
-            raise PlanError(f"{where} has kind {name!r}: {_LEFT[name]}; calibrate again")
-        if name != "exact" and (not isinstance(name, str) or name not in kinds):
-            raise PlanError(unknown("kind", str(name), ["exact", *kinds]))
-        names = [] if name == "exact" else [field.name for field in fields(kinds[name])]  # type: ignore[arg-type]
+        if not isinstance(name, str) or name not in kinds:
+            raise PlanError(unknown("kind", str(name), kinds))
+        names = [] if kinds[name] is None else [field.name for field in fields(kinds[name])]
         operands = all_operands()
-        known = {*_FORMAT_1, *names, *(kind.name for kind in operands)}
         blank = {**_FORMAT_1, **{kind.name: kind.blank for kind in operands}}
-        optional = known - set(_FORMAT_1) - set(names)
-        values = checked_keys(known, {**{key: blank[key] for key in optional}, **data}, where)
+        optional = {key: blank[key] for key in blank.keys() - _FORMAT_1.keys() - {*names}}
+        values = checked_keys({*blank, *names}, {**optional, **data}, where)
         for key in {"window", "sinks"} - set(names):
             if values[key] != blank[key] or isinstance(values[key], bool):
                 raise PlanError(f"{key} is {values[key]!r} with kind {name!r}, which has none; expected {blank[key]!r}")
-        keys: Any = None if name == "exact" else kinds[name](**{key: values[key] for key in names})
+        keys = None if kinds[name] is None else kinds[name](**{key: values[key] for key in names})
         chosen = tuple(
             kind(values[kind.name])  # type: ignore[call-arg]
             for kind in operands

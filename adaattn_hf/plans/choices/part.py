@@ -117,15 +117,6 @@ class Keys(Part):
     def structure(self, request: AttentionRequest) -> CallStructure:
         """The definition: the structure of the call with the keys that are left. May build a dense mask."""
 
-    def visible_rows(self, request: AttentionRequest, rows: Tensor) -> Tensor:
-        """Boolean `[heads or 1, len(rows), kv_len]`: the keys that a few query rows still see.
-
-        Args:
-            request: A call with a batch of one.
-            rows: `[rows]` indices of query rows.
-        """
-        return self.structure(request).visible_rows(rows, request.query.device)[0]
-
     @abstractmethod
     def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
         """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention."""

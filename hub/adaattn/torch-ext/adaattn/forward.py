@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from .patches.call.refusals import check_call, check_dense, check_paged, check_t
 from .patches.mask.documents import with_documents
 from .patches.plans.fit import program_of
 from .plans import execute
-from .plans.plan import Plan, PlanError
+from .plans.plan import PlanError
 
 __all__ = ["flash_attn_forward"]
 
@@ -75,6 +75,12 @@ def flash_attn_forward(
             "config.adaattn['monitor']: got True, expected False: monitoring needs the package adaattn-hf; install it "
             "and load the model with attn_implementation='adaattn'"
         )
+    if settings.plan is not None and settings.plan.get("tensors"):
+        raise PlanError(
+            "config.adaattn['plan']: it has calibrated tensors in a file beside the weights, which this kernel does "
+            "not read; install adaattn-hf and load the model with attn_implementation='adaattn', or calibrate without "
+            "score ranks and int8 (--families window,bf16)"
+        )
     backend = settings.backend
     transform = None if compiling else transform_at_work()
     if transform is not None:
@@ -106,7 +112,7 @@ def flash_attn_forward(
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
-    program = program_of(module, _no_tensors, compiling)
+    program = program_of(module, compiling)
     if program is None:
         out = select.attend(request, backend).out
     else:
@@ -119,16 +125,3 @@ def flash_attn_forward(
         out = execute.attend(program, request, backend).out
     # AFMoE takes a view of it
     return restored(out, out_dtype), None
-
-
-def _no_tensors(plan: Plan, index: int, source: str | None, raw: object) -> NoReturn:
-    """A plan with bases or means keeps them in a safetensors file, which a kernel may not read.
-
-    Raises:
-        PlanError: Always.
-    """
-    raise PlanError(
-        f"the plan of layer {index} has calibrated tensors in a file beside the weights, which this kernel does not "
-        "read; install adaattn-hf and load the model with attn_implementation='adaattn', or calibrate without score "
-        "ranks and int8 (--families window,bf16)"
-    )
