@@ -151,14 +151,7 @@ def find_rules(structure: CallStructure) -> Rules:
     """The rules of a structure; `structure.derived(find_rules)` makes them once for the layers of a pass."""
     window = -1 if structure.window is None else min(structure.window, _FAR)
     sinks = min(structure.sinks, _FAR)
-    simple = (
-        structure.key_padding is None
-        and structure.k_segments is None
-        and structure.chunk is None
-        and structure.spans is None
-        and structure.mask is None
-    )
-    if simple:
+    if structure.one_run_a_row and structure.key_padding is None:
         return Rules(structure.causal, window, sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()

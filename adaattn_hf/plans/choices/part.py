@@ -124,7 +124,7 @@ class Keys(Part):
             request: A call with a batch of one.
             rows: `[rows]` indices of query rows.
         """
-        return self.structure(request).visible_rows(rows, request.query.device)[0]
+        return self.structure(request).visible(rows=rows, device=request.query.device)[0]
 
     @abstractmethod
     def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
