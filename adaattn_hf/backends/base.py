@@ -62,7 +62,7 @@ def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
         return CallSpec.of(request)
     structure, device = request.structure, request.query.device.type
     facts = structure.facts.get((device, backend is None)) or facts_of(structure, device, backend)
-    return CallSpec.of(request, facts=facts)
+    return CallSpec.of(request, facts)
 
 
 def facts_of(structure: CallStructure, device: str, backend: str | None = None) -> Facts:
@@ -165,7 +165,7 @@ class Backend(Protocol):
 
     def missing(self) -> tuple[str, ...]:
         """All that this installation lacks for the backend to run at all; empty if nothing. Imports lazily."""
-        ...
+        return ()
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """All the reasons why a call of this kind cannot be served; empty if it can."""

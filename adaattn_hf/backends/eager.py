@@ -57,10 +57,6 @@ class EagerBackend(Backend):
 
     name = "eager"
 
-    def missing(self) -> tuple[str, ...]:
-        """Needs torch alone."""
-        return ()
-
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """Refuses what heads are asked apart alone."""
         return unnamed(spec, "three plain operations", _SERVES)

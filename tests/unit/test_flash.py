@@ -215,7 +215,7 @@ def test_says_what_is_not_installed() -> None:
 @pytest.mark.parametrize("flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name)
 def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(structure: CallStructure, *, look: bool = True) -> str:
-        asked = CallSpec.of(make(structure), look=look)._replace(device="cuda", dtype=torch.bfloat16)
+        asked = spec_of(make(structure), flash.name if look else None)._replace(device="cuda", dtype=torch.bfloat16)
         return " ".join(flash.refusals(asked))
 
     short = torch.tensor([[True, True, False, False]])
