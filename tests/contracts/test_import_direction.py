@@ -37,6 +37,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
     for name in (
         "base",
         "capability",
+        "packing",
     )
 )
 KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select"))

@@ -11,11 +11,12 @@ from ...attention.request import AttentionRequest, AttentionResult, CallSpec, ho
 from ...attention.structure import CallStructure
 from ...attention.tap import transform_at_work
 from ..base import nothing_seen, spec_of
+from ..packing import FROM_FIRST
 from . import limits
 from .decode import attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash
 from .masked import additive_mask, in_bands, masked_call
-from .packed import FROM_FIRST, layout_for, packed_attention, walks_runs
+from .packed import layout_for, packed_attention, walks_runs
 
 
 def attend(request: AttentionRequest) -> AttentionResult:
