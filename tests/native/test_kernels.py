@@ -16,8 +16,9 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.rounding import quantise, through_int8
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native.launch import asked_of
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
-from adaattn_hf.backends.native.rules import Rules, find_rules, with_extras
+from adaattn_hf.backends.native.rules import Rules
 
 from ..support.statistics import sqnr
 
@@ -72,11 +73,8 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
 
 
 def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
-    rules = find_rules(asked.structure)
-    rules = with_extras(rules, asked.bias, asked.sink_logits, asked.softcap or 0.0, asked.key.shape[2])
-    out, lse = call.forward(
-        asked.query, asked.key, asked.value, asked.scaling, rules, need_lse=True, level=LEVELS.index(level)
-    )
+    tensors, rules = (asked.query, asked.key, asked.value), asked_of(asked)
+    out, lse = call.forward(*tensors, asked.scaling, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
     return out, lse
 

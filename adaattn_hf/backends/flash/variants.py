@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure
 from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
-from ..packing import FULL, TO_LAST, Packed, pack, tokens_of
+
+if TYPE_CHECKING:
+    from ..packing import Packed
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ def attend_packed(
     Raises:
         ValueError: The padding has holes.
     """
+    from ..packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
+
     structure = request.structure
     batch, heads, q_len, _ = request.query.shape
     segments = structure.segments()
@@ -218,6 +222,8 @@ def packings_of(structure: CallStructure, device: torch.device) -> list[Packed]:
     Raises:
         ValueError: A window, and queries behind their segment's last key.
     """
+    from ..packing import FULL, TO_LAST, pack
+
     segments = structure.segments() or ()
     if not structure.causal and not structure.windowed:
         return [pack(structure, segments, FULL, device)]

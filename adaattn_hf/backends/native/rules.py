@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
-from .guard import FLOATS, Form, check_rule, lies
+from .guard import Form, check_rule, lies
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
 if TYPE_CHECKING:
@@ -191,26 +191,3 @@ def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:
         return 0
     fits = vector.shape == extents and vector.dtype is torch.float32 and vector.is_contiguous()
     return vector.data_ptr() if fits and lies(vector) else -1
-
-
-def with_extras(rules: Rules, bias: Tensor | None, sink_logits: Tensor | None, softcap: float, kv_len: int) -> Rules:
-    """The rules with what changes the scores.
-
-    Args:
-        rules: Which keys are visible.
-        bias: Broadcastable to `[batch, heads, q_len, kv_len]`.
-        sink_logits: `[heads]`.
-        softcap: 0 for none.
-        kv_len: Extent of the keys.
-    """
-    if bias is None and sink_logits is None and not softcap:
-        return rules
-    if bias is not None:
-        bias = bias.detach()
-        bias = (bias if bias.dtype in FLOATS else bias.float())[(None,) * (4 - bias.dim())]
-        bias = bias.resolve_neg()
-        if bias.shape[3] == 1:
-            bias = bias.expand(*bias.shape[:3], kv_len)
-    if sink_logits is not None:
-        sink_logits = sink_logits.detach().float().resolve_neg().contiguous()
-    return replace(rules, bias=bias, sink_logits=sink_logits, softcap=softcap)
