@@ -271,12 +271,6 @@ class CallSpec(NamedTuple):
     compiling: bool
     head_windows: bool = False
     head_precision: str = "model"
-
-    @property
-    def per_head(self) -> bool:
-        """Whether heads are asked for different things."""
-        return self.head_windows or self.head_precision != "model"
-
     stored: str | None = None
     opaque: bool = False
     holes: bool | None = None
@@ -287,6 +281,11 @@ class CallSpec(NamedTuple):
     aligned: bool = True
     device_index: int | None = None
     head_until: bool = False
+
+    @property
+    def per_head(self) -> bool:
+        """Whether heads are asked for different things."""
+        return self.head_windows or self.head_precision != "model"
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""

@@ -73,11 +73,6 @@ class FlashBackend(Backend):
             return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
         return ()
 
-    def _left_out(self, feature: str) -> bool:
-        """Whether the installed build was made without a feature."""
-        left_out: bool = _made_without(self.variant.flags_module, feature)
-        return left_out
-
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
@@ -101,12 +96,13 @@ class FlashBackend(Backend):
             reasons.append("flash-attn has no sink tokens beside a window")
         if spec.kind == "irregular":
             reasons.append("flash-attn takes no dense mask")
-        if spec.needs_grad and self._left_out("BACKWARD"):
-            reasons.append(f"{self.variant.package} was built without the backward pass")
-        if spec.windowed and self._left_out("LOCAL"):
-            reasons.append(f"{self.variant.package} was built without windows")
-        if spec.dtype == torch.float16 and self._left_out("FP16"):
-            reasons.append(f"{self.variant.package} was built without float16")
+        for asked, feature, name in (
+            (spec.needs_grad, "BACKWARD", "the backward pass"),
+            (spec.windowed, "LOCAL", "windows"),
+            (spec.dtype == torch.float16, "FP16", "float16"),
+        ):
+            if asked and _made_without(self.variant.flags_module, feature):
+                reasons.append(f"{self.variant.package} was built without {name}")
         if spec.need_lse and spec.kind == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
         reasons += run_refusals(spec, "flash-attn's packed kernels")
