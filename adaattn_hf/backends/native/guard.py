@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ...attention.request import holds_no_memory
 
 Form = Literal["contiguous", "strided", "broadcast"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 OFFSETS = 1 << 40
 """An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
 
@@ -37,9 +38,7 @@ def readable(tensor: Tensor, name: str) -> Tensor:
     """
     if lies(tensor):
         return tensor
-    keys = torch._C._dispatch_keys(tensor)
-    wraps = type(tensor) not in _PLAIN_TYPES and keys.has(torch._C.DispatchKey.Python)
-    if wraps or tensor.layout != torch.strided or not tensor.is_cpu:
+    if holds_no_memory(tensor) or tensor.layout != torch.strided or not tensor.is_cpu:
         raise ValueError(
             f"{name}: got a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}, expected a plain "
             'dense CPU tensor, whose memory the native kernels read; use attn_implementation="adaattn_sdpa"'

@@ -100,7 +100,8 @@ def asked_of(request: AttentionRequest, rules: Rules | None = None) -> Rules:
     if bias is None and sink_logits is None and request.softcap is None:
         return rules
     if bias is not None:
-        bias = (bias if bias.dtype in FLOATS else bias.float()).detach().resolve_neg()
+        bias = bias.detach()
+        bias = (bias if bias.dtype in FLOATS else bias.float()).resolve_neg()
         if bias.shape[3] == 1:
             bias = bias.expand(*bias.shape[:3], request.key.shape[2])
     if sink_logits is not None:

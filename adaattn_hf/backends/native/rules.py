@@ -16,7 +16,7 @@ from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
 
-_SCALES = {torch.float32: 0, torch.uint8: 5}
+_EIGHT_BITS = 5  # the number of `StoredKV`'s scales among the dtypes of the C interface
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
@@ -35,8 +35,8 @@ _COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
     "sink_logits": ("h", torch.float32, "contiguous"),
     "bias": ("bhqk", None, "broadcast"),
     "mask": ("bhqk", torch.bool, "broadcast"),
-    "key_scale": ("bgk", torch.float32, "strided"),
-    "value_scale": ("bgk", torch.float32, "strided"),
+    "key_scale": ("bgk", torch.uint8, "strided"),
+    "value_scale": ("bgk", torch.uint8, "strided"),
     "key_mean": ("bgd", torch.float32, "contiguous"),
     "first_key": ("bgd", torch.float32, "contiguous"),
 }
@@ -58,8 +58,8 @@ class Rules:
         sink_logits: fp32 `[heads]`.
         bias: Float, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
         mask: Bool, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
-        key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), both
-            fp32 or both in the eight bits of `StoredKV`.
+        key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), in the
+            eight bits of `StoredKV`.
         compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16 or amx.
         key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
             to int8, here or by whoever stored them.
@@ -100,8 +100,6 @@ class Rules:
         for name in self._tensors:
             tensor: Tensor = getattr(self, name)
             extents, dtype, form = _COVERS[name]
-            if name.endswith("_scale") and self.key_scale is not None and self.key_scale.dtype is torch.uint8:
-                dtype = torch.uint8
             asked = [sizes[letter] for letter in extents]
             if name == "key_mean" and tensor.shape[:1] == (1,):
                 asked[0] = 1
@@ -126,7 +124,7 @@ class Rules:
             *((0, *NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
         )  # fmt: skip
         stored = STORED.pack(
-            pointer(scale), pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
+            pointer(scale), pointer(self.value_scale), 0 if scale is None else _EIGHT_BITS,
             *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
@@ -180,7 +178,7 @@ def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
         return None
     step = 0 if batch == 1 or not mean else kv_heads * dim
     return _SCORES_ALONE + STORED.pack(
-        keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
+        keys.data_ptr(), values.data_ptr(), _EIGHT_BITS, *keys.stride(), *values.stride(),
         first, 3 if stored.rotated else 0, mean, step,
     )  # fmt: skip
 
