@@ -37,7 +37,6 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
     for name in (
         "base",
         "capability",
-        "packing",
     )
 )
 KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select"))

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.packing import FROM_FIRST, Packed
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.packing import FROM_FIRST, Packed
 from adaattn_hf.backends.sdpa import packed
 from adaattn_hf.backends.sdpa.dispatch import way_of
 from adaattn_hf.backends.sdpa.kernels import operator

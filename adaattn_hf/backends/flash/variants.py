@@ -15,7 +15,7 @@ from ...attention.structure import CallStructure
 from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
 
 if TYPE_CHECKING:
-    from ..packing import Packed
+    from ...attention.packing import Packed
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def attend_packed(
     Raises:
         ValueError: The padding has holes.
     """
-    from ..packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
+    from ...attention.packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
 
     structure = request.structure
     batch, heads, q_len, _ = request.query.shape
@@ -218,7 +218,7 @@ def packings_of(structure: CallStructure, device: torch.device) -> list[Packed]:
     Raises:
         ValueError: A window, and queries behind their segment's last key.
     """
-    from ..packing import FULL, TO_LAST, pack
+    from ...attention.packing import FULL, TO_LAST, pack
 
     segments = structure.segments() or ()
     if not structure.causal and not structure.windowed:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...attention.packing import FROM_FIRST
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
 from ...attention.structure import CallStructure
 from ...attention.tap import transform_at_work
 from ..base import nothing_seen, spec_of
-from ..packing import FROM_FIRST
 from . import limits
 from .decode import attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash

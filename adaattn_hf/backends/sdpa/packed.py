@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...attention.packing import FROM_FIRST, FULL, TO_LAST, Packed, pack, tokens_of
 from ...attention.structure import CallStructure, Segment
 from ..capability import capability
-from ..packing import FROM_FIRST, FULL, TO_LAST, Packed, pack, tokens_of
 from .kernels import operator, repeated, suits_efficient, wants_gradient
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.structure import CallStructure, Segment
+from .structure import CallStructure, Segment
 
 # What a run's queries see of its keys, as torch's memory-efficient kernel numbers it.
 FULL, FROM_FIRST, TO_LAST = 0, 1, 2
