@@ -137,6 +137,16 @@ def test_equals_reference(backend: FlashBackend, name: str) -> None:
     torch.testing.assert_close(out, reference.attention(request).out.float(), atol=1e-5, rtol=1e-5)
 
 
+def test_places_that_were_found_in_inference_mode_serve_gradients(backend: FlashBackend) -> None:
+    request = make(STRUCTURES["right padding"].with_changes())
+    with torch.inference_mode():
+        backend.attend(request)
+    request.query.requires_grad_()
+    out = backend.attend(request).out
+    theirs = torch.autograd.grad(reference.attention(request).out.sum(), request.query)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), request.query), theirs)
+
+
 def test_softcap_and_lse(backend: FlashBackend) -> None:
     request = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
     result, truth = backend.attend(request), reference.attention(request)
