@@ -227,7 +227,7 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
     if request.per_head is not None:  # which counts rows of the whole call
         request = as_dense_mask(request.widened())
     device, structure, bias = request.query.device, request.structure, request.bias
-    visible, rows = structure.visible_rows(rows, device), rows.to(device)
+    visible, rows = structure.visible(rows=rows, device=device), rows.to(device)
     return replace(
         request,
         query=request.query.index_select(2, rows),

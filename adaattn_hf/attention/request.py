@@ -271,12 +271,6 @@ class CallSpec(NamedTuple):
     compiling: bool
     head_windows: bool = False
     head_precision: str = "model"
-
-    @property
-    def per_head(self) -> bool:
-        """Whether heads are asked for different things."""
-        return self.head_windows or self.head_precision != "model"
-
     stored: str | None = None
     opaque: bool = False
     holes: bool | None = None
@@ -287,6 +281,11 @@ class CallSpec(NamedTuple):
     aligned: bool = True
     device_index: int | None = None
     head_until: bool = False
+
+    @property
+    def per_head(self) -> bool:
+        """Whether heads are asked for different things."""
+        return self.head_windows or self.head_precision != "model"
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -316,12 +315,8 @@ class CallSpec(NamedTuple):
         return ", ".join([*facts, *(name for name, holds in flags.items() if holds)])
 
     @classmethod
-    def of(cls, request: AttentionRequest, *, look: bool = False, facts: Facts | None = None) -> CallSpec:
-        """The spec of a request.
-
-        With `look` at padding, for which the host may have to wait for a device. `facts` are those of the request's
-        structure, where they are known and no graph is traced.
-        """
+    def of(cls, request: AttentionRequest, facts: Facts | None = None) -> CallSpec:
+        """The spec of a request; `facts` are those of its structure, else found without a look at its padding."""
         q, k, v, structure = request.query, request.key, request.value, request.structure
         bias, sink_logits = request.bias, request.sink_logits
         grad = torch.is_grad_enabled() and (
@@ -335,7 +330,7 @@ class CallSpec(NamedTuple):
         compiling = facts is None and torch.compiler.is_compiling()
         opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
         if facts is None:
-            facts = Facts.of(structure, look and not (compiling or opaque or device == "meta"))
+            facts = Facts.of(structure, look=False)
         kind, rules = facts.kind, request.per_head
         if rules is not None and kind == "ragged" and rules.has_sinks and not facts.sinks_at_runs:
             kind = "irregular"

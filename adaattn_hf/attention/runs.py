@@ -62,20 +62,21 @@ class Runs(CallStructure):
             found[run.row, run.q_start : run.q_start + run.q_len] = places
         return found.to(device)
 
-    def _band(self, start: int, count: int, rows: Tensor | None, device: torch.device | str) -> Tensor:
-        """Boolean `[batch, 1, count, kv_len]`: `visible` of `count` queries from `start` on, or of `rows`."""
+    def visible(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        rows: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Boolean `[batch, 1, rows, kv_len]`: what the same rules say within each run."""
         keep = torch.zeros(self.batch, 1, self.q_len, self.kv_len, dtype=torch.bool, device=device)
         for run in self.runs:
-            p = torch.arange(run.q_len, device=device)[:, None] + run.offset
-            j = torch.arange(run.k_len, device=device)[None]
-            seen = torch.ones(run.q_len, run.k_len, dtype=torch.bool, device=device)
-            if self.causal:
-                seen = seen & (j <= p)
-            if self.window is not None:
-                near = (j > p - self.window) if self.causal else ((p - j).abs() < self.window)
-                seen = seen & (near | (j < self.sinks) if self.sinks else near)
-            keep[run.row, 0, run.q_start : run.q_start + run.q_len, run.k_start : run.k_start + run.k_len] = seen
-        return keep[:, :, start : start + count] if rows is None else keep[:, :, rows.to(device)]
+            own = CallStructure(1, run.q_len, run.k_len, self.causal, run.offset, self.window, self.sinks)
+            queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
+            keep[run.row, 0, queries, keys] = own.visible(device=device)[0, 0]
+        return keep[:, :, start:stop] if rows is None else keep[:, :, rows.to(device)]
 
 
 def aligned_runs(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,16 +76,6 @@ class StoredKV:
                     f"stored.{name}: got a tensor on {tensor.device} for codes on {device}, expected one device; move "
                     "the whole cache, not a part of it"
                 )
-
-    def rules(self) -> dict[str, Any]:
-        """What the native kernels are told, by the names of their `Rules`."""
-        return {
-            "key_scale": self.key_scale,
-            "value_scale": self.value_scale,
-            "key_mean": self.key_mean,
-            "first_key": self.first_key,
-            "rotated": 3 if self.rotated else 0,
-        }
 
     def keys(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """The keys that the codes stand for; as much memory as they would take unstored."""

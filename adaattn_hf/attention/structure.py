@@ -196,20 +196,21 @@ class CallStructure:
         return self.with_changes(batch=batch, **tensors)
 
     # ------------------------------------------------------------------ the definition
-    def visible(self, start: int = 0, stop: int | None = None, *, device: torch.device | str = "cpu") -> Tensor:
-        """Boolean `[batch or 1, heads or 1, stop - start, kv_len]`: True where the query sees the key.
+    def visible(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        rows: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Boolean `[batch or 1, heads or 1, rows, kv_len]`: True where the query sees the key.
 
-        This is the definition of every rule; it allocates one band of `stop - start` rows.
+        This is the definition of every rule; it allocates no more than the rows asked for: those from `start` to before
+        `stop`, or a few by their indices in `rows`.
         """
-        return self._band(start, (self.q_len if stop is None else stop) - start, None, device)
-
-    def visible_rows(self, rows: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Boolean `[batch or 1, heads or 1, len(rows), kv_len]`: `visible` of a few rows."""
-        return self._band(0, len(rows), rows, device)
-
-    def _band(self, start: int, count: int, rows: Tensor | None, device: torch.device | str) -> Tensor:
-        """`visible` of `count` queries: from `start` on, without a copy of what is given by query, or of `rows`."""
         keep: Tensor | None = None
+        count = (self.q_len if stop is None else stop) - start if rows is None else len(rows)
 
         def places() -> Tensor:
             own = torch.arange(start, start + count, device=device) if rows is None else rows.to(device)

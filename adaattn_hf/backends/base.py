@@ -1,4 +1,4 @@
-"""What a backend is, and what backends share: refusals, and calls in which no query sees any key."""
+"""What a backend is, and what backends share: refusals, attention written out, calls in which no query sees any key."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
 from ..attention.structure import Facts
+from ..attention.tap import autocast_device
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
@@ -62,7 +64,7 @@ def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
         return CallSpec.of(request)
     structure, device = request.structure, request.query.device.type
     facts = structure.facts.get((device, backend is None)) or facts_of(structure, device, backend)
-    return CallSpec.of(request, facts=facts)
+    return CallSpec.of(request, facts)
 
 
 def facts_of(structure: CallStructure, device: str, backend: str | None = None) -> Facts:
@@ -165,7 +167,7 @@ class Backend(Protocol):
 
     def missing(self) -> tuple[str, ...]:
         """All that this installation lacks for the backend to run at all; empty if nothing. Imports lazily."""
-        ...
+        return ()
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """All the reasons why a call of this kind cannot be served; empty if it can."""
@@ -257,6 +259,64 @@ def run_refusals(spec: CallSpec, kernels: str) -> list[str]:
     if spec.decode and spec.holes is None:
         reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
     return reasons
+
+
+def softmax_parts(
+    request: AttentionRequest,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None = None,
+    work: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights `[batch, heads, q_len, kv_len]` by separate operations, in at least fp32 and without dropout.
+
+    With them come each row's largest score, 0 where that is infinite, and its sum of exponentials, as columns.
+
+    Args:
+        request: Softcap, learned sinks and the factor on the scores are its.
+        query, key: Some of its tokens.
+        mask: Additive or boolean; `bias` is added before it.
+        work: Dtype of the products; that of the softmax when None.
+    """
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    # half precision would overflow in products of logits beyond 6.5e4, and round those of a few hundred
+    wide = torch.promote_types(query.dtype, torch.float32)
+    work = work or wide
+    # autocast would demote these products, and a finite mask value of fp32 overflows in bf16
+    with torch.autocast(autocast_device(query), enabled=False):
+        grouped = query.to(work).reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
+        scores = torch.matmul(grouped, key.to(work).transpose(2, 3)).view(batch, heads, q_len, kv_len)
+        scores = scores.to(wide) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if bias is not None:
+            scores = scores + bias.to(wide)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        top = scores.detach().amax(dim=3, keepdim=True)
+        sink = None
+        if request.sink_logits is not None:
+            sink = request.sink_logits.to(wide).reshape(1, -1, 1, 1)
+            top = torch.maximum(top, sink.detach())
+        top = top.masked_fill(torch.isinf(top), 0.0)
+        weights = torch.exp(scores - top)
+        total = weights.sum(dim=3, keepdim=True)
+        if sink is not None:
+            total = total + torch.exp(sink - top)
+        return weights / total.masked_fill(total == 0, 1.0), top, total
+
+
+def weighted(weights: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """The sum of values by weights `[batch, heads, q_len, kv_len]`, some of which are dropped."""
+    batch, heads, q_len, kv_len = weights.shape
+    kv_heads = value.shape[1]
+    weights = weights.to(value.dtype)
+    weights = F.dropout(weights, dropout) if dropout else weights
+    with torch.autocast(autocast_device(value), enabled=False):
+        grouped = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, kv_len)
+        return torch.matmul(grouped, value).view(batch, heads, q_len, value.shape[3])
 
 
 def nothing_seen(request: AttentionRequest) -> AttentionResult:

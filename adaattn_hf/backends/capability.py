@@ -16,7 +16,6 @@ class Capability:
 
     Attributes:
         sm: Compute capability of a CUDA device, as `(9, 0)` for Hopper's datacentre devices; `(0, 0)` for a processor.
-        level: Instruction set of the native kernels on a processor; empty for a CUDA device.
         bf16: Multiplies bfloat16 without widening it first.
         fp8: Multiplies fp8.
         int8: Multiplies bytes into 32 bits (VNNI on a processor).
@@ -25,7 +24,6 @@ class Capability:
     """
 
     sm: tuple[int, int]
-    level: str
     bf16: bool
     fp8: bool
     int8: bool
@@ -50,13 +48,13 @@ _SHARED_KIB = {
 def of_sm(sm: tuple[int, int]) -> Capability:
     """The record of a compute capability; one that the table lacks is taken to have the least shared memory, 48 KiB."""
     shared = _SHARED_KIB.get(sm, 48) * 1024
-    return Capability(sm, "", sm >= (8, 0), sm >= (8, 9), sm >= (7, 2), sm >= (9, 0), shared)
+    return Capability(sm, sm >= (8, 0), sm >= (8, 9), sm >= (7, 2), sm >= (9, 0), shared)
 
 
 def of_level(level: str) -> Capability:
     """The record of an instruction set that the native kernels are compiled for."""
     half = level in ("avx512_bf16", "amx")  # that level is compiled with VNNI, too
-    return Capability((0, 0), level, bf16=half, fp8=False, int8=half, tiles=level == "amx")
+    return Capability((0, 0), bf16=half, fp8=False, int8=half, tiles=level == "amx")
 
 
 def _of_device(index: int) -> Capability:

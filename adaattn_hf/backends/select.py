@@ -167,9 +167,8 @@ def launch_for(
     ):
         return known
     request = AttentionRequest(query, key, value, structure, 1.0, per_head=rules, stored=stored)  # refuses
-    if request.query is not query or request.key is not key or request.value is not value:
-        return None
-    if request.asks_nothing:
+    same = request.query is query and request.key is key and request.value is value
+    if not same or request.asks_nothing:
         return None
     spec = spec_of(request, forced)
     backend = choose(spec, forced) if rules is None else serving(spec, forced)

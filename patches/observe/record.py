@@ -116,7 +116,7 @@ class AttentionRecord(Recorder):
         sums.longest = max(sums.longest, structure.kv_len)
         batch, heads = request.query.shape[:2]
         chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(request.query.device)
-        seen = structure.visible_rows(chosen, request.query.device).expand(batch, -1, -1, -1)
+        seen = structure.visible(rows=chosen, device=request.query.device).expand(batch, -1, -1, -1)
         if structure.key_padding is not None and (structure.causal or structure.q_len == structure.kv_len):
             # rows of padding see keys, too, but say nothing of the text
             place = (chosen + structure.q_offset).clamp(0, structure.kv_len - 1)

@@ -27,7 +27,7 @@ from triton.errors import TritonError
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import spec_of
@@ -98,7 +98,7 @@ def stock(r: AttentionRequest) -> Callable[[], Any]:
 
 def refusals(backend: str, r: AttentionRequest) -> tuple[str, ...]:
     """Why a backend does not serve a call; for Triton in the interpreter as if on a device."""
-    spec = CallSpec.of(r, look=True)
+    spec = spec_of(r, backend)
     if not ON_CUDA and backend == "triton":
         spec = spec._replace(device="cuda")
     return select.refusals_of(backend, spec)

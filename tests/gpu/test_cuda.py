@@ -91,8 +91,7 @@ def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_backend_equals_reference(backend: str, name: str, dtype: torch.dtype, dim: int) -> None:
     request = make(structures()[name], dtype, dim)
-    spec = CallSpec.of(request, look=True)
-    reasons = refusals_of(backend, spec)
+    reasons = refusals_of(backend, spec_of(request, backend))
     if reasons:
         pytest.skip("; ".join(reasons))
     truth = reference.attention(request).out
@@ -533,7 +532,7 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
     request = make(structure, torch.bfloat16, 64, per_head=rule)
     leaves = [t.detach().requires_grad_() for t in (request.query, request.key, request.value)]
     asked = AttentionRequest(*leaves, structure, request.scaling, per_head=rule)
-    if reasons := refusals_of("fa4", CallSpec.of(asked, look=True)):
+    if reasons := refusals_of("fa4", spec_of(asked, "fa4")):
         pytest.skip("; ".join(reasons))
     # for eager, which knows no rules of heads, the same as a mask
     seen = [s.visible(device="cuda") for s in (structure, structure.with_changes(window=150, sinks=5))]

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
@@ -65,7 +65,7 @@ def draw(
 
 
 def skip_if_refused(backend: str, asked: AttentionRequest) -> None:
-    if reasons := refusals_of(backend, CallSpec.of(asked, look=True)):
+    if reasons := refusals_of(backend, spec_of(asked, backend)):
         pytest.skip("; ".join(reasons))
 
 

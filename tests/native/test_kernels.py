@@ -13,11 +13,12 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.rounding import quantise, through_int8
+from adaattn_hf.attention.rounding import through_int8
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native.launch import asked_of
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
-from adaattn_hf.backends.native.rules import Rules, find_rules, with_extras
+from adaattn_hf.backends.native.rules import Rules
 
 from ..support.statistics import sqnr
 
@@ -72,11 +73,8 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
 
 
 def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
-    rules = find_rules(asked.structure)
-    rules = with_extras(rules, asked.bias, asked.sink_logits, asked.softcap or 0.0, asked.key.shape[2])
-    out, lse = call.forward(
-        asked.query, asked.key, asked.value, asked.scaling, rules, need_lse=True, level=LEVELS.index(level)
-    )
+    tensors, rules = (asked.query, asked.key, asked.value), asked_of(asked)
+    out, lse = call.forward(*tensors, asked.scaling, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
     return out, lse
 
@@ -130,21 +128,6 @@ def test_huge_scores_stay_finite(level: str) -> None:
     truth = reference.attention(asked)
     torch.testing.assert_close(out.double(), truth.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), truth.lse, atol=0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("level", level_names())
-@pytest.mark.parametrize("q_len", [1, 5, 200])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_keys_and_values(level: str, q_len: int, dtype: torch.dtype) -> None:
-    """Floor: 100 dB of the dequantised definition for fp32 queries, 45 dB for half precision."""
-    q = tensor(1, (2, 8, q_len, 64), dtype, 0)
-    k, v = tensor(2, (2, 2, 600, 64), torch.float32, 0), tensor(3, (2, 2, 600, 64), torch.float32, 0)
-    (k8, ks), (v8, vs) = quantise(k), quantise(v)
-    rules = Rules(causal=True, offset=600 - q_len, key_scale=ks[..., 0], value_scale=vs[..., 0])
-    out, _ = call.forward(q, k8, v8, 0.125, rules, level=LEVELS.index(level))
-    structure = CallStructure(2, q_len, 600, causal=True, q_offset=600 - q_len)
-    defined = reference.attention(AttentionRequest(q.float(), k8 * ks, v8 * vs, structure, 0.125)).out
-    assert sqnr(defined, out) > (100 if dtype == torch.float32 else 45)
 
 
 NO_INT8 = pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.native import call, library, storing
+from adaattn_hf.backends.native import call, library, ops, storing
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.patches.call.interface import attention_function
@@ -49,17 +49,6 @@ def fake(*shape: int) -> Tensor:
 
 
 MALFORMED: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor, Rules]]] = {
-    "key heads": lambda: (*tensors(key=(B, 3, K, D), value=(B, 3, K, D)), Rules()),
-    "value heads": lambda: (*tensors(value=(B, 1, K, D)), Rules()),
-    "no heads": lambda: (*tensors(key=(B, 0, K, D), value=(B, 0, K, D)), Rules()),
-    "head_dim": lambda: (*tensors(key=(B, KV, K, D + 1)), Rules()),
-    "value length": lambda: (*tensors(value=(B, KV, K + 1, D)), Rules()),
-    "key batch": lambda: (*tensors(key=(1, KV, K, D), value=(1, KV, K, D)), Rules()),
-    "three dimensions": lambda: (tensors()[0][0], *tensors()[1:], Rules()),
-    "value dtype": lambda: (*tensors()[:2], tensors()[2].bfloat16(), Rules()),
-    "key dtype": lambda: (tensors()[0], tensors()[1].half(), tensors()[2].half(), Rules()),
-    "double": lambda: (tensors()[0].double(), tensors()[1].double(), tensors()[2].double(), Rules()),
-    "int8 without scales": lambda: (tensors()[0], tensors()[1].to(torch.int8), tensors()[2].to(torch.int8), Rules()),
     "meta key": lambda: (tensors()[0], tensors()[1].to("meta"), tensors()[2], Rules()),
     "fake key": lambda: (tensors()[0], fake(B, KV, K, D), tensors()[2], Rules()),
     "freed key": lambda: (tensors()[0], freed(), tensors()[2], Rules()),
@@ -93,7 +82,29 @@ def test_a_malformed_call_is_refused_in_words(name: str) -> None:
         call.forward(query, key, value, 0.25, rules)
 
 
-@pytest.mark.parametrize("name", ["key batch", "mask of other rows", "freed key", "small key mean"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"key": (B, 3, K, D), "value": (B, 3, K, D)},
+        {"key": (B, 0, K, D), "value": (B, 0, K, D)},
+        {"value": (B, 1, K, D)},
+        {"key": (B, KV, K, D + 1)},
+        {"value": (B, KV, K + 1, D)},
+        {"key": (3, KV, K, D)},
+        {"query": (H, Q, D)},
+    ],
+)
+def test_the_operators_refuse_what_does_not_belong_together(shapes: dict[str, tuple[int, ...]]) -> None:
+    out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
+    fits = CallStructure(B, Q, K).operands()
+    asked = *tensors(**shapes), None, None, 0.25, None, *fits
+    with pytest.raises((ValueError, IndexError), match=r"got|out of range"):
+        ops.attend_op(*asked)
+    with pytest.raises((ValueError, IndexError), match=r"got|out of range"):
+        ops.backward_op(False, out, out, lse, *asked)
+
+
+@pytest.mark.parametrize("name", ["mask of other rows", "freed key", "small key mean"])
 def test_the_backward_refuses_them_as_well(name: str) -> None:
     query, key, value, rules = MALFORMED[name]()
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from adaattn_hf.attention.stored import (
 )
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native.launch import asked_of
 from adaattn_hf.backends.native.library import LEVELS, level_names
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
@@ -52,7 +52,10 @@ def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tupl
 
 
 def rules_of(record: StoredKV, **more: object) -> Rules:
-    return replace(Rules(**more), **record.rules())  # type: ignore[arg-type]
+    """What the library is told of codes, and `more`."""
+    x, codes = torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64, dtype=torch.int8)
+    request = AttentionRequest(x, codes, codes, CallStructure(2, 1, 1), 1.0, stored=record)
+    return asked_of(request, Rules(**more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", level_names())

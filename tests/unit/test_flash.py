@@ -137,6 +137,16 @@ def test_equals_reference(backend: FlashBackend, name: str) -> None:
     torch.testing.assert_close(out, reference.attention(request).out.float(), atol=1e-5, rtol=1e-5)
 
 
+def test_places_that_were_found_in_inference_mode_serve_gradients(backend: FlashBackend) -> None:
+    request = make(STRUCTURES["right padding"].with_changes())
+    with torch.inference_mode():
+        backend.attend(request)
+    request.query.requires_grad_()
+    out = backend.attend(request).out
+    theirs = torch.autograd.grad(reference.attention(request).out.sum(), request.query)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), request.query), theirs)
+
+
 def test_softcap_and_lse(backend: FlashBackend) -> None:
     request = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
     result, truth = backend.attend(request), reference.attention(request)
@@ -215,7 +225,7 @@ def test_says_what_is_not_installed() -> None:
 @pytest.mark.parametrize("flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name)
 def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(structure: CallStructure, *, look: bool = True) -> str:
-        asked = CallSpec.of(make(structure), look=look)._replace(device="cuda", dtype=torch.bfloat16)
+        asked = spec_of(make(structure), flash.name if look else None)._replace(device="cuda", dtype=torch.bfloat16)
         return " ".join(flash.refusals(asked))
 
     short = torch.tensor([[True, True, False, False]])

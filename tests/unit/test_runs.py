@@ -39,7 +39,7 @@ def test_a_run_sees_what_it_would_see_alone(window: int | None, sinks: int) -> N
     assert not seen[:, :, 420:].any()
     assert torch.equal(made.visible(80, 100), seen[:, :, 80:100])
     rows = torch.tensor([5, 90, 410])
-    assert torch.equal(made.visible_rows(rows), seen[:, :, rows])
+    assert torch.equal(made.visible(rows=rows), seen[:, :, rows])
 
 
 @pytest.mark.parametrize(("window", "sinks"), RULES)

@@ -212,7 +212,7 @@ def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not()
     packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
     padded = CallStructure(1, 12, 12, causal=True, key_padding=padding)
     x = torch.zeros(1, 2, 12, 4)
-    seen = [CallSpec.of(AttentionRequest(x, x, x, s, 1.0), look=True).packed for s in (packed, padded)]
+    seen = [base.spec_of(AttentionRequest(x, x, x, s, 1.0), "native").packed for s in (packed, padded)]
     assert seen == [4, 0]
 
 

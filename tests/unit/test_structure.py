@@ -49,7 +49,7 @@ def test_any_rows_see_what_visible_defines(structure: CallStructure, order: list
     rows = torch.tensor([row for row in order if row < structure.q_len][:count])
     dense = torch.rand(1, 2, structure.q_len, structure.kv_len) < 0.7
     for one in (structure, structure.with_changes(mask=dense)):
-        assert torch.equal(one.visible_rows(rows), one.visible()[:, :, rows])
+        assert torch.equal(one.visible(rows=rows), one.visible()[:, :, rows])
 
 
 def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ...attention.structure import CallStructure, Segment
+from ...attention.structure import CallStructure
 from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
+
+if TYPE_CHECKING:
+    from ...attention.packing import Packed
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,6 @@ FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", (9, 0), (10
 FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", (9, 0), (10, 0), "fa3_fwd_config")
 
 
-class Packing(NamedTuple):
-    """Where the tokens of the segments lie, for the variable-length kernels."""
-
-    q_index: Tensor | None  # [tokens] rows of the flattened queries; None where they are all rows
-    k_index: Tensor | None
-    cu_q: Tensor  # [segments + 1] int32
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-
-
 @torch.compiler.assume_constant_result
 def _made_without(flags_module: str | None, feature: str) -> bool:
     """Whether the module of a build's flags is there, and says that it lacks a feature; constant in a traced graph."""
@@ -81,11 +73,6 @@ class FlashBackend(Backend):
             return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
         return ()
 
-    def _left_out(self, feature: str) -> bool:
-        """Whether the installed build was made without a feature."""
-        left_out: bool = _made_without(self.variant.flags_module, feature)
-        return left_out
-
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
@@ -109,12 +96,13 @@ class FlashBackend(Backend):
             reasons.append("flash-attn has no sink tokens beside a window")
         if spec.kind == "irregular":
             reasons.append("flash-attn takes no dense mask")
-        if spec.needs_grad and self._left_out("BACKWARD"):
-            reasons.append(f"{self.variant.package} was built without the backward pass")
-        if spec.windowed and self._left_out("LOCAL"):
-            reasons.append(f"{self.variant.package} was built without windows")
-        if spec.dtype == torch.float16 and self._left_out("FP16"):
-            reasons.append(f"{self.variant.package} was built without float16")
+        for asked, feature, name in (
+            (spec.needs_grad, "BACKWARD", "the backward pass"),
+            (spec.windowed, "LOCAL", "windows"),
+            (spec.dtype == torch.float16, "FP16", "float16"),
+        ):
+            if asked and _made_without(self.variant.flags_module, feature):
+                reasons.append(f"{self.variant.package} was built without {name}")
         if spec.need_lse and spec.kind == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
         reasons += run_refusals(spec, "flash-attn's packed kernels")
@@ -187,6 +175,8 @@ def attend_packed(
     Raises:
         ValueError: The padding has holes.
     """
+    from ...attention.packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
+
     structure = request.structure
     batch, heads, q_len, _ = request.query.shape
     segments = structure.segments()
@@ -198,34 +188,29 @@ def attend_packed(
     shape = (batch, q_len, heads, request.value.shape[3])
     if not segments:
         return request.query.new_zeros(shape)
-
-    def tokens(tensor: Tensor, index: Tensor | None) -> Tensor:
-        flat = tensor.transpose(1, 2).flatten(0, 1)
-        return flat if index is None else flat.index_select(0, index)
-
     flat: Tensor | None = None
-    for causal, packing in structure.derived(packings_of, request.query.device):
+    for packed in structure.derived(packings_of, request.query.device):
         answer = kernel(
-            tokens(request.query, packing.q_index),
-            tokens(request.key, packing.k_index),
-            tokens(request.value, packing.k_index),
-            cu_seqlens_q=packing.cu_q,
-            cu_seqlens_k=packing.cu_k,
-            max_seqlen_q=packing.max_q,
-            max_seqlen_k=packing.max_k,
-            **arguments | {"causal": causal},
+            tokens_of(request.query, packed.queries),
+            tokens_of(request.key, packed.keys),
+            tokens_of(request.value, packed.keys),
+            cu_seqlens_q=packed.q_borders,
+            cu_seqlens_k=packed.k_borders,
+            max_seqlen_q=packed.q_longest,
+            max_seqlen_k=packed.k_longest,
+            **arguments | {"causal": packed.rule == TO_LAST},
         )
         out = answer[0] if isinstance(answer, tuple) else answer
-        if packing.q_index is None:
+        if packed.queries is None:
             return out.view(shape)
         flat = out.new_zeros((batch * q_len, *out.shape[1:])) if flat is None else flat
-        flat = flat.index_copy(0, packing.q_index, out)
+        flat = flat.index_copy(0, packed.queries, out)
     assert flat is not None, "some run holds a query"
     return flat.view(shape)
 
 
-def packings_of(structure: CallStructure, device: torch.device) -> list[tuple[bool, Packing]]:
-    """The launches for the segments of a structure, causal or not, with indices and running lengths.
+def packings_of(structure: CallStructure, device: torch.device) -> list[Packed]:
+    """The segments of a structure as packed rows, a launch for each.
 
     The kernels let the last query stand at the last key. Causal queries behind it, those of right padding, see all keys
     of their segment: a second launch, which is not causal.
@@ -233,9 +218,11 @@ def packings_of(structure: CallStructure, device: torch.device) -> list[tuple[bo
     Raises:
         ValueError: A window, and queries behind their segment's last key.
     """
+    from ...attention.packing import FULL, TO_LAST, pack
+
     segments = structure.segments() or ()
     if not structure.causal and not structure.windowed:
-        return [(False, _packing(structure, segments, device))]
+        return [pack(structure, segments, FULL, device)]
     upto, behind = [], []
     for s in segments:
         count = min(s.q_len, s.k_len - s.offset)
@@ -249,29 +236,5 @@ def packings_of(structure: CallStructure, device: torch.device) -> list[tuple[bo
         if count < s.q_len:
             skipped = max(count, 0)
             behind.append(s._replace(q_start=s.q_start + skipped, q_len=s.q_len - skipped))
-    launches = (structure.causal, upto), (False, behind)
-    return [(causal, _packing(structure, runs, device)) for causal, runs in launches if runs]
-
-
-def _packing(structure: CallStructure, segments: Sequence[Segment], device: torch.device) -> Packing:
-    def runs(starts: list[tuple[int, int]]) -> list[Tensor]:
-        return [torch.arange(start, start + length, device="cpu") for start, length in starts]
-
-    def running(runs: list[Tensor]) -> Tensor:
-        lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32, device="cpu")
-        return lengths.cumsum(0, dtype=torch.int32).to(device)
-
-    def places(runs: list[Tensor], rows: int) -> Tensor | None:
-        index = torch.cat(runs)
-        return None if torch.equal(index, torch.arange(rows, device="cpu")) else index.to(device)
-
-    q_runs = runs([(s.row * structure.q_len + s.q_start, s.q_len) for s in segments])
-    k_runs = runs([(s.row * structure.kv_len + s.k_start, s.k_len) for s in segments])
-    return Packing(
-        places(q_runs, structure.batch * structure.q_len),
-        places(k_runs, structure.batch * structure.kv_len),
-        running(q_runs),
-        running(k_runs),
-        max(s.q_len for s in segments),
-        max(s.k_len for s in segments),
-    )
+    launches = (upto, TO_LAST if structure.causal else FULL), (behind, FULL)
+    return [pack(structure, runs, rule, device) for runs, rule in launches if runs]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, nothing_seen, unnamed
+from ..base import Backend, Launch, by_requests, nothing_seen, unnamed
 from .ops import traced
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class NativeBackend(Backend):
             return launch.by_groups(request, launch.groups_of(request.per_head, request.query.dtype))
         if torch.is_grad_enabled() and _needs_grad(request):
             return launch.differentiated(request)
-        return launch.alike(request)
+        return launch.computed(request)
 
     def launches(self, rules: HeadRules) -> tuple[str, ...]:
         """One call of the library for each precision."""
@@ -81,11 +81,11 @@ class NativeBackend(Backend):
         if native is None or spec.needs_grad or spec.compiling:
             return super().prepare(spec, rules)
         if rules is None:
-            return launch.OneCall(native)
+            return launch.one_call(native)
         groups = launch.groups_of(rules, spec.dtype)
         if len(groups) > 1 or groups[0].key_mean is not None:
-            return launch.several_calls(rules, groups)
-        return launch.OneCall(native, groups[0], rules)
+            return by_requests(lambda request: launch.by_groups(request, groups), rules)
+        return launch.one_call(native, groups[0], rules)
 
 
 def _refused_rules(spec: CallSpec) -> list[str]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .guard import check_extents, check_rule, readable
+from ...attention.request import head_dim_of
+from .guard import check_rule, readable
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
 from .rules import NO_RULES, NONE4, Rules, pointer
 
@@ -23,11 +24,6 @@ _ERRORS = {
 def error_of(status: int) -> RuntimeError:
     """The error that a status of the library stands for."""
     return RuntimeError(_ERRORS[status])
-
-
-def values_of(v: Tensor) -> int:
-    """Channels of the values, of which a byte in uint8 holds two."""
-    return v.shape[3] * (2 if v.dtype is torch.uint8 else 1)
 
 
 def without_memory() -> RuntimeError:
@@ -62,7 +58,7 @@ def packed(
         raise without_memory()
     q, k, v = inputs
     batch, heads, q_len, dim = q.shape
-    dim_v = values_of(v)
+    dim_v = head_dim_of(v)
     layout = LAYOUT.pack(
         DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], batch, heads, k.shape[1], q_len, k.shape[2], dim, dim_v,
         *q.stride(), *k.stride(), *v.stride(), q_len * heads * dim_v, dim_v, heads * dim_v, 1,
@@ -85,6 +81,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention without autograd: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`.
 
+    Its tensors are those of an `AttentionRequest` that asks for something.
+
     Args:
         q: `[batch, heads, q_len, head_dim]`, any strides.
         k: `[batch, num_kv_heads, kv_len, head_dim]`, in the query's dtype or int8.
@@ -100,29 +98,14 @@ def forward(
     """
     native = loaded()
     q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
-    check_extents(q, k, v, DTYPES)
-    if k.dtype is torch.int8 and (rules.key_scale is None or rules.value_scale is None):
-        raise ValueError("key, value: got torch.int8 without scales; set key_scale and value_scale")
-    (batch, heads, q_len, dim), (kv_heads, kv_len), dim_v = q.shape, k.shape[1:3], values_of(v)
+    rules.check(*q.shape, *k.shape[1:3])
+    batch, heads, q_len, _ = q.shape
     # plain tensors, whatever subclass the query is of
-    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device="cpu")
+    out = torch.empty(batch, q_len, heads, head_dim_of(v), dtype=q.dtype, device="cpu")
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
-    if 0 in (batch, heads, q_len, kv_len, dim, dim_v):
-        return _nothing(out, lse, rules)
-    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     level = native.level if level is None else level
     if status := native.forward(packed((q, k, v), out, lse, scaling, level, rules.packed())):
         raise error_of(status)
-    return out, lse
-
-
-def _nothing(out: Tensor, lse: Tensor | None, rules: Rules) -> tuple[Tensor, Tensor | None]:
-    """The answer where no query sees any key: zeros, and in the sum of each row the learned sink alone."""
-    out.zero_()
-    if lse is not None:
-        lse.fill_(float("-inf"))
-        if rules.sink_logits is not None:
-            lse.copy_(rules.sink_logits[:, None].expand_as(lse))
     return out, lse
 
 
@@ -165,7 +148,6 @@ def backward(
         readable(tensor, name)
         for name, tensor in zip(("query", "key", "value", "grad", "out", "lse"), (q, k, v, grad, out, lse), strict=True)
     )
-    check_extents(q, k, v, DTYPES)
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     check_rule("grad", grad, shape, q.dtype, "strided")
     check_rule("out", out, shape, q.dtype, "contiguous")

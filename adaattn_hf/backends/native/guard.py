@@ -1,20 +1,22 @@
-"""Checks in front of the C interface: tensors whose memory can be read, in extents that fit one another.
+"""Checks in front of the C interface: tensors whose memory can be read, and rules that cover the call.
 
-The kernels read raw memory, so nothing may reach them unchecked. A call asks a few cheap questions (`lies`);
-only where one is answered with no does it come here, to be put right or refused in words.
+The kernels read raw memory, so nothing may reach them unchecked. That queries, keys and values belong together an
+`AttentionRequest` has seen to. A call asks a few cheap questions more (`lies`); only where one is answered with no does
+it come here, to be put right or refused in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ...attention.request import holds_no_memory
 
 Form = Literal["contiguous", "strided", "broadcast"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 OFFSETS = 1 << 40
 """An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
 
@@ -36,9 +38,7 @@ def readable(tensor: Tensor, name: str) -> Tensor:
     """
     if lies(tensor):
         return tensor
-    keys = torch._C._dispatch_keys(tensor)
-    wraps = type(tensor) not in _PLAIN_TYPES and keys.has(torch._C.DispatchKey.Python)
-    if wraps or tensor.layout != torch.strided or not tensor.is_cpu:
+    if holds_no_memory(tensor) or tensor.layout != torch.strided or not tensor.is_cpu:
         raise ValueError(
             f"{name}: got a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}, expected a plain "
             'dense CPU tensor, whose memory the native kernels read; use attn_implementation="adaattn_sdpa"'
@@ -52,36 +52,6 @@ def readable(tensor: Tensor, name: str) -> Tensor:
             "attention reads it"
         )
     return tensor
-
-
-def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[torch.dtype, int]) -> None:
-    """Refuse queries, keys and values that do not belong together (ValueError)."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name}: got {tensor.dtype}, expected one of {', '.join(map(str, dtypes))}")
-    batch, heads, _, dim = query.shape
-    _, kv_heads, kv_len, dim_v = value.shape
-    if not kv_heads or heads % kv_heads:
-        raise ValueError(f"value: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}")
-    for name, tensor, expected in (
-        ("key", key, (batch, kv_heads, kv_len, dim)),
-        ("value", value, (batch, kv_heads, kv_len, dim_v)),
-    ):
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected {expected} for queries of shape "
-                f"{tuple(query.shape)} and values of shape {tuple(value.shape)}"
-            )
-    codes = key.dtype is torch.int8 and value.dtype in (torch.int8, torch.uint8)
-    if not codes and not query.dtype is key.dtype is value.dtype:
-        raise ValueError(
-            f"key, value: got {key.dtype} and {value.dtype} for queries in {query.dtype}, expected the query's dtype, "
-            "or int8 (values also four bits in uint8) with scales; cast them to one dtype"
-        )
-    if query.dtype not in FLOATS:
-        raise ValueError(f"query: got {query.dtype}, expected float32, bfloat16 or float16")
 
 
 def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form) -> None:

@@ -12,27 +12,28 @@ from torch import Tensor
 from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
-from ..base import Launch, by_requests, nothing_seen
+from ..base import Launch
 from . import call
 from .autograd import Differentiable
-from .guard import OFFSETS
+from .guard import FLOATS, OFFSETS
 from .library import CALL, DTYPES, HEADS, LAYOUT, Library
-from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules, with_extras
+from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules
 
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
 
 
-class OneCall:
-    """Calls of one kind as one call of the library each, without a gradient."""
+def one_call(native: Library, group: Group | None = None, rules: HeadRules | None = None) -> Launch:
+    """Calls of one kind as one call of the library each, without a gradient.
 
-    def __init__(self, native: Library, group: Group | None = None, rules: HeadRules | None = None) -> None:
-        """Of heads that all do the same, or of all heads by the rules of one group."""
-        self._native, self._group, self._rules = native, group, rules
-        self._heads = ALL_ALIKE if group is None else group.packed
+    Args:
+        native: The library.
+        group: All heads, where they have rules of their own; else they all do the same.
+        rules: Those of the group.
+    """
+    heads = ALL_ALIKE if group is None else group.packed
 
-    def __call__(
-        self,
+    def launch(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -40,7 +41,6 @@ class OneCall:
         structure: CallStructure,
         stored: StoredKV | None = None,
     ) -> Tensor:
-        """Returns the output `[batch, q_len, heads, head_dim_v]`; see `base.Launch`."""
         told = structure.derived(find_rules)
         end = NOTHING_ELSE if stored is None else codes_packed(stored, key)
         try:
@@ -56,13 +56,15 @@ class OneCall:
             )
         except (RuntimeError, NotImplementedError):
             readable = False  # sparse tensors and the like have no storage to ask for
-        if end is None or not readable or (self._rules is not None and not at_runs(self._rules, told)):
-            return self._closely(query, key, value, scaling, structure, stored)
+        if end is None or not readable or (rules is not None and not at_runs(rules, told)):
+            # tensors that must be written out first, and masks
+            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
+            return (computed(request) if group is None else by_groups(request, [group])).out
         batch, q_heads, q_len, dim = query.shape
         _, kv_heads, kv_len, dim_v = value.shape
         if value.dtype is torch.uint8:
             dim_v *= 2
-        width, native = q_heads * dim_v, self._native
+        width = q_heads * dim_v
         out = query.new_empty(batch, q_len, q_heads, dim_v)
         if type(out) is not Tensor:
             raise call.without_memory()
@@ -73,46 +75,50 @@ class OneCall:
         )  # fmt: skip
         asked = CALL.pack(
             q_at, k_at, v_at, out.data_ptr(), 0, layout, scaling,
-            torch.get_num_threads(), native.level, told.visible + self._heads + end, call.NO_BACKWARD,
+            torch.get_num_threads(), native.level, told.visible + heads + end, call.NO_BACKWARD,
         )  # fmt: skip
         if status := native.forward(asked):
             raise call.error_of(status)
         return out
 
-    def _closely(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure,
-        stored: StoredKV | None,
-    ) -> Tensor:  # fmt: skip
-        """The same for tensors that must be written out first, masks, and calls of nothing."""
-        request = AttentionRequest(query, key, value, structure, scaling, per_head=self._rules, stored=stored)
-        return (alike(request) if self._group is None else by_groups(request, [self._group])).out
+    return launch
 
 
-def _asked(rules: Rules, request: AttentionRequest) -> Rules:
-    """The rules with all that a request asks for beside its structure."""
-    if request.stored is not None:
-        rules = replace(rules, **request.stored.rules())
-    softcap, kv_len = request.softcap or 0.0, request.key.shape[2]
-    return with_extras(rules, request.bias, request.sink_logits, softcap, kv_len)
+def asked_of(request: AttentionRequest, rules: Rules | None = None) -> Rules:
+    """All that a request asks for beside its tensors; `rules` stand for those of its structure."""
+    rules = request.structure.derived(find_rules) if rules is None else rules
+    stored, bias, sink_logits = request.stored, request.bias, request.sink_logits
+    if stored is not None:
+        rules = replace(
+            rules,
+            key_scale=stored.key_scale,
+            value_scale=stored.value_scale,
+            key_mean=stored.key_mean,
+            first_key=stored.first_key,
+            rotated=3 if stored.rotated else 0,
+        )
+    if bias is None and sink_logits is None and request.softcap is None:
+        return rules
+    if bias is not None:
+        bias = bias.detach()
+        bias = (bias if bias.dtype in FLOATS else bias.float()).resolve_neg()
+        if bias.shape[3] == 1:
+            bias = bias.expand(*bias.shape[:3], request.key.shape[2])
+    if sink_logits is not None:
+        sink_logits = sink_logits.detach().float().resolve_neg().contiguous()
+    return replace(rules, bias=bias, sink_logits=sink_logits, softcap=request.softcap or 0.0)
 
 
-def _computed(request: AttentionRequest, rules: Rules) -> AttentionResult:
-    """The library's answer, without a gradient."""
-    asked = _asked(rules, request)
-    tensors = request.query, request.key, request.value
+def computed(request: AttentionRequest, rules: Rules | None = None) -> AttentionResult:
+    """The library's answer to any request whose heads all do the same, without a gradient; `rules` as in `asked_of`."""
+    tensors, asked = (request.query, request.key, request.value), asked_of(request, rules)
     return AttentionResult(*call.forward(*tensors, request.scaling, asked, need_lse=request.need_lse))
 
 
-def alike(request: AttentionRequest) -> AttentionResult:
-    """Any request whose heads all do the same, without a gradient."""
-    return _computed(request, request.structure.derived(find_rules))
-
-
 def differentiated(request: AttentionRequest) -> AttentionResult:
-    """Any request whose heads all do the same, with gradients."""
-    rules = _asked(request.structure.derived(find_rules), request)
+    """The same with gradients."""
     inputs = request.query, request.key, request.value, request.bias, request.sink_logits
-    return AttentionResult(*Differentiable.apply(*inputs, request.scaling, rules))  # type: ignore[no-untyped-call]
+    return AttentionResult(*Differentiable.apply(*inputs, request.scaling, asked_of(request)))  # type: ignore[no-untyped-call]
 
 
 class Group(NamedTuple):
@@ -152,15 +158,6 @@ def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
     return found
 
 
-def several_calls(rules: HeadRules, groups: Sequence[Group]) -> Launch:
-    """Calls whose heads are computed in several precisions, or lose their mean key."""
-
-    def answer(request: AttentionRequest) -> AttentionResult:
-        return nothing_seen(request) if request.asks_nothing else by_groups(request, groups)
-
-    return by_requests(answer, rules)
-
-
 def at_runs(rules: HeadRules, told: Rules) -> bool:
     """Whether a structure is told in runs that begin where the sinks of its heads count from."""
     return told.mask is None and (told.sinks_at_runs or not rules.has_sinks)
@@ -187,7 +184,7 @@ def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionRe
         else:
             asked = replace(told, head_windows=group.tensors[0], head_sinks=group.tensors[1])
         asked = replace(asked, compute=group.precision, key_mean=group.key_mean)
-        results.append(_computed(part, asked))
+        results.append(computed(part, asked))
     order = [head for group in groups for head in group.heads]
     repeats = request.query.shape[1] // request.key.shape[1]
     out = joined_heads([one.out for one in results], order, repeats, dim=2)

@@ -6,37 +6,37 @@ opens when one of them first runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
 from ...attention.structure import OPERANDS, CallStructure
-
-if TYPE_CHECKING:
-    from .rules import Rules
+from ..base import nothing_seen
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
-_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float softcap, {OPERANDS}"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float? softcap, {OPERANDS}"
 
 
-def _rules(inputs: tuple[Any, ...]) -> Rules:
-    """The rules of a call in the order of `_INPUTS`."""
-    from .rules import find_rules, with_extras
-
-    q, k, _, bias, sink_logits, _, softcap, *operands = inputs
-    return with_extras(find_rules(CallStructure.of_operands(q, k, *operands)), bias, sink_logits, softcap, k.shape[2])
+def _request(inputs: Sequence[Any]) -> AttentionRequest:
+    """The call of inputs in the order of `_INPUTS`."""
+    q, k, v, bias, sink_logits, scaling, softcap, *operands = inputs
+    structure = CallStructure.of_operands(q, k, *operands)
+    return AttentionRequest(
+        q, k, v, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, need_lse=True
+    )
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
 def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
-    from . import call
+    from .launch import computed
 
-    q, k, v, _, _, scaling, *_ = inputs
-    out, lse = call.forward(q, k, v, scaling, _rules(inputs), need_lse=True)
+    request = _request(inputs)
+    out, lse = nothing_seen(request) if request.asks_nothing else computed(request)
     assert lse is not None
     return out, lse
 
@@ -57,11 +57,13 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
     from . import call
+    from .launch import asked_of
 
-    q, k, v, bias, _, scaling, *_ = inputs
-    found = call.backward(grad, q, k, v, out, lse, scaling, _rules(inputs), need_bias=need_bias)
+    request, bias = _request(inputs), inputs[3]
+    tensors = request.query, request.key, request.value
+    found = call.backward(grad, *tensors, out, lse, request.scaling, asked_of(request), need_bias=need_bias)
     if bias is None or found.bias is None:
-        return found.q, found.k, found.v, q.new_empty(0)
+        return found.q, found.k, found.v, grad.new_empty(0)
     return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
@@ -107,7 +109,7 @@ def traced(request: AttentionRequest) -> tuple[Tensor, Tensor]:
         request.bias,
         request.sink_logits,
         request.scaling,
-        request.softcap or 0.0,
+        request.softcap,
         *request.structure.operands(),
     )
     return out, lse

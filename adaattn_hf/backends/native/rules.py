@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
-from .guard import FLOATS, Form, check_rule, lies
+from .guard import Form, check_rule, lies
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
 
-_SCALES = {torch.float32: 0, torch.uint8: 5}
+_EIGHT_BITS = 5  # the number of `StoredKV`'s scales among the dtypes of the C interface
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
@@ -35,8 +35,8 @@ _COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
     "sink_logits": ("h", torch.float32, "contiguous"),
     "bias": ("bhqk", None, "broadcast"),
     "mask": ("bhqk", torch.bool, "broadcast"),
-    "key_scale": ("bgk", torch.float32, "strided"),
-    "value_scale": ("bgk", torch.float32, "strided"),
+    "key_scale": ("bgk", torch.uint8, "strided"),
+    "value_scale": ("bgk", torch.uint8, "strided"),
     "key_mean": ("bgd", torch.float32, "contiguous"),
     "first_key": ("bgd", torch.float32, "contiguous"),
 }
@@ -58,8 +58,8 @@ class Rules:
         sink_logits: fp32 `[heads]`.
         bias: Float, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
         mask: Bool, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
-        key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), both
-            fp32 or both in the eight bits of `StoredKV`.
+        key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), in the
+            eight bits of `StoredKV`.
         compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16 or amx.
         key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
             to int8, here or by whoever stored them.
@@ -100,8 +100,6 @@ class Rules:
         for name in self._tensors:
             tensor: Tensor = getattr(self, name)
             extents, dtype, form = _COVERS[name]
-            if name.endswith("_scale") and self.key_scale is not None and self.key_scale.dtype is torch.uint8:
-                dtype = torch.uint8
             asked = [sizes[letter] for letter in extents]
             if name == "key_mean" and tensor.shape[:1] == (1,):
                 asked[0] = 1
@@ -126,7 +124,7 @@ class Rules:
             *((0, *NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
         )  # fmt: skip
         stored = STORED.pack(
-            pointer(scale), pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
+            pointer(scale), pointer(self.value_scale), 0 if scale is None else _EIGHT_BITS,
             *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
@@ -151,14 +149,7 @@ def find_rules(structure: CallStructure) -> Rules:
     """The rules of a structure; `structure.derived(find_rules)` makes them once for the layers of a pass."""
     window = -1 if structure.window is None else min(structure.window, _FAR)
     sinks = min(structure.sinks, _FAR)
-    simple = (
-        structure.key_padding is None
-        and structure.k_segments is None
-        and structure.chunk is None
-        and structure.spans is None
-        and structure.mask is None
-    )
-    if simple:
+    if structure.one_run_a_row and structure.key_padding is None:
         return Rules(structure.causal, window, sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()
@@ -187,7 +178,7 @@ def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
         return None
     step = 0 if batch == 1 or not mean else kv_heads * dim
     return _SCORES_ALONE + STORED.pack(
-        keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
+        keys.data_ptr(), values.data_ptr(), _EIGHT_BITS, *keys.stride(), *values.stride(),
         first, 3 if stored.rotated else 0, mean, step,
     )  # fmt: skip
 
@@ -198,26 +189,3 @@ def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:
         return 0
     fits = vector.shape == extents and vector.dtype is torch.float32 and vector.is_contiguous()
     return vector.data_ptr() if fits and lies(vector) else -1
-
-
-def with_extras(rules: Rules, bias: Tensor | None, sink_logits: Tensor | None, softcap: float, kv_len: int) -> Rules:
-    """The rules with what changes the scores.
-
-    Args:
-        rules: Which keys are visible.
-        bias: Broadcastable to `[batch, heads, q_len, kv_len]`.
-        sink_logits: `[heads]`.
-        softcap: 0 for none.
-        kv_len: Extent of the keys.
-    """
-    if bias is None and sink_logits is None and not softcap:
-        return rules
-    if bias is not None:
-        bias = bias.detach()
-        bias = (bias if bias.dtype in FLOATS else bias.float())[(None,) * (4 - bias.dim())]
-        bias = bias.resolve_neg()
-        if bias.shape[3] == 1:
-            bias = bias.expand(*bias.shape[:3], kv_len)
-    if sink_logits is not None:
-        sink_logits = sink_logits.detach().float().resolve_neg().contiguous()
-    return replace(rules, bias=bias, sink_logits=sink_logits, softcap=softcap)

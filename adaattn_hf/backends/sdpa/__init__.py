@@ -23,10 +23,6 @@ class SdpaBackend(Backend):
 
     name = "sdpa"
 
-    def missing(self) -> tuple[str, ...]:
-        """Needs torch alone."""
-        return ()
-
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What it cannot compute."""
         reasons = unnamed(spec, "torch's kernels", _SERVES)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...attention.packing import FROM_FIRST
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
 from ...attention.structure import CallStructure
 from ...attention.tap import transform_at_work
@@ -15,7 +16,7 @@ from . import limits
 from .decode import attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash
 from .masked import additive_mask, in_bands, masked_call
-from .packed import FROM_FIRST, layout_for, packed_attention, walks_runs
+from .packed import layout_for, packed_attention, walks_runs
 
 
 def attend(request: AttentionRequest) -> AttentionResult:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
-from ...attention.tap import autocast_device
-from ..base import nothing_seen
+from ..base import nothing_seen, softmax_parts, weighted
 from . import limits
 from .kernels import additive, operator
 
@@ -52,35 +51,11 @@ def masked_call(
 
 def _written_out(request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Softcapped scores and learned sinks, as separate operations."""
-    batch, heads, q_len, dim = query.shape
-    kv_heads = key.shape[1]
-    wide = torch.promote_types(query.dtype, torch.float32)
     # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
     # the matrix units of a device compute many times as fast.
     own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
-    work = query.dtype if own else wide
-    with torch.autocast(autocast_device(query), enabled=False):
-        grouped = query.to(work).reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
-        scores = torch.matmul(grouped, key.to(work).transpose(2, 3)).view(batch, heads, q_len, key.shape[2])
-        scores = scores.to(wide) * request.scaling
-        if request.softcap is not None:
-            scores = request.softcap * torch.tanh(scores / request.softcap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        top = scores.detach().amax(dim=3, keepdim=True)
-        sink = None
-        if request.sink_logits is not None:
-            sink = request.sink_logits.to(wide).reshape(1, -1, 1, 1)
-            top = torch.maximum(top, sink.detach())
-        top = top.masked_fill(torch.isinf(top), 0.0)
-        weights = torch.exp(scores - top)
-        total = weights.sum(dim=3, keepdim=True)
-        if sink is not None:
-            total = total + torch.exp(sink - top)
-        weights = (weights / total.masked_fill(total == 0, 1.0)).to(value.dtype)
-        weights = F.dropout(weights, request.dropout) if request.dropout else weights
-        rows = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, key.shape[2])
-        return torch.matmul(rows, value).view(batch, heads, q_len, value.shape[3])
+    weights, _, _ = softmax_parts(request, query, key, mask, work=query.dtype if own else None)
+    return weighted(weights, value, request.dropout)
 
 
 class Band(NamedTuple):

@@ -29,8 +29,6 @@ def attend(request: AttentionRequest) -> AttentionResult:
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if request.query.shape[2] == 1 and not grad:
         return step.attend_step(request)
-    if request.structure.segments() is None:
-        raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])
     if grad:
         return attend_with_gradients(request, windows)
@@ -48,10 +46,7 @@ def prepare(rules: HeadRules | None) -> Launch:
         structure: CallStructure,
         stored: StoredKV | None = None,
     ) -> Tensor:
-        if structure.segments() is None or not (query.numel() and key.numel() and value.numel()):
-            return attend(AttentionRequest(query, key, value, structure, scaling, per_head=rules)).out
-        windows = head_windows(structure, rules, key.shape[1])
-        return run(query, key, value, structure, scaling, windows).out
+        return run(query, key, value, structure, scaling, head_windows(structure, rules, key.shape[1])).out
 
     return launch
 
@@ -70,9 +65,6 @@ def prepare_step(spec: CallSpec, rules: HeadRules | None) -> Launch:
         structure: CallStructure,
         stored: StoredKV | None = None,
     ) -> Tensor:
-        if not (query.numel() and key.numel() and value.numel()):
-            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
-            return attend(request).out
         if stored is not None:
             stored.check_device(query.device)
         windows = head_windows(structure, rules, key.shape[1])

@@ -80,10 +80,12 @@ class Part(NamedTuple):
 def find_parts(
     structure: CallStructure, device: torch.device, kind: Kind, windows: HeadWindows | None, on_hopper: bool
 ) -> tuple[Part, ...]:
-    """The launches of all calls of a kind over a structure, which has runs.
+    """The launches of all calls of a kind over a structure; one that is not made of runs is refused.
 
     `windows` are those of `head_windows`; `on_hopper` lets the kernel for Hopper be among the launches.
     """
+    if structure.segments() is None:
+        raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     every = windows or exact_windows(kind.kv_heads)
     heavy = _is_heavy(kind, pairs_seen(structure, every))
     if on_hopper and heavy and kind.dim == kind.dim_v and kind.softcap is None and hopper.usable(device):
@@ -179,7 +181,6 @@ def run(
         query: `[batch, heads, q_len, head_dim]`.
         key: `[batch, num_kv_heads, kv_len, head_dim]`.
         value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
-        structure: It has runs.
         windows: Of `head_windows`.
         sink: Learned sinks, `[heads]`.
         with_lse: Whether the log-sum-exp is written.

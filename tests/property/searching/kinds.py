@@ -92,7 +92,8 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None = None) -> dict
     from adaattn_hf.backends.native import library as native
 
     if library is not None:
-        native._library, native._missing = native.load(library)
+        found = native.load(library)
+        native._opened = lambda: found  # type: ignore[assignment]
     if native.missing():
         raise SystemExit("; ".join(native.missing()))
     torch.set_num_threads(1)

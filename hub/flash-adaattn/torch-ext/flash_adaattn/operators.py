@@ -12,9 +12,10 @@ from .attention.gradients import sink_gradient
 from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
 from .backends import select
+from .backends.base import nothing_seen
 from .backends.native import call
+from .backends.native.launch import asked_of, computed
 from .backends.native.library import missing
-from .backends.native.rules import Rules, find_rules, with_extras
 from .run import packed_runs
 
 __all__ = ["traced_varlen"]
@@ -23,20 +24,23 @@ __all__ = ["traced_varlen"]
 _NAMESPACE = __name__.partition(".")[0]
 
 
-def _rules(
+def _request(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
     sinks: Tensor | None,
+    scaling: float,
     softcap: float,
     causal: bool,
     window: int | None,
-) -> Rules:
-    """The rules of packed sequences."""
-    sums = tuple(cu_q.tolist()), tuple(cu_k.tolist())
-    rules = find_rules(packed_runs(*sums, q.shape[0], k.shape[0], causal, window))
-    return with_extras(rules, None, sinks, softcap, k.shape[0])
+) -> AttentionRequest:
+    """The call of packed sequences."""
+    structure = packed_runs(tuple(cu_q.tolist()), tuple(cu_k.tolist()), q.shape[0], k.shape[0], causal, window)
+    query, key, value = map(_heads_first, (q, k, v))
+    cap = softcap or None
+    return AttentionRequest(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
 
 
 def _heads_first(t: Tensor) -> Tensor:
@@ -58,9 +62,8 @@ def varlen(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[q_tokens, heads, head_dim_v]` and log-sum-exp `[heads, q_tokens]` of packed sequences."""
-    rules = _rules(q, k, cu_q, cu_k, sinks, softcap, causal, window)
-    out, lse = call.forward(_heads_first(q), _heads_first(k), _heads_first(v), scaling, rules, need_lse=True)
-    assert out is not None
+    request = _request(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
+    out, lse = nothing_seen(request) if request.asks_nothing else computed(request)
     assert lse is not None
     return out[0], lse[0]
 
@@ -88,9 +91,8 @@ def varlen_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    rules = _rules(q, k, cu_q, cu_k, sinks, softcap, causal, window)
-    query, key, value = _heads_first(q), _heads_first(k), _heads_first(v)
-    of = call.backward(grad[None], query, key, value, out[None], lse[None], scaling, rules)
+    asked = _request(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
+    of = call.backward(grad[None], asked.query, asked.key, asked.value, out[None], lse[None], scaling, asked_of(asked))
     dq, dk, dv = (t[0].transpose(0, 1).contiguous() for t in (of.q, of.k, of.v))
     return dq, dk, dv
 
