@@ -206,6 +206,13 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | Non
     return mask
 
 
+@torch.no_grad()
+def logits(model: Any, length: int = LENGTH) -> Tensor:
+    """What a model makes of random tokens."""
+    found: Tensor = model(input_ids=tokens(length=length)).logits
+    return found
+
+
 def main_output(output: Any) -> Tensor:
     """What a model is run for: logits, or the last hidden state."""
     for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
