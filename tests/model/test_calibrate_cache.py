@@ -34,11 +34,12 @@ from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
+from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
 from ..support.letters import encode
 from .test_calibrate import SETTINGS, _model, _prices, text
-from .test_streaming_cache import LAYERS, ids, llama
+from .test_streaming_cache import LAYERS, llama
 
 __all__ = ["text"]
 
