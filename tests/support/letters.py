@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def lettered_llama(layers: int, seed: int = 0) -> LlamaForCausalLM:
+def lettered_llama(layers: int, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Random weights, the same at every call, with attention by adaattn; two query heads share a key/value head."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
     )  # fmt: skip
+    config = LlamaConfig(**sizes | changes)
     config._attn_implementation = "adaattn"
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model
