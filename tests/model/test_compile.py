@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from adaattn_hf.backends import select
 
 from ..support.compiled import Graphs
-from ..support.models import ENCODERS, LENGTH, assert_same, fresh_pair, main_output, padding, pair, shallow, tokens
+from ..support.models import (
+    LENGTH,
+    OfTensors,
+    assert_same,
+    cacheless,
+    fresh_pair,
+    main_output,
+    padding,
+    pair,
+    shallow,
+    tokens,
+)
 from ..support.versions import needs_tracing
 
 pytestmark = needs_tracing
@@ -56,12 +66,11 @@ def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
     stock, ours = shallow(family)
     graphs = Graphs()
     compiled = torch.compile(ours, backend=graphs, fullgraph=True)
-    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     for length in (11, 9, 13, 21):
         ids, mask = tokens(length=length), padding(side, length=length)
         with torch.no_grad():
-            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **keywords))
-            expected = main_output(stock(input_ids=ids, attention_mask=mask, **keywords))
+            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **cacheless(family)))
+            expected = main_output(stock(input_ids=ids, attention_mask=mask, **cacheless(family)))
         assert_same(expected, actual, mask)
     assert len(graphs.found) <= 2
 
@@ -80,11 +89,10 @@ def test_training_is_one_graph_forward_and_backward(family: str) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     compiled = torch.compile(ours, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
-    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     mask = padding("left")
     assert mask is not None
     for model in (stock, compiled):
-        output = main_output(model(input_ids=tokens(), attention_mask=mask, **keywords))[mask.bool()]
+        output = main_output(model(input_ids=tokens(), attention_mask=mask, **cacheless(family)))[mask.bool()]
         direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))
         (output * direction).sum(1).square().mean().backward()
     assert len(graphs) == 2, "one forward, one backward"
@@ -129,29 +137,17 @@ def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.Monke
         )
 
 
-class Exported(nn.Module):
-    """A model as a function of two tensors."""
-
-    def __init__(self, model: Any, **keywords: Any) -> None:
-        super().__init__()
-        self.model, self.keywords = model, keywords
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return main_output(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.keywords))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_gives_the_same_numbers(family: str) -> None:
     stock, ours = shallow(family)
-    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     mask = padding("left")
     assert mask is not None
     with torch.no_grad():
-        program = torch.export.export(Exported(ours, **keywords), (tokens(), mask), strict=False)
+        program = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
         for side in ("left", "right"):
             given = padding(side)
             assert given is not None
             ids = tokens(seed=4)
-            expected = main_output(stock(input_ids=ids, attention_mask=given, **keywords))
+            expected = main_output(stock(input_ids=ids, attention_mask=given, **cacheless(family)))
             assert_same(expected, program.module()(ids, given), given)

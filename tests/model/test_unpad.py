@@ -27,6 +27,7 @@ from ..support.models import (
     Pair,
     assert_same,
     build,
+    checkpointed,
     config_of,
     fresh_pair,
     main_output,
@@ -283,8 +284,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
     mask = padding("right")
     labels = tokens().masked_fill(mask == 0, LABEL_PAD)
     ours.train()
-    enable = getattr(ours, "activation_checkpointing_enable", None) or ours.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
+    checkpointed(ours, reentrant)
     for model in (stock, ours):
         model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
     for (_, left), (_, right) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
