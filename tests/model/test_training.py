@@ -166,7 +166,8 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     assert "adaattn" not in str(written)
 
 
-def test_packed_batches_train_like_separate_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Path) -> None:
     documents = [
         {"input_ids": [t for t, real in zip(e["input_ids"], e["attention_mask"], strict=True) if real]}
         for e in examples(4)
@@ -174,7 +175,7 @@ def test_packed_batches_train_like_separate_documents(tmp_path: Path) -> None:
     collator = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     batch = collator([dict(d) for d in documents])
     assert batch["input_ids"].shape[0] == 1
-    ours, stock = model_of("llama", "adaattn"), model_of("llama", "eager")
+    ours, stock = model_of(family, "adaattn"), model_of(family, "eager")
     scored = 0
     total = torch.zeros(())
     for document in documents:
