@@ -117,6 +117,14 @@ def requests(
     return AttentionRequest(query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more)
 
 
+def words_of(request: AttentionRequest) -> str:
+    """A call without its numbers."""
+    r = request
+    shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
+    more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
+    return f"{r.query.dtype}, {shapes}, {r.structure}, {more}"
+
+
 def refuses(name: str, request: AttentionRequest) -> bool:
     """A backend says that it cannot serve a call."""
     backend = ON_CPU[name]
