@@ -1,12 +1,15 @@
-"""What tests of models share: the warnings that plans log."""
+"""What tests of models share: the warnings that plans log, and a text."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from adaattn_hf.patches.plans import running
+
+from ..support.letters import random_words
 
 
 @pytest.fixture
@@ -16,3 +19,9 @@ def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     caplog.set_level("WARNING", "adaattn_hf")
     return caplog
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A text for models whose tokens are letters."""
+    return [random_words(tmp_path_factory.mktemp("text") / "book.txt")]

@@ -27,15 +27,12 @@ from adaattn_hf.policy.prices import Price, PriceTable
 
 from ..support.calibration import calibrate
 from ..support.choices import make_choice
-from ..support.letters import encode
-from .test_calibrate import LENGTH, SETTINGS, _model, _prices, text
-
-__all__ = ["text"]
+from ..support.letters import LENGTH, SETTINGS, encode, letter_prices, lettered_llama
 
 
 def _dear_steps(**cheaper: float) -> PriceTable:
     """Prices of windows that save nine tenths of a prefill, and cost twice as much as exact attention in decode."""
-    cheap = _prices()
+    cheap = letter_prices()
     steps = {
         label: Price(0.0, 1.0 if label == "exact" else cheaper.get(label, 2.0))
         for label in cheap.prices["decode"][LENGTH]
@@ -44,7 +41,7 @@ def _dear_steps(**cheaper: float) -> PriceTable:
 
 
 def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[Path]) -> None:
-    model = _model()
+    model = lettered_llama()
     found = calibrate(model, encode, text, SETTINGS, prices=_dear_steps())
     assert found.met, found.sentence
     assert found.plan.exact_steps
@@ -88,7 +85,7 @@ def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
 
 def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
     table = _dear_steps(**{"w32+16": 0.9})
-    found = calibrate(_model(), encode, text, SETTINGS, prices=table)
+    found = calibrate(lettered_llama(), encode, text, SETTINGS, prices=table)
     assert not found.plan.exact_steps
 
     layers = layers_of([EXACT, make_choice("window", 32, 16)], None)
