@@ -298,11 +298,10 @@ def test_autocast_and_half_precision() -> None:
     with torch.no_grad():
         exact = stock.double()(tokens(), attention_mask=mask).last_hidden_state.float()
         stock.float()
-        for context in (torch.autocast("cpu", torch.bfloat16),):
-            with context:
-                theirs = stock(tokens(), attention_mask=mask).last_hidden_state
-                mine = ours(tokens(), attention_mask=mask).last_hidden_state
-            assert mine.dtype == theirs.dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs = stock(tokens(), attention_mask=mask).last_hidden_state
+            mine = ours(tokens(), attention_mask=mask).last_hidden_state
+        assert mine.dtype == theirs.dtype
         half = copy.deepcopy(ours).bfloat16()
         low = half(tokens(), attention_mask=mask).last_hidden_state.float()
     real = mask.bool()
