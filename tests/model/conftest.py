@@ -1,15 +1,24 @@
-"""What tests of models share: the warnings that plans log, and a text."""
+"""What tests of models share: nothing compiled, the warnings that plans log, a text."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from adaattn_hf.patches.plans import running
 
 from ..support.letters import random_words
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """What other tests traced would make lengths symbols."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -127,12 +127,10 @@ def test_a_manager_serves_requests_that_come_later() -> None:
 def test_graphs_of_the_engine_leave_attention_out() -> None:
     """`torch.compile` of its steps: lengths are read on the host, so that attention runs between two graphs."""
     _, ours = fresh_pair("llama")
-    torch._dynamo.reset()
     compiled = tf.CompileConfig(backend="eager", fullgraph=False, dynamic=True)
     compiled._compile_all_devices = True  # type: ignore[assignment]
     with adaattn_hf.continuous_batching(ours):
         found = together(ours, PROMPTS, varlen_compile_config=compiled)
-    torch._dynamo.reset()
     assert found == one_by_one(ours, PROMPTS)
 
 

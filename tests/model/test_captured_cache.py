@@ -23,7 +23,6 @@ ROOM = 64
 
 @pytest.fixture
 def model() -> Any:
-    torch._dynamo.reset()
     return llama()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ from ..support.versions import needs_tracing
 pytestmark = needs_tracing
 
 FAMILIES = ("gpt2", "llama", "bert")
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def of_area(graphs: Graphs, length: int) -> list[Any]:

@@ -27,7 +27,6 @@ STEP = "adaattn_hf.triton_step.default"
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_as_on_a_device(monkeypatch)
-    torch._dynamo.reset()
 
 
 def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:

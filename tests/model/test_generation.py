@@ -143,9 +143,7 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
         cache_implementation="static",
     )
     graphs = Graphs()
-    torch._dynamo.reset()
     found = greedy(ours, tokens(), compile_config=compiled_by(graphs), **settings)
-    torch._dynamo.reset()
     assert torch.equal(found, greedy(stock, tokens(), disable_compile=True, **settings))
     # a sliding layer counts its tokens in Python: a second graph past the window, under stock attention, too
     assert len(graphs.found) == (2 if name == "gemma3-hybrid" else 1)

@@ -330,7 +330,6 @@ def test_towers_are_saved_without_the_plan_too(tmp_path: Path) -> None:
 def test_compiled_passes_go_on_behind_training() -> None:
     model = stepped(planned())
     expected = logits(model)
-    torch._dynamo.reset()
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 
@@ -339,7 +338,6 @@ def test_an_allowed_plan_compiles() -> None:
     model = fresh_pair("llama").ours
     attach(model, plan_for(model, make_choice("window", window=WINDOW), verified=None), unverified=True)
     expected = logits(model)
-    torch._dynamo.reset()
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 

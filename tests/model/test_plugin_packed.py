@@ -133,12 +133,10 @@ def test_lengths_speak_louder_than_a_mask_or_a_cache(name: str) -> None:
 def test_lengths_separate_documents_in_a_graph(name: str) -> None:
     stock, ours = family(name)
     ids = tokens(batch=1)
-    torch._dynamo.reset()
     with torch.no_grad():
         packed = torch.compile(ours, backend="eager", fullgraph=True)(
             input_ids=ids, position_ids=POSITIONS, **borders()
         ).logits
-    torch._dynamo.reset()
     assert_same(one_by_one(stock, ids), packed)
 
 
@@ -188,7 +186,6 @@ def test_chunks_count_from_their_document_in_a_compiled_graph_or_are_refused(nam
                     compiled(input_ids=ids, **told)
             else:
                 assert_same(expected, compiled(input_ids=ids, **told).logits)
-        torch._dynamo.reset()
         ours.set_attn_implementation("adaattn")
 
 
@@ -241,7 +238,6 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
             if how == "compiled":
                 torch._dynamo.reset()
                 found = torch.compile(Logits(masked), backend="eager", fullgraph=True)(ids, given)
-                torch._dynamo.reset()
             elif how == "traced":
                 found = torch.jit.trace(Logits(masked), (ids, given), check_trace=False)(ids, given)
             else:

@@ -389,4 +389,3 @@ def test_a_compiled_model_stands_aside_without_breaking_the_graph(name: str) -> 
         actual = main_output(compiled(tokens(), attention_mask=mask, use_cache=False))
     assert_same(expected, actual, mask)
     assert adaattn_hf.unpad_calls(ours) == {}
-    torch._dynamo.reset()
