@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..attention.request import CallSpec
-from .sdpa.kernels import steps_by_flash
-from .sdpa.limits import masked_in_training
 from .triton import TritonBackend
 
 TRITON = TritonBackend()
@@ -64,6 +62,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
+    from .sdpa.kernels import steps_by_flash  # registering names does not need how torch's kernels are called
+    from .sdpa.limits import masked_in_training
+
     if spec.stored is not None and not spec.per_head:
         return ("triton", "eager")  # nobody else reads codes
     if spec.kind == "ragged" and spec.holes is None and not spec.decode:

@@ -79,7 +79,7 @@ def row_outputs(
     losses: list[Tensor] = []
     for choice in choices:
         structure = request.structure if choice.keys is None else choice.keys.structure(request)
-        mask = structure.visible_rows(rows, request.query.device)
+        mask = structure.visible(rows=rows, device=request.query.device)
         changed = choice.running(sampled, list(heads), tensors)
         part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)))
         outputs.append(part.out[0].transpose(0, 1).float())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
-
-import pytest
 
 from ..support.versions import needs_tracing
 from ..support.warm import WarmInterpreter
@@ -193,13 +190,3 @@ def test_the_guard_finds_planted_violations(interpreter: WarmInterpreter, tmp_pa
     printed = run(interpreter, code, module="sys", path=tmp_path)
     for number, complaint in enumerate(PLANTED):
         assert f"{number} {complaint}" in printed, printed
-
-
-@pytest.mark.parametrize("directory", ["patches", "configs", "eval"])
-def test_mapped_directories_are_importable_under_the_package_alone(directory: str) -> None:
-    """From anywhere but the checkout; inside it `import patches` would make a second registry."""
-    code = f"import importlib.util\nassert importlib.util.find_spec({directory!r}) is None\nprint('none')"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=Path(sys.prefix), check=False
-    )
-    assert done.stdout == "none\n", done.stderr

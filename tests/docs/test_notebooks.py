@@ -80,7 +80,3 @@ def test_what_is_wrong_is_noticed_and_cleaned() -> None:
     cell.outputs = [output("error", ename="ZeroDivisionError", evalue="", traceback=[])]
     assert wrong(notebook) == ["an error"]
     assert wrong(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])) == ["cells that did not run"]
-
-
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS

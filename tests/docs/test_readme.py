@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.cli.main import COMMANDS, load_command
 
 from ..support.source_tree import ROOT
 
@@ -159,11 +158,3 @@ def test_a_lost_commit_is_found(tmp_path: Path, history: list[str]) -> None:
     )
     report.write_text(json.dumps({"cells": [{"commit": None}, {"commit": history[0]}, {"commit": f"{lost}+dirty"}]}))
     assert lost_commits(page, history) == lost_commits(report, history) == {lost}
-
-
-@pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_can_be_read(name: str) -> None:
-    """Its module is there, and typer understands its arguments."""
-    command = load_command(name)
-    assert command.name == name
-    assert (command.help or "").strip()

@@ -17,10 +17,12 @@ from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.plans.choices import Choice, Window
 
+from ..model.test_batching import together
 from ..support.plans import plan_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 LENGTHS, NEW = (5, 300, 40, 1, 130), 16
+ENGINE = {"block_size": 256, "max_batch_tokens": 128}
 
 
 def model(**changes: Any) -> Any:
@@ -34,20 +36,6 @@ def model(**changes: Any) -> Any:
     return tf.MistralForCausalLM._from_config(config, attn_implementation="adaattn").eval().cuda()
 
 
-def together(found: Any, prompts: list[list[int]], **engine: Any) -> list[list[int]]:
-    """Tokens of `generate_batch`."""
-    settings = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = {"num_blocks": 64, "block_size": 256, "max_batch_tokens": 128, **engine}
-    answers = found.generate_batch(
-        prompts,
-        generation_config=settings,
-        continuous_batching_config=tf.ContinuousBatchingConfig(**engine),
-        progress_bar=False,
-    ).values()
-    assert not [one.error for one in answers if one.error]
-    return [one.generated_tokens for one in answers]
-
-
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("planned", [False, True])
 def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None:
@@ -59,7 +47,7 @@ def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
     with adaattn_hf.continuous_batching(found):
-        answers = together(found, prompts, use_cuda_graph=False)
+        answers = together(found, prompts, NEW, **ENGINE, use_cuda_graph=False)
     settings = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     right = [found.generate(torch.tensor([ids]).cuda(), **settings)[0, len(ids) :].tolist() for ids in prompts]
     assert answers == right
@@ -90,4 +78,4 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
 def test_captured_steps_are_refused_with_the_way_out() -> None:
     found = model()
     with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found):
-        together(found, [[5, 6, 7]], use_cuda_graph=True)
+        together(found, [[5, 6, 7]], NEW, **ENGINE, use_cuda_graph=True)

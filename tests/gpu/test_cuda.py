@@ -26,6 +26,7 @@ from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.plans.choices import EXACT
 
 from ..support.choices import make_choice
+from ..support.models import main_output
 from ..support.on_device import shifted
 from ..support.operators import NamedOperators
 from ..support.plans import plan_for
@@ -211,11 +212,6 @@ def pair(name: str) -> tuple[Any, Any]:
                 p.normal_(0, 0.1)
     ours.load_state_dict(stock.state_dict())
     return stock, ours
-
-
-def main_output(out: Any) -> torch.Tensor:
-    tensor: torch.Tensor = out.logits if hasattr(out, "logits") else out.last_hidden_state
-    return tensor
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])

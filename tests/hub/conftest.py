@@ -41,3 +41,10 @@ def load_kernel(repositories: Path) -> Callable[[str], ModuleType]:
 def flash(load_kernel: Callable[[str], ModuleType]) -> Any:
     """The kernel `flash-adaattn`."""
     return load_kernel("flash-adaattn")
+
+
+@pytest.fixture
+def local(repositories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader takes the repositories built here instead of asking the Hub."""
+    overrides = ":".join(f"adaattn/{path.name}={path}" for path in sorted(repositories.iterdir()))
+    monkeypatch.setenv("LOCAL_KERNELS", overrides)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 import adaattn_hf
 from adaattn_hf.patches.call.interface import attention_function
+
+from ..support.malformed import Layer
 
 assert adaattn_hf.NAMES  # the package at one door, the kernel at the other
 
@@ -29,11 +31,6 @@ def serve(request: pytest.FixtureRequest, load_kernel: Callable[[str], Any]) -> 
     return function
 
 
-class Layer(nn.Module):
-    is_causal = True
-    config = None
-
-
 def drawn(*shape: int, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.randn(*shape, 4, length, 8),
@@ -43,7 +40,7 @@ def drawn(*shape: int, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def packed(serve: Serve, tensors: Any, borders: Any, **more: Any) -> Tensor:
-    out: Tensor = serve(Layer(), *tensors, None, cu_seq_lens_q=borders, cu_seq_lens_k=borders, **more)[0]
+    out: Tensor = serve(Layer(1), *tensors, None, cu_seq_lens_q=borders, cu_seq_lens_k=borders, **more)[0]
     return out
 
 
@@ -52,26 +49,26 @@ def test_the_output_can_be_viewed_as_one_row_a_token(serve: Serve, traced: bool)
     """AFMoE takes a view of it; stock attention's output is contiguous."""
 
     def viewed(*tensors: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(), *tensors, None)[0].view(2, 9, -1)
+        out: Tensor = serve(Layer(1), *tensors, None)[0].view(2, 9, -1)
         return out
 
     tensors = drawn(2)
     run = torch.jit.trace(viewed, tensors, check_trace=False) if traced else viewed
-    torch.testing.assert_close(run(*tensors), serve(Layer(), *tensors, None)[0].flatten(2))
+    torch.testing.assert_close(run(*tensors), serve(Layer(1), *tensors, None)[0].flatten(2))
 
 
 def test_a_bias_that_is_not_dense_is_refused(serve: Serve) -> None:
     with pytest.raises(ValueError, match=r"position_bias: got .*sparse_coo.*, expected a dense floating-point tensor"):
-        serve(Layer(), *drawn(1), None, position_bias=torch.eye(9).to_sparse())
+        serve(Layer(1), *drawn(1), None, position_bias=torch.eye(9).to_sparse())
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_documents_do_not_see_one_another(serve: Serve, masked: bool) -> None:
     tensors, borders = drawn(1), torch.tensor([0, 4, 9], dtype=torch.int32)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril() if masked else None
-    out = serve(Layer(), *tensors, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)[0]
+    out = serve(Layer(1), *tensors, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)[0]
     for a, b in ((0, 4), (4, 9)):
-        alone = serve(Layer(), *(t[:, :, a:b] for t in tensors), None)[0]
+        alone = serve(Layer(1), *(t[:, :, a:b] for t in tensors), None)[0]
         torch.testing.assert_close(out[:, a:b], alone, atol=2e-6, rtol=0)
 
 
@@ -103,7 +100,7 @@ def test_documents_that_cannot_be_are_refused(serve: Serve, borders: list[int], 
 )
 def test_what_changes_a_call_and_is_not_served_is_refused(serve: Serve, keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        serve(Layer(), *drawn(1), None, **keywords)
+        serve(Layer(1), *drawn(1), None, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +108,14 @@ def test_what_changes_a_call_and_is_not_served_is_refused(serve: Serve, keywords
 )
 def test_masks_that_say_nothing_are_refused(serve: Serve, mask: Tensor) -> None:
     with pytest.raises(ValueError, match="attention_mask: got"):
-        serve(Layer(), *drawn(1), mask)
+        serve(Layer(1), *drawn(1), mask)
 
 
 def test_a_mask_of_more_keys_than_there_are_is_refused(serve: Serve) -> None:
     """A layer with a window keeps its last keys alone; the first columns of a mask of all are not theirs."""
     for mask in (torch.ones(1, 1, 9, 12, dtype=torch.bool), torch.zeros(1, 1, 9, 12)):
         with pytest.raises(ValueError, match=r"attention_mask: got shape \(1, 1, 9, 12\), expected one that bro"):
-            serve(Layer(), *drawn(1), mask)
+            serve(Layer(1), *drawn(1), mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
@@ -127,20 +124,20 @@ def test_integers_are_refused(serve: Serve, dtype: torch.dtype) -> None:
     for place, name in enumerate(("query", "key", "value")):
         changed = [t.to(dtype) if place == number else t for number, t in enumerate(tensors)]
         with pytest.raises(ValueError, match=f"{name}: got {dtype}, expected a floating-point dtype"):
-            serve(Layer(), *changed, None)
+            serve(Layer(1), *changed, None)
 
 
 def test_options_of_losses_pass(serve: Serve) -> None:
     tensors = drawn(1)
-    plain = serve(Layer(), *tensors, None)[0]
-    with_options = serve(Layer(), *tensors, None, ignore_index=-1, num_items_in_batch=3, use_cache=False)[0]
+    plain = serve(Layer(1), *tensors, None)[0]
+    with_options = serve(Layer(1), *tensors, None, ignore_index=-1, num_items_in_batch=3, use_cache=False)[0]
     assert torch.equal(plain, with_options)
 
 
 def test_selected_keys_are_all_that_is_seen(serve: Serve) -> None:
     tensors = drawn(1)
     indices = torch.arange(9)[None, :, None].clamp(max=3)  # each query its own key, late ones the fourth
-    out = serve(Layer(), *tensors, None, indices=indices)[0]
+    out = serve(Layer(1), *tensors, None, indices=indices)[0]
     right = tensors[2].repeat_interleave(2, 1).transpose(1, 2)[:, indices[0, :, 0]]
     torch.testing.assert_close(out, right, atol=2e-6, rtol=0)
 
@@ -148,12 +145,12 @@ def test_selected_keys_are_all_that_is_seen(serve: Serve) -> None:
 def test_forward_mode_has_a_tangent(serve: Serve) -> None:
     (query, key, value), tangent = drawn(2), torch.randn(2, 4, 9, 8)
     with forward_ad.dual_level():
-        out = serve(Layer(), forward_ad.make_dual(query, tangent), key, value, None)[0]
+        out = serve(Layer(1), forward_ad.make_dual(query, tangent), key, value, None)[0]
         found = forward_ad.unpack_dual(out).tangent
     assert found is not None
     query = query.double()
     _, right = torch.func.jvp(
-        lambda q: serve(Layer(), q, key.double(), value.double(), None)[0], (query,), (tangent.double(),)
+        lambda q: serve(Layer(1), q, key.double(), value.double(), None)[0], (query,), (tangent.double(),)
     )
     torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=0)
 
@@ -163,7 +160,7 @@ def test_batches_of_torch_func(serve: Serve, masked: bool) -> None:
     mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() if masked else None
 
     def attend(*tensors: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(), *tensors, mask)[0]
+        out: Tensor = serve(Layer(1), *tensors, mask)[0]
         return out
 
     many = drawn(3, 2)
@@ -174,7 +171,7 @@ def test_batches_of_torch_func(serve: Serve, masked: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_traced_graph_computes_attention_of_its_inputs(serve: Serve, masked: bool) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(), query, key, value, mask if masked else None)[0]
+        out: Tensor = serve(Layer(1), query, key, value, mask if masked else None)[0]
         return out
 
     first, mask = drawn(2), torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
@@ -186,7 +183,7 @@ def test_a_traced_graph_computes_attention_of_its_inputs(serve: Serve, masked: b
 
 
 def test_kernels_that_settings_name_refuse_transforms(load_kernel: Callable[[str], Any]) -> None:
-    layer, serve = Layer(), load_kernel("adaattn").flash_attn_forward
+    layer, serve = Layer(1), load_kernel("adaattn").flash_attn_forward
     layer.config = SimpleNamespace(adaattn={"backend": "native"})  # type: ignore[assignment]
     query, key, value = drawn(2)
     with pytest.raises(RuntimeError, match=r"sees nothing of what its kernels compute"):

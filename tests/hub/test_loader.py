@@ -17,15 +17,8 @@ kernels = pytest.importorskip("kernels", reason="the package kernels is not inst
 tf = pytest.importorskip("transformers")
 
 # what Transformers warns about is its own
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("local")]
 TOLERANCE = dict(atol=2e-6, rtol=0.0)
-
-
-@pytest.fixture(autouse=True)
-def local(repositories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader takes the repositories built here instead of asking the Hub."""
-    overrides = ":".join(f"adaattn/{path.name}={path}" for path in sorted(repositories.iterdir()))
-    monkeypatch.setenv("LOCAL_KERNELS", overrides)
 
 
 @pytest.fixture

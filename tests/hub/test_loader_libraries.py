@@ -7,53 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from adaattn_hf.eval.demo import demo_model_path
 
+from ..support.sentences import SENTENCES, embedder, tiny_encoder, tokenizer_of_words
 from .models import FLASH, SIZES
 
 pytest.importorskip("kernels", reason="the package kernels is not installed; `make hub-test` has it")
 tf = pytest.importorskip("transformers")
-sentence_transformers = pytest.importorskip("sentence_transformers")
+pytest.importorskip("sentence_transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-WORDS = [f"word{i}" for i in range(50)]
-SENTENCES = [" ".join(WORDS[i % 7 : i % 7 + n]) for i, n in enumerate((1, 30, 3, 12, 2, 5))]
-
-
-@pytest.fixture(autouse=True)
-def local(repositories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader takes the repository built here instead of asking the Hub."""
-    monkeypatch.setenv("LOCAL_KERNELS", f"{FLASH}={repositories / 'flash-adaattn'}")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """Whole words by number, with the special tokens of an encoder."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
-
-
-@pytest.fixture(scope="module")
-def encoder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer BERT, saved like a checkpoint."""
-    directory = tmp_path_factory.mktemp("encoder")
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = tf.BertConfig(
-        vocab_size=54, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    tf.BertModel(config).save_pretrained(directory)
-    return directory
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("local")]
 
 
 def test_transformers_server_answers_with_the_kernel() -> None:
@@ -70,13 +34,8 @@ def test_transformers_server_answers_with_the_kernel() -> None:
     assert answers[FLASH] == answers["sdpa"]
 
 
-def embedder(path: Path, implementation: str) -> Any:
-    return sentence_transformers.SentenceTransformer(
-        str(path), model_kwargs={"attn_implementation": implementation, "dtype": torch.float32}, device="cpu"
-    )
-
-
-def test_sentence_transformers_computes_no_padding_by_itself(encoder: Path) -> None:
+def test_sentence_transformers_computes_no_padding_by_itself(tmp_path: Path) -> None:
+    encoder = tiny_encoder(tmp_path)
     stock, ours = embedder(encoder, "eager"), embedder(encoder, FLASH)
     tokens: list[int] = []
     ours[0].auto_model.encoder.layer[0].register_forward_pre_hook(
@@ -88,7 +47,7 @@ def test_sentence_transformers_computes_no_padding_by_itself(encoder: Path) -> N
     assert tokens == [sum(lengths)]  # a padded batch has len(SENTENCES) * max(lengths)
 
 
-def test_trl_trains_without_padding(tokenizer: Any, tmp_path: Path) -> None:
+def test_trl_trains_without_padding(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +67,7 @@ def test_trl_trains_without_padding(tokenizer: Any, tmp_path: Path) -> None:
             model=model,
             args=settings,
             train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
+            processing_class=tokenizer_of_words(),
         )
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

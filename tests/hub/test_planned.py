@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +19,12 @@ from .models import FAMILIES, beside_stock, padded_batch
 pytest.importorskip("kernels", reason="the package kernels is not installed; `make hub-test` has it")
 tf = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("local")]
 NAME = "adaattn/adaattn"
 CHOICES = {
     "window": Choice.of(Window(3, sinks=1)),
     "bf16": Choice.of(Precision("bf16")),
 }
-
-
-@pytest.fixture(autouse=True)
-def local(repositories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader takes the repository built here instead of asking the Hub."""
-    monkeypatch.setenv("LOCAL_KERNELS", f"{NAME}={repositories / 'adaattn'}")
 
 
 def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]:

@@ -1,12 +1,24 @@
-"""What tests of models share: the warnings that plans log."""
+"""What tests of models share: nothing compiled, the warnings that plans log, a text."""
 
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from adaattn_hf.patches.plans import running
+
+from ..support.letters import random_words
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """What other tests traced would make lengths symbols."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -16,3 +28,9 @@ def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     caplog.set_level("WARNING", "adaattn_hf")
     return caplog
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A text for models whose tokens are letters."""
+    return [random_words(tmp_path_factory.mktemp("text") / "book.txt")]

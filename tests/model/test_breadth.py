@@ -168,9 +168,10 @@ def test_packed_documents_do_not_see_one_another(family: str, borders: str) -> N
     assert_near(torch.cat(alone, dim=1), packed)
 
 
-@pytest.mark.parametrize("family", LISTED["encoders"])
-def test_encoder_equals_eager(family: str) -> None:
-    pair = models(family, LISTED["encoders"][family], tf.AutoModel)
+@pytest.mark.parametrize(("kind", "family"), [(kind, one) for kind in ("encoders", "sparse") for one in LISTED[kind]])
+def test_one_pass_equals_eager(kind: str, family: str) -> None:
+    """Of encoders, and of models with an indexer, whose queries see the keys alone that it selects."""
+    pair = models(family, LISTED[kind][family], tf.AutoModel if kind == "encoders" else tf.AutoModelForCausalLM)
     for side in ("none", "left", "right", "holes"):
         mask = padding(side)
         assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)
@@ -191,14 +192,6 @@ def test_encoder_decoder_equals_eager(family: str) -> None:
 def test_vision_model_equals_eager(family: str) -> None:
     pair = models(family, LISTED["vision"][family], tf.AutoModel)
     assert_near(*outputs(pair, pixel_values=torch.randn(2, 3, 16, 16)))
-
-
-@pytest.mark.parametrize("family", LISTED["sparse"])
-def test_keys_that_the_model_selects_are_the_only_ones_seen(family: str) -> None:
-    pair = models(family, LISTED["sparse"][family], tf.AutoModelForCausalLM)
-    for side in ("none", "left", "right"):
-        mask = padding(side)
-        assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)
 
 
 def test_a_mask_of_selected_blocks_is_read_per_group_of_heads() -> None:

@@ -12,30 +12,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 import adaattn_hf
 from adaattn_hf.patches.cache.caches import GrowingCache, convert_layers
 from adaattn_hf.patches.cache.growing import GrowingTensor
 from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
 
-SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+from ..support.cached import MODELS, SIZES, llama
+
 WINDOW = 5
 
 
 def sliding_config() -> MistralConfig:
-    return MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=WINDOW, attn_implementation="adaattn")
+    return MistralConfig(**SIZES, sliding_window=WINDOW)
 
 
 def tokens(batch: int, count: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +71,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
 
     @initialize(sliding=st.booleans(), reserve=st.sampled_from([0, 3, 400]), recording=st.booleans())
     def start(self, sliding: bool, reserve: int, recording: bool) -> None:
-        config = self.config = sliding_config() if sliding else LlamaConfig(**SMALL)
+        config = self.config = sliding_config() if sliding else LlamaConfig(**SIZES)
         self.sliding, self.recording = sliding, recording and sliding
         self.stock, self.ours = (DynamicCache(config=config), GrowingCache(config=config, reserve=reserve, growth=1.3))
         if self.recording:
@@ -288,32 +278,27 @@ def test_a_cache_that_holds_tokens_is_not_changed() -> None:
 
 
 # ---------------- through models
-def models() -> dict[str, Any]:
-    torch.manual_seed(3)
-    llama = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, attn_implementation="adaattn"))
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="adaattn")
-    )
-    return {"llama": llama.eval(), "gpt2": gpt2.eval(), "mistral": MistralForCausalLM(sliding_config()).eval()}
-
-
 FLOWS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beam": {"num_beams": 3, "num_return_sequences": 2},
     "sample": {"do_sample": True, "num_return_sequences": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "chunked prefill": {"prefill_chunk_size": 4},
+    "drafts of an assistant": {},
 }
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", MODELS)
 def test_generate_gives_the_same_tokens(name: str, flow: str) -> None:
-    model = models()[name]
-    batch = 1 if flow == "prompt lookup" else 2
+    window = {"sliding_window": WINDOW} if name == "mistral" else {}
+    model = MODELS[name](seed=3, **window)
+    batch = 1 if flow in ("prompt lookup", "drafts of an assistant") else 2
     ids = torch.randint(3, 61, (batch, 11), generator=torch.Generator().manual_seed(5))
     ids = torch.cat([ids, ids[:, :4]], dim=1)
     settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None, **FLOWS[flow]}
+    if flow == "drafts of an assistant":
+        settings["assistant_model"] = MODELS[name](seed=4, **window)
     outs = []
     for cache in (DynamicCache, GrowingCache):
         torch.manual_seed(0)
@@ -321,42 +306,14 @@ def test_generate_gives_the_same_tokens(name: str, flow: str) -> None:
     assert torch.equal(*outs)
 
 
-def test_assisted_generation_gives_the_same_tokens() -> None:
-    model, assistant = models()["mistral"], models()["mistral"]
-    ids = torch.randint(3, 61, (1, 9))
-    settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None, "assistant_model": assistant}
-    stock = model.generate(ids, past_key_values=DynamicCache(config=model.config), **settings)
-    ours = model.generate(ids, past_key_values=GrowingCache(config=model.config), **settings)
-    assert torch.equal(stock, ours)
-
-
-def test_encoder_decoder_models_take_it_too() -> None:
-    config = T5Config(
-        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=None, attn_implementation="eager",
-    )  # fmt: skip
-    model = T5ForConditionalGeneration(config).eval()
-    ids = torch.randint(3, 61, (2, 9))
-    outs = [
-        model.generate(
-            ids,
-            past_key_values=EncoderDecoderCache(kind(config=config), kind(config=config)),
-            num_beams=2,
-            max_new_tokens=10,
-        )
-        for kind in (DynamicCache, GrowingCache)
-    ]
-    assert torch.equal(*outs)
-
-
 def test_attention_reads_the_storage_without_copying_it() -> None:
     """One token of a long past must not allocate what the past takes."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    model = models()["llama"]
+    model = llama()
     past = 4000
     cache = GrowingCache(config=model.config, reserve=past + 8)
-    limit = 2 * 8 * past // 2  # numbers in half of one layer's keys
+    limit = 2 * 32 * past // 2  # numbers in half of one layer's keys
 
     class LargestAllocation(TorchDispatchMode):
         largest = 0
@@ -371,12 +328,12 @@ def test_attention_reads_the_storage_without_copying_it() -> None:
 
     with torch.no_grad():
         for layer in range(2):
-            cache.update(torch.randn(1, 2, past, 8), torch.randn(1, 2, past, 8), layer)
+            cache.update(*torch.randn(2, 1, 2, past, 32), layer)
         with LargestAllocation() as seen:
             model(torch.tensor([[3]]), past_key_values=cache)
         stock = DynamicCache(config=model.config)
         for layer in range(2):
-            stock.update(torch.randn(1, 2, past, 8), torch.randn(1, 2, past, 8), layer)
+            stock.update(*torch.randn(2, 1, 2, past, 32), layer)
         with LargestAllocation() as seen_stock:
             model(torch.tensor([[3]]), past_key_values=stock)
     assert seen.largest < limit

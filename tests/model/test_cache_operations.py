@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf.eval.timing import peak_bytes
 from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 from studies.cache_speed import held_bytes
 
+from ..support.cached import ids, llama, run
 from ..support.choices import make_choice
-from .test_streaming_cache import EXACT, NEAR, give, ids, model_for, run
+from .test_streaming_cache import EXACT, NEAR, give, model_for
 
 Operation = Callable[[Any, Any, Path, "Tensor | None"], "tuple[Any, list[int]]"]
 
@@ -101,12 +101,7 @@ def test_the_peak_of_decode_steps_is_what_explain_says(stored: str, streaming: b
 
     Of 12 rows, since the kernels' own buffers are half a megabyte whatever the cache.
     """
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=64
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation("adaattn")
+    model = llama(hidden_size=64, intermediate_size=64, num_key_value_heads=4, head_dim=64)
     if streaming:
         give(model, ((EXACT, EXACT, EXACT, make_choice("window", 256, 4)),) * 2, 2000)
     told = adaattn_hf.explain(model, cache=stored, streaming=streaming).cache

@@ -10,39 +10,32 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 import adaattn_hf
 from adaattn_hf.patches.cache.growing import GrowingTensor
 from adaattn_hf.patches.models.cache_keyword import cache_in, with_cache
 
-VOCAB = 61
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-    num_key_value_heads=1,
-)  # fmt: skip
+from ..support import cached
 
 
 def llama(implementation: str = "adaattn", seed: int = 3) -> Any:
-    torch.manual_seed(seed)
-    return _ready(LlamaForCausalLM(LlamaConfig(**SIZES)), implementation)
+    return _ready(cached.llama(implementation, seed, num_hidden_layers=3))
 
 
 def mistral(implementation: str = "adaattn") -> Any:
-    torch.manual_seed(3)
-    return _ready(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)), implementation)
+    return _ready(cached.mistral(implementation, 3, num_hidden_layers=3, sliding_window=6))
 
 
-def _ready(model: Any, implementation: str) -> Any:
-    model.eval().set_attn_implementation(implementation)
-    return adaattn_hf.prepare(model, unpad=False) if implementation == "adaattn" else model
+def _ready(model: Any) -> Any:
+    return adaattn_hf.prepare(model, unpad=False) if model.config._attn_implementation == "adaattn" else model
 
 
 MODELS = {"llama": llama, "mistral": mistral}
 
 
 def ids(count: int, seed: int, batch: int = 2) -> Tensor:
-    return torch.randint(3, VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, cached.VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -211,16 +204,6 @@ def test_tokens_that_a_user_chose_are_the_ones_that_are_read() -> None:
 
     for ours, stock in zip(prune(llama()), prune(llama("sdpa")), strict=True):
         torch.testing.assert_close(ours, stock, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("stored", ["int8", "k8v4"])
-def test_numbers_in_the_place_of_codes_are_refused(stored: str) -> None:
-    model = llama()
-    cache: Any = adaattn_hf.AdaAttnCache(model, stored)
-    step(model, ids(20, 1), cache)
-    cache.layers[0].keys = torch.zeros(2, 1, 3, 32)
-    with pytest.raises(TypeError, match=r"keys were replaced by a Tensor.*cache=\"model\""):
-        step(model, ids(1, 2), cache)
 
 
 FLOWS: dict[str, dict[str, Any]] = {

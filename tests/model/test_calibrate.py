@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +19,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
-import adaattn_hf
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher, verify
 from adaattn_hf.calibration import measure as measuring
-from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
+from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, choose_and_verify
 from adaattn_hf.calibration.corpus import draw
 from adaattn_hf.calibration.inputs import Inputs
@@ -34,7 +32,7 @@ from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.scoring import Reading
 from adaattn_hf.calibration.search import Joint, JointPasses
-from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState, Known
+from adaattn_hf.calibration.state import FILE, RISKS_FILE, Known
 from adaattn_hf.cli.options import nats
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -43,64 +41,23 @@ from adaattn_hf.plans.plan import EXACT, Choice, Plan, PlanError
 from adaattn_hf.plans.sampled import row_outputs
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.stats.paired import TokenScores
 from adaattn_hf.stats.rows import stratified_rows
 from studies.budget.held_out import ratio
 
-from ..support.calibration import calibrate, open_inputs, price_table, save_plan
+from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice
-from ..support.letters import encode, lettered_llama, random_words
-
-LENGTH = 192
-CHOICES = (
-    "exact",
-    "int8",
-    "bf16",
-    "w32+16",
-    "w32+16 bf16",
-    "w32+16 int8",
-    "w64+16",
-    "w64+16 bf16",
-    "w64+16 int8",
-    "r16",
-)
-
-
-def _model(seed: int = 0) -> LlamaForCausalLM:
-    return lettered_llama(layers=2, seed=seed)
-
-
-def _prices(**seconds: float) -> PriceTable:
-    """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
-
-    def cost(label: str) -> float:
-        part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
-        return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))
-
-    return price_table(LENGTH, {label: cost(label) for label in CHOICES})
-
-
-SETTINGS = CalibrationSettings(
-    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=4, most_held_out=8, tries=2, needles=2,
-    haystacks=1, bolder=1, windows=(32, 64),
-    families=("window", "bf16", "int8", "rank"),
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [random_words(tmp_path_factory.mktemp("text") / "book.txt")]
+from ..support.letters import CHOICES, LENGTH, SETTINGS, encode, letter_prices, lettered_llama
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return _model()
+    return lettered_llama()
 
 
 @pytest.fixture(scope="module")
 def result(model: LlamaForCausalLM, text: list[Path]) -> Calibration:
-    return calibrate(model, encode, text, SETTINGS, prices=_prices())
+    return calibrate(model, encode, text, SETTINGS, prices=letter_prices())
 
 
 def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
@@ -119,7 +76,7 @@ def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
 def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, tries=1, held_out=6)
-    measurement = measure(open_inputs(model, encode, text, settings), prices=_prices())
+    measurement = measure(open_inputs(model, encode, text, settings), prices=letter_prices())
     passes, risks = JointPasses(measurement), measurement.risks()[-1].sum(axis=0)
     labels = [choice.label for choice in measurement.layers.candidates.choices]
     places = [labels.index(label) for label in ("w64+16", "w32+16", "r16")]
@@ -133,7 +90,7 @@ def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM
 
 
 def test_a_budget_that_cannot_be_met_is_exact_and_says_so(model: LlamaForCausalLM, text: list[Path]) -> None:
-    poor = calibrate(model, encode, text, replace(SETTINGS, budget=1e-12), prices=_prices())
+    poor = calibrate(model, encode, text, replace(SETTINGS, budget=1e-12), prices=letter_prices())
     assert not poor.met
     assert poor.plan.is_exact
     assert poor.plan.verified is None
@@ -142,7 +99,7 @@ def test_a_budget_that_cannot_be_met_is_exact_and_says_so(model: LlamaForCausalL
 
 
 def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> None:
-    dear = _prices(**{label: 2.0 for label in CHOICES if label != "exact"})
+    dear = letter_prices(**{label: 2.0 for label in CHOICES if label != "exact"})
     found = calibrate(model, encode, text, SETTINGS, prices=dear)
     assert found.plan.is_exact
     assert "no choice saves time" in found.sentence
@@ -156,7 +113,7 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     rounded = np.zeros((4, len(CHOICES)))
     rounded[:, CHOICES.index("bf16")] = 1.0
     monkeypatch.setattr(knapsack, "milp", lambda *_, **__: SimpleNamespace(x=rounded.ravel()))
-    same = _prices(**{**dict.fromkeys(CHOICES, price), "exact": 1.0})
+    same = letter_prices(**{**dict.fromkeys(CHOICES, price), "exact": 1.0})
     found = calibrate(model, encode, text, SETTINGS, prices=same)
     assert found.plan.is_exact
     assert "no choice saves time" in found.sentence
@@ -174,7 +131,7 @@ def test_a_window_no_narrower_than_the_models_own_is_no_plan(text: list[Path]) -
     torch.manual_seed(0)
     local = MistralForCausalLM(config).eval()
     settings = replace(SETTINGS, families=("window",), windows=(32, 64))
-    found = calibrate(local, encode, text, settings, prices=_prices())
+    found = calibrate(local, encode, text, settings, prices=letter_prices())
     assert not found.met
     assert found.plan.is_exact
     assert "no choice saves time" in found.sentence
@@ -202,7 +159,7 @@ def test_failing_verification_backs_off(
         return replace(real(evidence, gates, **kwargs), passed=False, sentence="failed: the test says so")
 
     monkeypatch.setattr(verify, "judge", harsh)
-    found = calibrate(model, encode, text, replace(SETTINGS, most_held_out=4), prices=_prices())
+    found = calibrate(model, encode, text, replace(SETTINGS, most_held_out=4), prices=letter_prices())
     assert not found.met
     assert found.plan.is_exact
     assert "the test says so" in found.sentence
@@ -215,9 +172,9 @@ def test_an_interrupted_run_goes_on_with_the_same_weights_and_tokens_alone(
     part: str, text: list[Path], tmp_path: Path
 ) -> None:
     """Risks depend on all weights; the hashes of a plan's layers are those of attention alone."""
-    model, few = _model(), replace(SETTINGS, sequences=1, rows=8, labels=1)
-    measure(open_inputs(model, encode, text, few), prices=_prices(), directory=tmp_path)
-    measure(open_inputs(model, encode, text, few), prices=_prices(), directory=tmp_path, resume=True)
+    model, few = lettered_llama(), replace(SETTINGS, sequences=1, rows=8, labels=1)
+    measure(open_inputs(model, encode, text, few), prices=letter_prices(), directory=tmp_path)
+    measure(open_inputs(model, encode, text, few), prices=letter_prices(), directory=tmp_path, resume=True)
     with torch.no_grad():
         if part == "mlp":
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
@@ -225,13 +182,13 @@ def test_an_interrupted_run_goes_on_with_the_same_weights_and_tokens_alone(
             model.lm_head.weight.mul_(1.5)
     other = open_inputs(model, (lambda t: encode(t.upper())) if part == "tokens" else encode, text, few)
     with pytest.raises(ValueError, match="belongs to another model, text or settings"):
-        measure(other, prices=_prices(), directory=tmp_path, resume=True)
+        measure(other, prices=letter_prices(), directory=tmp_path, resume=True)
 
 
 def test_a_disk_that_fills_up_leaves_the_models_configuration_whole(
     result: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _model().save_pretrained(tmp_path)
+    lettered_llama().save_pretrained(tmp_path)
     before = (tmp_path / "config.json").read_bytes()
     (tmp_path / FILE).write_bytes(b"hours of work")
 
@@ -242,25 +199,25 @@ def test_a_disk_that_fills_up_leaves_the_models_configuration_whole(
     with monkeypatch.context() as patched:
         patched.setattr(PreTrainedConfig, "to_json_file", full)
         with pytest.raises(OSError, match="No space left"):
-            save_plan(_model(), result, tmp_path)
+            save_plan(lettered_llama(), result, tmp_path)
     assert (tmp_path / "config.json").read_bytes() == before
     assert (tmp_path / FILE).is_file()
-    save_plan(_model(), result, tmp_path)
+    save_plan(lettered_llama(), result, tmp_path)
     assert Plan.from_pretrained(tmp_path) == result.plan
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
 def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> None:
     """Half precision overflows on some text: a KL to such predictions is 0, and kept every budget."""
-    broken = _model()
+    broken = lettered_llama()
     with torch.no_grad():
         broken.lm_head.weight[5].fill_(float("nan"))
     with pytest.raises(ValueError, match=r"exact attention gives \d+ of \d+ tokens a loss of nan or infinity"):
-        calibrate(broken, encode, text, SETTINGS, prices=_prices())
+        calibrate(broken, encode, text, SETTINGS, prices=letter_prices())
     arms, tokens = ModelArms(broken), torch.arange(LENGTH)[None] % 128
     with pytest.raises(ValueError, match=f"exact attention gives {LENGTH - 1} of {LENGTH - 1} tokens"):
         compare(arms, tokens, exact_tap)
-    arms, exact = ModelArms(_model()), torch.zeros(1, LENGTH, 64)
+    arms, exact = ModelArms(lettered_llama()), torch.zeros(1, LENGTH, 64)
     with pytest.raises(ValueError, match=f"the plan gives {LENGTH - 1} of {LENGTH - 1} tokens"):
         compare(arms, tokens, lambda module, request: exact_tap(module, request) * math.nan, exact)
 
@@ -277,53 +234,25 @@ def test_a_limit_that_is_none_is_refused(name: str, value: float) -> None:
         replace(SETTINGS, **{name: value})
 
 
-def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Path) -> None:
-    model = _model()
-    save_plan(model, result, tmp_path)
-    model.save_pretrained(tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
-    tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        planned, stored = model(tokens).logits, loaded(tokens).logits
-        attach.remove_plan(loaded)
-        exact = loaded(tokens).logits
-    torch.testing.assert_close(stored, planned)
-    assert (exact - planned).abs().max() > 1e-5
-    assert attach.plan_of(loaded) is None
-    assert Plan.from_pretrained(tmp_path) == result.plan
-    again = _model()
-    assert adaattn_hf.plan_of(adaattn_hf.load_plan(again, tmp_path)) == result.plan
-    with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, planned)
-
-
-@pytest.fixture
-def stored(result: Calibration, tmp_path: Path) -> Path:
-    model = _model()
-    save_plan(model, result, tmp_path)
-    model.save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_another_major_version_and_lost_or_changed_tensors_are_refused(stored: Path, result: Calibration) -> None:
+def test_another_major_version_and_lost_or_changed_tensors_are_refused(result: Calibration, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="another major version"):
-        attach.attach(_model(), replace(result.plan, transformers="4.57.0"))
+        attach.attach(lettered_llama(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
-        store.tensors_of(needs.tensors, str(stored / "nowhere"))
-    (stored / store.TENSORS_FILE).write_bytes(b"x")
+        store.tensors_of(needs.tensors, str(tmp_path))
+    (tmp_path / store.TENSORS_FILE).write_bytes(b"x")
     with pytest.raises(PlanError, match="the plan names"):
-        store.tensors_of(needs.tensors, str(stored))
+        store.tensors_of(needs.tensors, str(tmp_path))
 
 
-def test_int8_tensors_are_stored_and_needed(
+def test_int8_tensors_are_stored_and_read(
     model: LlamaForCausalLM, text: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cheap = _prices(**{"int8": 0.01})
+    cheap = letter_prices(**{"int8": 0.01})
     found = calibrate(model, encode, text, replace(SETTINGS, families=("int8",), budget=0.5), prices=cheap)
     assert found.met, found.sentence
     assert found.plan.tensors
-    fresh = _model()
+    fresh = lettered_llama()
     save_plan(fresh, found, tmp_path)
     fresh.save_pretrained(tmp_path)
     tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -333,18 +262,6 @@ def test_int8_tensors_are_stored_and_needed(
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
-    monkeypatch.setattr(store, "_tensors", {})
-    (tmp_path / store.TENSORS_FILE).unlink()
-    carried = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
-    with torch.no_grad():
-        torch.testing.assert_close(carried(tokens).logits, wanted)
-    monkeypatch.setattr(store, "_tensors", {})
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["adaattn"].pop("tensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    lost = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
-    with pytest.raises(PlanError, match="copy it beside the weights"):
-        lost(tokens)
 
 
 def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Choice) -> Plan:
@@ -357,7 +274,7 @@ def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Cho
 
 
 def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
-    model = _model()
+    model = lettered_llama()
     attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -391,7 +308,7 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
     model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One head retrieves: it is made exact, the others stay as they were, and the first proof passes."""
-    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=_prices())
+    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
     bold = choose_and_verify(measurement)
     assert {len(layer.choices) - layer.choices.count(EXACT) for layer in bold.plan.layers} == {2}
     needles = np.full((4, len(CHOICES)), 1e-3)
@@ -426,7 +343,7 @@ def test_risks_for_retrieval_that_overflow_forbid_a_choice_once_needles_are_lost
         return sums, dropped
 
     monkeypatch.setattr(measuring, "_risks_of_reading", overflown)
-    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=_prices())
+    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
     assert measurement.state.needles[LENGTH][2].tolist() == [0.0, *[math.inf] * (len(CHOICES) - 1)]
     monkeypatch.setattr(JointPasses, "joint", lossy(lambda picks: 20 * bool(picks[2])))
     tamed = choose_and_verify(measurement, SETTINGS)
@@ -436,10 +353,10 @@ def test_risks_for_retrieval_that_overflow_forbid_a_choice_once_needles_are_lost
 
 def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, text: list[Path], tmp_path: Path) -> None:
     """Nothing is lost by exact attention, nor within a layer that later ones do not hear."""
-    deaf = _model()
+    deaf = lettered_llama()
     with torch.no_grad():
         deaf.model.layers[1].self_attn.o_proj.weight[:, :64] = 0.0  # the two query heads of the first key/value head
-    measurement = measure(open_inputs(deaf, encode, text, SETTINGS), prices=_prices(), directory=tmp_path)
+    measurement = measure(open_inputs(deaf, encode, text, SETTINGS), prices=letter_prices(), directory=tmp_path)
     risks = measurement.state.needles[LENGTH]
     assert (risks[:, 0] == 0.0).all()
     assert (risks[2] == 0.0).all()
@@ -447,11 +364,11 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     picks = np.array([4, 0, 4, 4])
     joint = JointPasses(measurement).joint(picks, LENGTH)
     assert joint.risk == pytest.approx(risks[[0, 3], 4].sum())
-    kept = measure(open_inputs(deaf, encode, text, SETTINGS), prices=_prices(), directory=tmp_path, resume=True)
+    kept = measure(open_inputs(deaf, encode, text, SETTINGS), prices=letter_prices(), directory=tmp_path, resume=True)
     assert (kept.state.needles[LENGTH] == risks).all()
     measurement.state.save(tmp_path, RISKS_FILE)
     known = Known.read(tmp_path)
-    taken = measure(open_inputs(deaf, encode, text, SETTINGS), prices=_prices(), known=known)
+    taken = measure(open_inputs(deaf, encode, text, SETTINGS), prices=letter_prices(), known=known)
     assert (taken.state.needles[LENGTH] == risks).all()
 
 
@@ -460,7 +377,7 @@ def test_a_proof_that_needles_fail_says_so_and_not_what_an_early_look_makes_of_t
 ) -> None:
     monkeypatch.setattr(verify, "retrieved", lambda arms, haystack, tap: (tap is exact_tap,) * len(haystack.answers))
     settings = replace(SETTINGS, needles_lost=0.0, held_out=2)
-    failed = calibrate(model, encode, text, settings, prices=_prices())
+    failed = calibrate(model, encode, text, settings, prices=letter_prices())
     assert not failed.met
     assert "cannot be met: failed: 2 of 2 needles are lost, more than 0; the plan" in failed.sentence
     verdicts = [step["verified"] for step in failed.report["history"] if "verified" in step]
@@ -470,7 +387,7 @@ def test_a_proof_that_needles_fail_says_so_and_not_what_an_early_look_makes_of_t
 
 
 def test_risks_that_are_half_of_the_loss_end_in_a_plan(model: LlamaForCausalLM, text: list[Path]) -> None:
-    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=_prices())
+    measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
     measurement.state.total[LENGTH] *= 0.5
     result = choose_and_verify(measurement)
     assert result.met, result.sentence
@@ -553,7 +470,7 @@ def test_rows_that_have_no_room_together_are_measured_in_pieces(
 
 @pytest.mark.parametrize("labels", [1, 2, 3])
 def test_a_layer_is_computed_again_once_for_all_labels(labels: int) -> None:
-    model, calls = _model(), []
+    model, calls = lettered_llama(), []
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     _measured(model, torch.arange(40)[None] % 128, 40, labels)
@@ -709,25 +626,7 @@ def test_bad_budgets(bad: str) -> None:
 
 
 def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:
-    model = _model()
+    model = lettered_llama()
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="expected 'adaattn'"):
-        calibrate(model, encode, text, SETTINGS, prices=_prices())
-
-
-def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
-    state = CalibrationState({"a": 1}, (8,), 1, 2)
-    state.save(tmp_path)
-    assert CalibrationState({"a": 1}, (8,), 1, 2).load(tmp_path)
-    assert not CalibrationState({"a": 1}, (8,), 1, 2).load(tmp_path / "none")
-    with pytest.raises(ValueError, match="another model"):
-        CalibrationState({"a": 2}, (8,), 1, 2).load(tmp_path)
-
-
-def test_plan_tap_is_exact_where_the_plan_is_silent(model: LlamaForCausalLM) -> None:
-    tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        with tapping(plan_tap({})):
-            found = model(tokens).logits
-        torch.testing.assert_close(found, model(tokens).logits)
-    assert EXACT.is_exact
+        calibrate(model, encode, text, SETTINGS, prices=letter_prices())

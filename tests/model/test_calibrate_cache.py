@@ -32,19 +32,17 @@ from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
+from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
-from ..support.letters import encode
-from .test_calibrate import SETTINGS, _model, _prices, text
-from .test_streaming_cache import LAYERS, ids, llama
-
-__all__ = ["text"]
+from ..support.letters import SETTINGS, encode, letter_prices, lettered_llama
+from .test_streaming_cache import LAYERS, llama
 
 MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)
 
 
 @pytest.fixture(scope="module")
 def measured(text: list[Path]) -> Measurement:
-    return measure(open_inputs(_model(), encode, text, MEMORY), prices=_prices())
+    return measure(open_inputs(lettered_llama(), encode, text, MEMORY), prices=letter_prices())
 
 
 @pytest.mark.parametrize("stored", ["int8", "k8v4"])
@@ -81,7 +79,7 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     assert "cache: k8v4, heads with a window keep it alone" in notes(result.plan)
     with pytest.raises(PlanError, match=r"protocol\.cache is 'k8v4', expected a mapping"):
         _ = replace(result.plan, protocol={"cache": "k8v4"}).cache
-    model = _model()
+    model = lettered_llama()
     model.save_pretrained(tmp_path)
     save_plan(model, result, tmp_path)
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
@@ -99,7 +97,7 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
 
 def told(plan: Plan, stored: str) -> float:
     """The share of the bytes by what `explain` counts."""
-    model, length = _model(), MEMORY.lengths[0]
+    model, length = lettered_llama(), MEMORY.lengths[0]
     ours = adaattn_hf.explain(model, cache=stored, streaming=True, plan=plan).cache
     plain = adaattn_hf.explain(model).cache
     assert ours is not None
@@ -142,7 +140,7 @@ def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, 
     in_time = replace(MEMORY, optimize="time")
     with pytest.raises(ValueError, match="measure again"):  # its candidates are others
         choose_and_verify(measured, in_time)
-    result = choose_and_verify(measure(open_inputs(_model(), encode, text, in_time), prices=_prices()))
+    result = choose_and_verify(measure(open_inputs(lettered_llama(), encode, text, in_time), prices=letter_prices()))
     assert "cache" not in result.plan.protocol
     assert "cache" not in result.report
 
@@ -150,7 +148,7 @@ def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, 
 def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
     """Families that save no memory are left out; a window may be wide where half a sequence would save no time."""
     settings = replace(MEMORY, families=SETTINGS.families, windows=(32, 96, 160))
-    measurement = measure(open_inputs(_model(), encode, text, settings), prices=flat("w32+16", "w96+16"))
+    measurement = measure(open_inputs(lettered_llama(), encode, text, settings), prices=flat("w32+16", "w96+16"))
     choices = measurement.layers.candidates.choices
     assert [choice.label for choice in choices] == ["exact", "w32+16", "w96+16"]
     assert measurement.costs.tolist() == [[192.0, 48.0, 112.0]] * 4
@@ -165,7 +163,7 @@ def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
 def test_the_page_of_budgets_shows_what_a_search_for_a_small_cache_takes(text: list[Path]) -> None:
     """By prices nothing is gained, and the page would show exact attention beside the plan and nothing else."""
     settings = replace(MEMORY, windows=(32, 96))
-    measurement = measure(open_inputs(_model(), encode, text, settings), prices=flat("w32+16", "w96+16"))
+    measurement = measure(open_inputs(lettered_llama(), encode, text, settings), prices=flat("w32+16", "w96+16"))
     result = choose_and_verify(measurement)
     alpha = np.array(result.report["alpha"])
     data = explorer(SolverTable.from_dict(result.report["table"]), result.plan)
@@ -255,7 +253,7 @@ def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, mo
 
 def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
     with pytest.raises(ValueError, match="expected a causal model"):
-        calibrate(_model(), encode, text, MEMORY, scoring=MaskedTokens(1))
+        calibrate(lettered_llama(), encode, text, MEMORY, scoring=MaskedTokens(1))
     with pytest.raises(ValueError, match="optimize is 'space'"):
         replace(MEMORY, optimize="space")
     with pytest.raises(ValueError, match="families is rank,bf16, expected window among them"):

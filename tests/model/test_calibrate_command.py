@@ -218,6 +218,14 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
+def trained(directory: Path, part: str) -> Any:
+    """The model of a directory with other weights in one place."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.model.layers[0].get_submodule(part).weight.mul_(1.01)
+    return model
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Counts the passes that measure risks."""
     calls = Mock(side_effect=fisher.measure)
@@ -276,10 +284,7 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
         (("--from", str(made), "--data", __file__), "holds risks of other text, expected that of --data"),
     ):
         again(*more, code=2, says=says)
-    trained = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        trained.model.layers[0].mlp.up_proj.weight.mul_(1.01)
-    trained.save_pretrained(model)
+    trained(model, "mlp.up_proj").save_pretrained(model)
     again("--from", made, code=2, says="holds risks of other weights")
 
 
@@ -310,10 +315,7 @@ def test_a_proven_plan_stays_where_none_can_be_proven(planned: Path, run: Run) -
 
 
 def test_a_plan_that_was_not_proven_or_is_of_other_weights_does_not_stay(planned: Path, run: Run) -> None:
-    trained = AutoModelForCausalLM.from_pretrained(planned)
-    with torch.no_grad():
-        trained.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
-    trained.save_pretrained(planned)
+    trained(planned, "self_attn.k_proj").save_pretrained(planned)
     run(planned, "--budget", "1e-9", code=BUDGET_NOT_MET, says="the plan is exact")
     assert json.loads((planned / "adaattn_plan.json").read_text())["layers"] == []
 
@@ -322,13 +324,10 @@ def test_a_fine_tuned_checkpoint_that_carries_a_plan_is_calibrated_again(
     planned: Path, run: Run, tmp_path: Path
 ) -> None:
     """Its plan would refuse the weights; losses are those beside the exact model in any case."""
-    trained = AutoModelForCausalLM.from_pretrained(planned)
-    assert trained.config.adaattn["plan"]
-    with torch.no_grad():
-        trained.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
-    again = tmp_path / "trained"
+    tuned, again = trained(planned, "self_attn.k_proj"), tmp_path / "trained"
+    assert tuned.config.adaattn["plan"]
     shutil.copytree(planned, again, ignore=shutil.ignore_patterns("adaattn_*"))
-    trained.save_pretrained(again)
+    tuned.save_pretrained(again)
     run(again, "--budget", "1%")
     loaded = AutoModelForCausalLM.from_pretrained(again, attn_implementation="adaattn")
     adaattn_hf.load_plan(loaded)

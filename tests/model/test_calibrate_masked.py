@@ -31,7 +31,6 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
-from typer.testing import CliRunner
 
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
@@ -41,7 +40,6 @@ from adaattn_hf.calibration.assemble import report
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
-from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.patches.plans import attach, fit, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -56,6 +54,8 @@ from studies.budget.held_out import ratio
 
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice
+from ..support.command import adaattn
+from ..support.interrupting import failing
 
 LENGTH = 256
 SETTINGS = CalibrationSettings(
@@ -313,24 +313,15 @@ def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = 0
-    real = fisher.measure
-
-    def stops(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:  # the second reading of the second sequence
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(fisher, "measure", stops)
+    calls = failing(fisher.measure, 6, KeyboardInterrupt())  # the second reading of the second sequence
+    monkeypatch.setattr(fisher, "measure", calls)
     given: dict[str, Any] = {"prices": prices(), "directory": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, encode, text, SETTINGS, scoring=scoring, **given)
     with pytest.raises(ValueError, match="another model, text or settings"):
         calibrate(model, encode, text, SETTINGS, scoring=replace(scoring, share=0.2), resume=True, **given)
     resumed = calibrate(model, encode, text, SETTINGS, scoring=scoring, resume=True, **given)
-    assert calls == 10
+    assert calls.call_count == 10
     assert resumed.plan.to_json() == result.plan.to_json()
 
 
@@ -444,13 +435,7 @@ def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
 
 
 # ---------------------------------------------------------------------- refusals
-def test_models_and_scorings_that_do_not_fit(model: Any, encode: Any, text: list[Path], scoring: MaskedTokens) -> None:
-    with pytest.raises(ValueError, match="NextToken is for causal attention, this model's is bidirectional"):
-        calibrate(model, encode, text, SETTINGS, prices=prices())
-    with pytest.raises(ValueError, match="got BertModel, which has no language-model head"):
-        calibrate(model.bert, encode, text, SETTINGS, scoring=scoring, prices=prices())
-    with pytest.raises(ValueError, match="expected at most the 512 tokens"):
-        calibrate(model, encode, text, replace(SETTINGS, lengths=(513,)), scoring=scoring)
+def test_scorings_that_mask_all_or_nothing_are_refused(scoring: MaskedTokens) -> None:
     with pytest.raises(ValueError, match="mask_share is 1"):
         replace(scoring, share=1.0)
     with pytest.raises(ValueError, match="maskings is 0"):
@@ -466,12 +451,6 @@ def test_a_table_without_the_prices_asked_for_is_refused(
     gpt2 = AutoModelForCausalLM.from_pretrained(demo_model_path("gpt2"), attn_implementation="adaattn")
     with pytest.raises(ValueError, match="no decode price of exact, bf16"):
         measure(open_inputs(gpt2, encode, text, replace(few, families=("bf16",))), prices=prices())
-
-
-def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
-    causal = AutoTokenizer.from_pretrained(demo_model_path("gpt2"))
-    with pytest.raises(ValueError, match="has no mask token, expected the one"):
-        MaskedTokens.of(causal)
 
 
 def test_positions_of_tables_that_count_from_behind_padding() -> None:
@@ -501,45 +480,34 @@ def test_positions_that_start_at_an_offset_count_less() -> None:
 
 
 # ---------------------------------------------------------------------- the command
-def run_command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["calibrate", *arguments, "--in-place"])
-
-
 def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Path]) -> None:
     directory = Path(shutil.copytree(demo_model_path("bert"), tmp_path / "bert"))
     table = tmp_path / "prices.json"
     table.write_text(prices().to_json())
     small = "--sequences 1 --rows 16 --labels 1 --joint 1 --held-out 3 --tries 1"
-    done = run_command(
-        str(directory), "--data", str(text[0]), "--budget", "1%", "--lengths", str(LENGTH), "--maskings", "3",
-        "--mask-share", "0.2", "--families", "bf16", "--prices", str(table), *small.split(),
+    words = ("calibrate", directory, "--in-place", "--data", text[0], "--families", "bf16", "--prices", table)
+    more = ("--budget", "1%", "--lengths", LENGTH, "--maskings", 3, "--mask-share", 0.2)
+    adaattn(*words, *small.split(), *more, says="perplexity +")
+    adaattn(
+        "plan", "show", directory, "--verbose",
+        says=("scored on tokens at masked positions", "retrieval: does not apply"),
     )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    assert "perplexity +" in done.output
-    shown = CliRunner().invoke(app, ["plan", "show", str(directory), "--verbose"])
-    assert "scored on tokens at masked positions" in shown.output
-    assert "retrieval: does not apply" in shown.output
     plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory)))
     assert plan.protocol["scoring"]["maskings"] == 3
     assert plan.protocol["scoring"]["mask_share"] == 0.2
     # without lengths: the model's positions, for which this table has no prices
-    again = [str(directory), "--data", str(text[0]), "--families", "bf16", "--prices", str(table), *small.split()]
-    without = run_command(*again)
-    assert without.exit_code == 2, without.output
-    assert "measured at 256 to 256 tokens, expected prices around 512" in without.output
+    says = "measured at 256 to 256 tokens, expected prices around 512"
+    adaattn(*words, *small.split(), code=2, says=says)
     assert not list(directory.glob("*.partial*")), "refused before anything is measured"
     measured = prices()
     row = measured.prices["prefill"][LENGTH]
     table.write_text(replace(measured, prices={"prefill": {LENGTH: row, 512: row}}).to_json())
-    whole = run_command(*again)
-    assert whole.exit_code in (0, 4), whole.output
+    adaattn(*words, *small.split(), code=(0, 4))
     assert json.loads((directory / "adaattn_plan.json").read_text())["lengths"] == [512]
 
 
 def test_the_command_refuses_an_encoder_without_its_head(tmp_path: Path, text: list[Path]) -> None:
     BertModel.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
     AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
-    done = run_command(str(tmp_path / "bare"), "--data", str(text[0]))
-    assert done.exit_code == 2
-    said = ("saved as BertModel without", "cls.predictions", "…ForMaskedLM", "load_plan(model, directory)")
-    assert all(words in done.output for words in said), done.output
+    says = ("saved as BertModel without", "cls.predictions", "…ForMaskedLM", "load_plan(model, directory)")
+    adaattn("calibrate", tmp_path / "bare", "--in-place", "--data", text[0], code=2, says=says)

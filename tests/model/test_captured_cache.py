@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from adaattn_hf import AdaAttnCache, load_cache, save_cache
-from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.stored import FORMATS
-from adaattn_hf.backends import select
-from adaattn_hf.backends.triton import TritonBackend
 from adaattn_hf.patches.mask import masks
 
+from ..support.cached import ids as tokens_of
+from ..support.cached import llama
+from ..support.compiled import Graphs, choose_as_on_a_device, compiled_by
 from ..support.versions import needs_tracing
 from ..unit.test_triton import interpreted
 
@@ -24,26 +23,12 @@ ROOM = 64
 
 @pytest.fixture
 def model() -> Any:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-    )
-    found = tf.LlamaForCausalLM(config).eval()
-    found.set_attn_implementation("adaattn")
-    return found
+    return llama()
 
 
 def inputs(prompt: int = 20) -> dict[str, torch.Tensor]:
     """Two prompts, the second of them padded."""
-    ids = torch.randint(0, 97, (2, prompt), generator=torch.Generator().manual_seed(1))
+    ids = tokens_of(2, prompt)
     mask = torch.ones_like(ids)
     mask[1, : prompt // 4] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -51,10 +36,7 @@ def inputs(prompt: int = 20) -> dict[str, torch.Tensor]:
 
 def generated(model: Any, cache: Any, backend: Any = None, prompt: int = 20, count: int = 10) -> Any:
     """Greedy tokens and their logits `[count, 2, vocabulary]`, by compiled steps where a backend of torch is named."""
-    options: dict[str, Any] = {}
-    if backend is not None:
-        options["compile_config"] = tf.CompileConfig(backend=backend, fullgraph=True, dynamic=None, mode=None)
-        options["compile_config"]._compile_all_devices = True
+    options: dict[str, Any] = {} if backend is None else {"compile_config": compiled_by(backend)}
     with torch.no_grad():
         found = model.generate(
             **inputs(prompt),
@@ -68,39 +50,22 @@ def generated(model: Any, cache: Any, backend: Any = None, prompt: int = 20, cou
     return found.sequences, torch.stack(found.logits)
 
 
-def kept_in(graphs: list[Any]) -> Any:
-    """A backend of torch.compile that runs graphs as they are, and keeps them."""
-
-    def compiled(graph: Any, given: Any, **options: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    return compiled
-
-
-def called(graphs: list[Any]) -> list[str]:
-    """What the nodes of graphs call."""
-    return [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
-
-
 @pytest.mark.parametrize("prompt", [3, 20])
 @pytest.mark.parametrize("stored", FORMATS)
 def test_one_graph_serves_every_token_of_every_generation(model: Any, stored: str, prompt: int) -> None:
     expected, logits = generated(model, AdaAttnCache(model, stored), prompt=prompt)
-    graphs: list[Any] = []
-    backend = kept_in(graphs)
+    graphs = Graphs()
     for _ in range(2):
         cache = AdaAttnCache(model, stored, max_cache_len=ROOM)
         assert cache.is_compileable
-        found, answers = generated(model, cache, backend, prompt)
+        found, answers = generated(model, cache, graphs, prompt)
         assert torch.equal(found, expected)
         # of three tokens the growing cache takes off no mean
         torch.testing.assert_close(answers, logits, rtol=0, atol=1e-5 if prompt > 16 else 0.02)
         assert int(cache.get_seq_length()) == prompt + 9
-    names = called(graphs)
-    assert len(graphs) == 1
-    assert names.count("adaattn_hf.store_tokens.default") == model.config.num_hidden_layers
-    assert not [name for name in names if name.split(".")[-1] == "item" or "local_scalar" in name]
+    assert len(graphs.found) == 1
+    assert graphs.called.count("adaattn_hf.store_tokens.default") == model.config.num_hidden_layers
+    assert graphs.asks_of_the_host == []
 
 
 @pytest.mark.slow
@@ -117,22 +82,15 @@ def test_inductor_writes_the_codes_where_they_are(model: Any) -> None:
 def test_on_a_device_the_kernel_reads_codes_in_the_graph(
     model: Any, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traced calls are chosen for as if the processor's tensors lay on a CUDA device; all others as they are."""
-    refusals, order, is_read = TritonBackend.refusals, select.order, masks._is_read
-
-    def there(spec: CallSpec) -> CallSpec:
-        return spec._replace(device="cuda") if spec.compiling else spec
-
-    monkeypatch.setattr(TritonBackend, "refusals", lambda self, spec: refusals(self, there(spec)))
-    monkeypatch.setattr(select, "order", lambda spec: order(there(spec)))
+    is_read = masks._is_read
+    choose_as_on_a_device(monkeypatch)
     monkeypatch.setattr(masks, "_is_read", lambda structure, _, config: is_read(structure, "cuda", config))
     expected, logits = generated(model, AdaAttnCache(model, stored), count=4)
-    graphs: list[Any] = []
-    cache = AdaAttnCache(model, stored, max_cache_len=ROOM)
-    found, answers = generated(model, cache, kept_in(graphs), count=4)
+    graphs = Graphs()
+    found, answers = generated(model, AdaAttnCache(model, stored, max_cache_len=ROOM), graphs, count=4)
     assert torch.equal(found, expected)
     torch.testing.assert_close(answers, logits, rtol=0, atol=1e-3)
-    assert called(graphs).count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
+    assert graphs.called.count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("stored", FORMATS)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from adaattn_hf.backends import select
 
-from ..support.models import ENCODERS, LENGTH, assert_same, fresh_pair, main_output, padding, pair, shallow, tokens
+from ..support.compiled import Graphs
+from ..support.models import (
+    LENGTH,
+    OfTensors,
+    assert_same,
+    cacheless,
+    fresh_pair,
+    main_output,
+    padding,
+    pair,
+    shallow,
+    tokens,
+)
 from ..support.versions import needs_tracing
 
 pytestmark = needs_tracing
@@ -19,29 +29,11 @@ pytestmark = needs_tracing
 FAMILIES = ("gpt2", "llama", "bert")
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Graphs:
-    """A compiler backend that keeps the graphs."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.found.append(graph)
-        return graph.forward
-
-    def of_area(self, length: int) -> list[Any]:
-        """Nodes with a value of `length` rows and columns."""
-        nodes = [node for graph in self.found for node in graph.graph.nodes]
-        assert any(isinstance(node.meta.get("example_value"), torch.Tensor) for node in nodes)
-        shapes = [(node, getattr(node.meta.get("example_value"), "shape", ())) for node in nodes]
-        return [node for node, shape in shapes if tuple(shape[-2:]) == (length, length)]
+def of_area(graphs: Graphs, length: int) -> list[Any]:
+    """Nodes with a value of `length` rows and columns."""
+    shapes = [(node, getattr(node.meta.get("example_value"), "shape", ())) for node in graphs.nodes]
+    assert any(shape for _, shape in shapes)
+    return [node for node, shape in shapes if tuple(shape[-2:]) == (length, length)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +49,7 @@ def test_a_plain_batch_is_traced_without_a_mask(family: str, implementation: str
         with torch.no_grad():
             torch.compile(ours, backend=graphs, fullgraph=True)(input_ids=tokens(), attention_mask=padding(side))
         # a mask is the only thing as long as the sequence both ways: scores stay inside of the kernels
-        assert bool(graphs.of_area(LENGTH)) == expected
+        assert bool(of_area(graphs, LENGTH)) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,12 +58,11 @@ def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
     stock, ours = shallow(family)
     graphs = Graphs()
     compiled = torch.compile(ours, backend=graphs, fullgraph=True)
-    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     for length in (11, 9, 13, 21):
         ids, mask = tokens(length=length), padding(side, length=length)
         with torch.no_grad():
-            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **keywords))
-            expected = main_output(stock(input_ids=ids, attention_mask=mask, **keywords))
+            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **cacheless(family)))
+            expected = main_output(stock(input_ids=ids, attention_mask=mask, **cacheless(family)))
         assert_same(expected, actual, mask)
     assert len(graphs.found) <= 2
 
@@ -90,11 +81,10 @@ def test_training_is_one_graph_forward_and_backward(family: str) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     compiled = torch.compile(ours, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
-    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     mask = padding("left")
     assert mask is not None
     for model in (stock, compiled):
-        output = main_output(model(input_ids=tokens(), attention_mask=mask, **keywords))[mask.bool()]
+        output = main_output(model(input_ids=tokens(), attention_mask=mask, **cacheless(family)))[mask.bool()]
         direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))
         (output * direction).sum(1).square().mean().backward()
     assert len(graphs) == 2, "one forward, one backward"
@@ -139,29 +129,17 @@ def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.Monke
         )
 
 
-class Exported(nn.Module):
-    """A model as a function of two tensors."""
-
-    def __init__(self, model: Any, **keywords: Any) -> None:
-        super().__init__()
-        self.model, self.keywords = model, keywords
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return main_output(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.keywords))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_gives_the_same_numbers(family: str) -> None:
     stock, ours = shallow(family)
-    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
     mask = padding("left")
     assert mask is not None
     with torch.no_grad():
-        program = torch.export.export(Exported(ours, **keywords), (tokens(), mask), strict=False)
+        program = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
         for side in ("left", "right"):
             given = padding(side)
             assert given is not None
             ids = tokens(seed=4)
-            expected = main_output(stock(input_ids=ids, attention_mask=given, **keywords))
+            expected = main_output(stock(input_ids=ids, attention_mask=given, **cacheless(family)))
             assert_same(expected, program.module()(ids, given), given)

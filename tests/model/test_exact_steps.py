@@ -27,15 +27,12 @@ from adaattn_hf.policy.prices import Price, PriceTable
 
 from ..support.calibration import calibrate
 from ..support.choices import make_choice
-from ..support.letters import encode
-from .test_calibrate import LENGTH, SETTINGS, _model, _prices, text
-
-__all__ = ["text"]
+from ..support.letters import LENGTH, SETTINGS, encode, letter_prices, lettered_llama
 
 
 def _dear_steps(**cheaper: float) -> PriceTable:
     """Prices of windows that save nine tenths of a prefill, and cost twice as much as exact attention in decode."""
-    cheap = _prices()
+    cheap = letter_prices()
     steps = {
         label: Price(0.0, 1.0 if label == "exact" else cheaper.get(label, 2.0))
         for label in cheap.prices["decode"][LENGTH]
@@ -44,7 +41,7 @@ def _dear_steps(**cheaper: float) -> PriceTable:
 
 
 def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[Path]) -> None:
-    model = _model()
+    model = lettered_llama()
     found = calibrate(model, encode, text, SETTINGS, prices=_dear_steps())
     assert found.met, found.sentence
     assert found.plan.exact_steps
@@ -73,6 +70,13 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
         _ = replace(found.plan, protocol={"decode": "fast"}).exact_steps
 
 
+@pytest.fixture
+def request_() -> AttentionRequest:
+    """A call of grouped heads."""
+    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+    return AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
+
+
 def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
     """Layers of two key/value heads with windows of their own, each of them priced by itself."""
     known = dict(enumerate(windows))
@@ -81,7 +85,7 @@ def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
 
 def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
     table = _dear_steps(**{"w32+16": 0.9})
-    found = calibrate(_model(), encode, text, SETTINGS, prices=table)
+    found = calibrate(lettered_llama(), encode, text, SETTINGS, prices=table)
     assert not found.plan.exact_steps
 
     layers = layers_of([EXACT, make_choice("window", 32, 16)], None)
@@ -91,7 +95,9 @@ def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Pat
     assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), layers, [LENGTH]), "noise"
 
 
-def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prices_are_measured_with_the_batch_that_is_asked_for(
+    request_: AttentionRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, int, int]] = []
     attend = execute.attend
 
@@ -100,14 +106,12 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
         return attend(program, request)
 
     monkeypatch.setattr(execute, "attend", watched)
-    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
     choices = [EXACT, make_choice("window", 32, 4)]
     options = {"phases": pricing.PHASES, "batch": 3}
-    table = pricing.measure_prices({None: {64: request}}, choices, LayerTensors(), **options)
+    table = pricing.measure_prices({None: {64: request_}}, choices, LayerTensors(), **options)
     assert table.machine.startswith(f"{cpu_name()} ({level_here()}), ")
     assert set(seen) == {(3, 3, 64), (3, 3, 1)}
-    assert pricing.repeated(request, 1) is request, "no copy, whose layout would be another"
+    assert pricing.repeated(request_, 1) is request_, "no copy, whose layout would be another"
     assert set(table.prices["decode"][64]) == {"exact", "w32+4"}
     with pytest.raises(ValueError, match="batch is 0, expected at least 1"):
         replace(SETTINGS, batch=0)
@@ -127,7 +131,9 @@ def test_steps_that_are_captured_cost_nothing_of_the_host(captured: bool, monkey
     assert asked == [False, not captured]
 
 
-def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
+    request_: AttentionRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the backend's fast call; what no fast call serves goes the way of plans."""
     planned: list[str] = []
     attend = execute.attend
@@ -137,12 +143,10 @@ def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(monke
         return attend(program, request)
 
     monkeypatch.setattr(execute, "attend", watched)
-    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
     options = {"phases": pricing.PHASES}
-    pricing.measure_prices({None: {64: request}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
+    pricing.measure_prices({None: {64: request_}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
     assert set(planned) == {"w32+4", "w32+4+w32+4"}
-    sinks = replace(request, sink_logits=torch.zeros(4))
+    sinks = replace(request_, sink_logits=torch.zeros(4))
     pricing.measure_prices({None: {64: sinks}}, [EXACT], LayerTensors(), **options)
     assert "exact+exact" in planned
 
@@ -177,16 +181,16 @@ def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
         assert lines == {label: pricing.line_through([3, 6], own) for label, own in given.items()}
 
 
-def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all() -> None:
-    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
+def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all(
+    request_: AttentionRequest,
+) -> None:
     for on_cuda, batch, expected in (
         (False, 1, {1: (1, 1), 2: (1, 2)}),
         (False, 3, {1: (3, 1), 2: (3, 2)}),
         (True, 1, {2: (1, 2), 4: (2, 2)}),
         (True, 3, {2: (3, 2), 4: (6, 2)}),
     ):
-        parts = pricing.by_heads(request, batch, on_cuda)
+        parts = pricing.by_heads(request_, batch, on_cuda)
         assert {heads: tuple(part.key.shape[:2]) for heads, part in parts.items()} == expected
         assert all(part.structure.batch == part.key.shape[0] for part in parts.values())
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as tf
 from torch import nn
 
@@ -14,25 +13,12 @@ import adaattn_hf
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
-from ..support.models import config_of, fresh_pair
+from ..support.models import fresh_pair
 from ..support.plans import plan_for
 
 
 def backends(thing: Any, **asked: Any) -> list[tuple[str, str]]:
     return [(choice.phase, choice.backend) for choice in adaattn_hf.explain(thing, **asked).layers]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own names
-def test_adapters_of_peft() -> None:
-    peft = pytest.importorskip("peft")
-    _, ours = fresh_pair("llama")
-    plain = backends(ours)
-    wrapped = peft.get_peft_model(ours, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    adaattn_hf.check(wrapped)
-    assert backends(wrapped) == plain
-    found, names = adaattn_hf.explain(wrapped), dict(wrapped.named_modules())
-    assert found.model == "LlamaForCausalLM"
-    assert all(choice.layer in names for choice in found.layers)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
@@ -96,14 +82,3 @@ def test_a_plan_by_its_place(tmp_path: Path) -> None:
         assert adaattn_hf.explain(ours, plan=place).layers == right.layers
     with pytest.raises(PlanError, match="does not exist; expected a plan"):
         adaattn_hf.explain(ours, plan=tmp_path / "nowhere")
-
-
-def test_check_sees_what_settings_force_in_every_tower() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("CUDA is here")
-    model = tf.AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="adaattn")
-    holder = nn.ModuleList([model])
-    adaattn_hf.check(holder)
-    adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend="fa2"))
-    with pytest.raises(RuntimeError, match="backend 'fa2' cannot serve any call here"):
-        adaattn_hf.check(holder)

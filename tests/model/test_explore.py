@@ -23,16 +23,13 @@ from adaattn_hf.presets import load_preset
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..support.calibration import open_inputs, save_plan
 from ..support.command import adaattn
-from ..support.letters import encode
+from ..support.letters import SETTINGS, encode, letter_prices, lettered_llama
 from ..unit.test_plan_page import embedded
-from .test_calibrate import SETTINGS, _model, _prices, text
-
-__all__ = ["text"]  # a fixture
 
 
 @pytest.fixture(scope="module")
 def made(text: list[Path]) -> tuple[Measurement, Calibration]:
-    measurement = measure(open_inputs(_model(), encode, text, SETTINGS), prices=_prices(int8=0.8))
+    measurement = measure(open_inputs(lettered_llama(), encode, text, SETTINGS), prices=letter_prices(int8=0.8))
     return measurement, choose_and_verify(measurement)
 
 
@@ -40,7 +37,7 @@ def made(text: list[Path]) -> tuple[Measurement, Calibration]:
 def directory(made: tuple[Measurement, Calibration], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `adaattn calibrate` leaves."""
     path = tmp_path_factory.mktemp("plan")
-    save_plan(_model(), made[1], path)
+    save_plan(lettered_llama(), made[1], path)
     (path / "adaattn_report.json").write_text(json.dumps(made[1].report), encoding="utf-8")
     return path
 

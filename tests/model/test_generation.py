@@ -12,6 +12,7 @@ import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from ..support.compiled import Graphs, compiled_by
 from ..support.models import assert_same, fresh_pair, padding, pair, tokens
 from ..support.versions import needs_tracing
 
@@ -130,42 +131,6 @@ def test_several_turns_with_one_static_cache() -> None:
 
 
 @needs_tracing
-def test_compiled_decoding_step_takes_the_same_graphs_as_stock() -> None:
-    """Static cache: one graph for steps of decoding, whatever the length; prompts stay outside of the graph."""
-    counts = []
-    for implementation in ("sdpa", "adaattn"):
-        torch._dynamo.reset()
-        model = fresh_pair("llama", "adaattn").ours
-        model.set_attn_implementation(implementation)
-        graphs = 0
-
-        def counted(graph: Any, inputs: Any) -> Any:
-            nonlocal graphs
-            graphs += 1
-            return graph.forward
-
-        cache = StaticCache(config=model.config, max_cache_len=32)
-        step = torch.compile(model.forward, backend=counted)
-        ids = tokens(1, 6)
-        seen = []
-        with torch.no_grad():
-            token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-            for place in range(6, 18):
-                position = torch.tensor([[place]])
-                behind: dict[str, Any] = dict(past_key_values=cache, position_ids=position)
-                mask = tf.masking_utils.create_causal_mask(
-                    config=model.config, inputs_embeds=torch.empty(1, 1, 32), attention_mask=None, **behind
-                )
-                logits = step(input_ids=token, attention_mask=mask, use_cache=True, **behind).logits
-                token = logits[:, -1:].argmax(-1)
-                seen.append(logits)
-        counts.append((graphs, torch.cat(seen, dim=1)))
-    torch._dynamo.reset()
-    assert counts[1][0] <= counts[0][0]
-    assert_same(counts[0][1], counts[1][1], rtol=2e-5)
-
-
-@needs_tracing
 @pytest.mark.parametrize(
     ("name", "side"), [("llama", "none"), ("llama", "left"), ("gpt2", "left"), ("gemma3-hybrid", "left")]
 )
@@ -177,20 +142,9 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
         max_new_tokens=8,
         cache_implementation="static",
     )
-    graphs: list[Any] = []
-
-    def kept(graph: Any, inputs: Any, **options: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = tf.CompileConfig(backend=kept, fullgraph=True, dynamic=None, mode=None)
-    compiled._compile_all_devices = True  # type: ignore[assignment]
-    torch._dynamo.reset()
-    found = greedy(ours, tokens(), compile_config=compiled, **settings)
-    torch._dynamo.reset()
+    graphs = Graphs()
+    found = greedy(ours, tokens(), compile_config=compiled_by(graphs), **settings)
     assert torch.equal(found, greedy(stock, tokens(), disable_compile=True, **settings))
     # a sliding layer counts its tokens in Python: a second graph past the window, under stock attention, too
-    assert len(graphs) == (2 if name == "gemma3-hybrid" else 1)
-    # what a captured graph may not do: ask the host
-    names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
-    assert not [n for n in names if n in ("item", "tolist", "cpu", "nonzero") or "local_scalar" in n]
+    assert len(graphs.found) == (2 if name == "gemma3-hybrid" else 1)
+    assert graphs.asks_of_the_host == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
@@ -21,6 +21,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.letters import lettered_llama
 from ..support.plans import give
 
 LENGTH = 160
@@ -28,14 +29,7 @@ WINDOW = make_choice("window", 32, 4)
 
 
 def _model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.2,
-    )  # fmt: skip
-    config._attn_implementation = "adaattn"
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
+    return lettered_llama(layers=2, head_dim=16, initializer_range=0.2)
 
 
 def _planned(p95: float, monitor: bool = True, choice: Choice = WINDOW) -> LlamaForCausalLM:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.select import BackendRefusal
 
-from ..support.models import VOCABULARY, fresh_pair
+from ..support.models import VOCABULARY, OfTensors, fresh_pair
 
 runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime, which `make venv` installs")
 pytest.importorskip("onnxscript", reason="needs onnxscript, which `make venv` installs")
@@ -21,19 +21,9 @@ pytest.importorskip("onnxscript", reason="needs onnxscript, which `make venv` in
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Logits(nn.Module):
-    """A model from token ids and their mask to its first output."""
-
-    def __init__(self, family: str, name: str = "adaattn") -> None:
-        super().__init__()
-        _, model = fresh_pair(family)
-        model.set_attn_implementation(name)
-        self.model = model.eval().requires_grad_(False)
-        self.options: dict[str, Any] = {} if family == "bert" else {"use_cache": False}
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        out: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options)[0]
-        return out
+def made(family: str, name: str = "adaattn") -> OfTensors:
+    """A model under an implementation, for exporters."""
+    return OfTensors(family, fresh_pair(family, name).ours.requires_grad_(False))
 
 
 def padded(rows: int, length: int, pads: int) -> tuple[Tensor, Tensor]:
@@ -60,13 +50,13 @@ def differs(model: nn.Module, path: Path, rows: int, length: int, pads: int) -> 
 
 @pytest.mark.parametrize(("family", "dynamo"), [("bert", True), ("llama", False), ("gpt2", False), ("bert", False)])
 def test_an_exported_model_computes_what_the_model_computes(family: str, dynamo: bool, tmp_path: Path) -> None:
-    model = Logits(family)
+    model = made(family)
     export(model, tmp_path / "model.onnx", dynamo=dynamo)
     assert differs(model, tmp_path / "model.onnx", 2, 12, 3) < 1e-5
 
 
 def test_rows_and_tokens_may_be_left_open(tmp_path: Path) -> None:
-    model, open_ = Logits("llama"), {0: "rows", 1: "tokens"}
+    model, open_ = made("llama"), {0: "rows", 1: "tokens"}
     shapes = {"input_ids": open_, "attention_mask": open_}
     export(model, tmp_path / "model.onnx", dynamo=True, dynamic_shapes=shapes)
     assert differs(model, tmp_path / "model.onnx", 3, 19, 4) < 1e-5
@@ -74,7 +64,7 @@ def test_rows_and_tokens_may_be_left_open(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 def test_native_kernels_asked_for_by_name_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Logits("llama", "adaattn_native")
+    model = made("llama", "adaattn_native")
     with pytest.raises(BackendRefusal, match=r"torch\.jit\.trace sees nothing of what its kernels compute"):
         export(model, tmp_path / "model.onnx", dynamo=False)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)  # the exporter tries thrice before it says so

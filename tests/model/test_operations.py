@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..support.models import fresh_pair, tokens
+from ..support.operators import NamedOperators
 
 COPIES = ("aten::clone", "aten::copy_", "aten::_to_copy", "aten::contiguous")
 LENGTH = 90
 FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operations(model: Any, padded: bool) -> Counter[str]:
@@ -35,10 +23,9 @@ def operations(model: Any, padded: bool) -> Counter[str]:
     mask[1, : LENGTH // 3 if padded else 0] = 0
     with torch.no_grad():
         model(input_ids=ids, attention_mask=mask, use_cache=False)
-        with Counted() as counted:
+        with NamedOperators() as noted:
             model(input_ids=ids, attention_mask=mask, use_cache=False)
-    seen: Counter[str] = counted.seen
-    return seen
+    return Counter(noted.names)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -16,8 +16,8 @@ import adaattn_hf
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
-from ..support.models import config_of, tokens
-from ..support.plans import give, said
+from ..support.models import config_of, logits
+from ..support.plans import give, lora, said, stepped
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -74,30 +74,6 @@ def in_torchao(path: Path) -> Any:
 def in_bytes(path: Path) -> Any:
     pytest.importorskip("bitsandbytes")
     return plain(path, quantization_config=tf.BitsAndBytesConfig(load_in_8bit=True))
-
-
-def lora(model: Any, **more: Any) -> Any:
-    torch.manual_seed(1)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more)
-    )
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=tokens()).logits
-    return found
-
-
-def stepped(model: Any, steps: int = 3) -> Any:
-    """The model after some steps of training."""
-    model.train()
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
-    for _ in range(steps):
-        model(input_ids=tokens(), labels=tokens()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
 
 
 @pytest.mark.parametrize("loaded", [plain, in_codes, in_torchao, in_bytes], ids=lambda one: one.__name__)

@@ -18,11 +18,10 @@ from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
-from ..support.models import config_of, fresh_pair, tokens
-from ..support.plans import give, plan_for, said
+from ..support.models import config_of, fresh_pair, logits, tokens
+from ..support.plans import give, lora, plan_for, said, stepped
 from ..support.versions import needs_tracing
 from .test_plugin_load import composite, composite_inputs
-from .test_training import arguments, examples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft's and Transformers' old names
@@ -37,21 +36,7 @@ def planned(family: str = "llama") -> Any:
     return model
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=tokens()).logits
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ adapters
-def lora(model: Any, *targets: str, drawn: bool = False, **more: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=2, target_modules=list(targets), init_lora_weights=not drawn, task_type="CAUSAL_LM", **more
-    )
-    return peft.get_peft_model(model, config)
-
-
 @pytest.mark.parametrize("loaded", ["before", "after", "at the first call"])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj",)], ids=["attention", "elsewhere"])
 def test_a_wrapped_model_runs_its_plan_and_what_is_not_covered_is_said_once(
@@ -73,28 +58,13 @@ def test_a_wrapped_model_runs_its_plan_and_what_is_not_covered_is_said_once(
     assert said(heard, "the model has adapters") == 1
 
 
-def test_an_adapter_is_trained_under_a_plan_by_a_trainer(tmp_path: Path) -> None:
-    wrapped = lora(planned(), "q_proj", "v_proj")
-    trainer = tf.Trainer(
-        model=wrapped,
-        args=arguments(tmp_path, max_steps=3),
-        train_dataset=examples(16),
-        eval_dataset=examples(4, seed=1),
-    )
-    trainer.train()
-    trainer.evaluate()
-    trained = [weight for name, weight in wrapped.named_parameters() if "lora_B" in name]
-    assert len(trained) == 4
-    assert all(float(weight.detach().abs().sum()) > 0 for weight in trained)
-
-
 @pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
 @pytest.mark.parametrize("between", [True, False], ids=["a pass between", "no pass between"])
 def test_a_merge_behind_the_check_is_noticed(target: str, between: bool) -> None:
     model = planned()
     adaattn_hf.load_plan(model)
     logits(model)
-    wrapped = lora(model, target, drawn=True)
+    wrapped = lora(model, target, init_lora_weights=False)
     if between:
         logits(wrapped)
     merged = wrapped.merge_and_unload()
@@ -104,18 +74,12 @@ def test_a_merge_behind_the_check_is_noticed(target: str, between: bool) -> None
         adaattn_hf.load_plan(merged)
 
 
-def test_an_adapter_that_is_taken_off_unmerged_leaves_the_plan() -> None:
-    model = planned()
-    right = logits(model)
-    assert torch.equal(logits(lora(model, "q_proj", drawn=True).unload()), right)
-
-
 def test_a_merge_is_noticed_by_a_plan_of_a_block() -> None:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=WINDOW))
     with adaattn_hf.use_plan(model, plan):
         logits(model)
-    merged = lora(model, "q_proj", drawn=True).merge_and_unload()
+    merged = lora(model, "q_proj", init_lora_weights=False).merge_and_unload()
     with pytest.raises(PlanError, match="are not those"), adaattn_hf.use_plan(merged, plan):
         logits(merged)
 
@@ -323,15 +287,6 @@ def test_a_file_that_holds_a_permission_does_not_give_it(tmp_path: Path) -> None
 
 
 # ------------------------------------------------------------------------------------------------ trained models
-def stepped(model: Any) -> Any:
-    """The model after a step of training."""
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    return model.eval()
-
-
 def test_a_trained_model_is_saved_without_its_plan(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     model = planned()
     stepped(model)
@@ -375,7 +330,6 @@ def test_towers_are_saved_without_the_plan_too(tmp_path: Path) -> None:
 def test_compiled_passes_go_on_behind_training() -> None:
     model = stepped(planned())
     expected = logits(model)
-    torch._dynamo.reset()
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 
@@ -384,7 +338,6 @@ def test_an_allowed_plan_compiles() -> None:
     model = fresh_pair("llama").ours
     attach(model, plan_for(model, make_choice("window", window=WINDOW), verified=None), unverified=True)
     expected = logits(model)
-    torch._dynamo.reset()
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 

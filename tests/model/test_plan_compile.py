@@ -89,11 +89,6 @@ def tokens(batch: int = 1, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:

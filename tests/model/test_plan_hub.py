@@ -20,7 +20,7 @@ from adaattn_hf.plans import store
 from adaattn_hf.plans.card import card
 
 from ..support.choices import make_choice
-from ..support.models import fresh_pair, tokens
+from ..support.models import fresh_pair, logits
 from ..support.plans import plan_for
 
 REPOSITORY = "somebody/llama-plan"
@@ -63,23 +63,17 @@ def rounded() -> tuple[Any, Plan]:
     return ours, replace(plan, tensors=store.remember_tensors({"layers.1.key_mean": means}))
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=tokens(length=32)).logits
-    return found
-
-
 def test_a_plan_travels_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, plan = rounded()
     assert adaattn_hf.load_plan(ours, plan) is ours
     assert adaattn_hf.plan_of(ours) == plan
-    right = logits(ours)
+    right = logits(ours, 32)
     plan.save_pretrained(tmp_path / "plan")
     monkeypatch.setattr(store, "_tensors", {})  # another process
     assert Plan.from_pretrained(tmp_path / "plan") == plan
     twin = fresh_pair("llama").ours
     adaattn_hf.load_plan(twin, str(tmp_path / "plan"))
-    assert torch.equal(logits(twin), right)
+    assert torch.equal(logits(twin, 32), right)
     (tmp_path / "plan" / store.TENSORS_FILE).unlink()
     monkeypatch.setattr(store, "_tensors", {})
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
@@ -114,22 +108,22 @@ def test_the_card_says_what_was_proven_and_how_to_look_again(tmp_path: Path) -> 
 def test_all_that_take_a_plan_take_it_from_the_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, plan = rounded()
     with adaattn_hf.use_plan(ours, plan):
-        right = logits(ours)
-    exact = logits(ours)
+        right = logits(ours, 32)
+    exact = logits(ours, 32)
     assert plan.push_to_hub(REPOSITORY, private=True) == f"https://hub/{REPOSITORY}/commit/1"
     assert REPOSITORY in (hub / REPOSITORY / "README.md").read_text(encoding="utf-8")
     monkeypatch.setattr(store, "_tensors", {})
     assert Plan.from_pretrained(REPOSITORY) == plan
     with adaattn_hf.use_plan(ours, REPOSITORY):
-        assert torch.equal(logits(ours), right)
+        assert torch.equal(logits(ours, 32), right)
     assert adaattn_hf.explain(ours, plan=REPOSITORY).layers == adaattn_hf.explain(ours, plan=plan).layers
     with adaattn_hf.record(ours, maps=((1, 0),), against=REPOSITORY) as seen:
-        assert torch.equal(logits(ours), exact)
+        assert torch.equal(logits(ours, 32), exact)
     assert float(seen.errors[1, 0].abs().max()) > 0
     give_plan(ours, REPOSITORY)
-    assert torch.equal(logits(ours), right)
+    assert torch.equal(logits(ours, 32), right)
     adaattn_hf.load_plan(ours, REPOSITORY)
-    assert torch.equal(logits(ours), right)
+    assert torch.equal(logits(ours, 32), right)
 
 
 def test_a_models_card_stays_and_what_is_not_there_is_said(hub: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 from ..support.models import DECODERS, ENCODER_DECODERS, assert_same, padding, pair, tokens
 from ..support.versions import skip_what_stock_cannot
@@ -78,16 +78,11 @@ def test_encoder_decoder_generation_equals_eager(name: str) -> None:
     assert_generates_the_same(name, padding("right"))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_pieces_with_a_cache_equal_the_whole(name: str, kind: str) -> None:
+def test_pieces_with_a_static_cache_equal_the_whole(name: str) -> None:
     """Prefill in two pieces of unlike length, then single tokens: the same logits as in one pass."""
     _, ours = pair(name)
-    ids = tokens()
-    if kind == "dynamic":
-        cache: Any = DynamicCache(config=ours.config)
-    else:
-        cache = StaticCache(config=ours.config, max_cache_len=16)
+    ids, cache = tokens(), StaticCache(config=ours.config, max_cache_len=16)
     with torch.no_grad():
         whole = ours(input_ids=ids, use_cache=False).logits
         pieces, start = [], 0

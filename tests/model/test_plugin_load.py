@@ -16,7 +16,7 @@ import adaattn_hf
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
-from ..support.models import assert_same, config_of, fresh_pair, main_output, padding, pair, tokens
+from ..support.models import assert_same, config_of, fresh_pair, main_output, padding, tokens
 from ..support.names import registered
 
 AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
@@ -35,15 +35,6 @@ def test_from_pretrained_and_from_config_take_the_name(name: str, tmp_path: Path
         expected = stock(input_ids=ids, attention_mask=mask).logits
         assert_same(expected, loaded(input_ids=ids, attention_mask=mask).logits, mask)
         assert_same(expected, made(input_ids=ids, attention_mask=mask).logits, mask)
-
-
-@pytest.mark.parametrize("name", list(AUTO))
-def test_a_model_does_not_change_its_parameters(name: str) -> None:
-    stock, ours = pair(name)
-    expected, found = stock.state_dict(), ours.state_dict()
-    assert list(expected) == list(found)
-    assert all(expected[key].shape == found[key].shape for key in expected)
-    assert [type(module) for module in stock.modules()] == [type(module) for module in ours.modules()]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
@@ -168,18 +159,6 @@ def test_an_explanation_for_a_gpu_says_what_a_compiled_step_runs() -> None:
     assert "compiled" not in {one.phase for one in adaattn_hf.explain(model).layers}
 
 
-def test_settings_that_nobody_knows_are_refused_when_the_model_runs() -> None:
-    _, ours = fresh_pair("gpt2")
-    ours.config.adaattn = {"bugdet": 0.001}
-    with pytest.raises(adaattn_hf.ConfigError, match=r"got 'bugdet'.*Did you mean 'budget'\?"):
-        ours(input_ids=tokens())
-
-
-def test_a_name_that_nobody_registered_is_refused() -> None:
-    with pytest.raises(ValueError, match="adaatn"):
-        AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="adaatn")
-
-
 def test_a_backend_that_cannot_serve_raises_with_its_reasons() -> None:
     """The name forces flash-attn, which runs on CUDA alone."""
     with registered(impossible=True):
@@ -206,8 +185,9 @@ def test_a_backend_that_can_serve_nothing_here_is_refused_at_load() -> None:
                 adaattn_hf.check(config)
             assert "it runs on CUDA devices, of which torch sees none here" in str(refused.value)
         model.config.adaattn = {"backend": "triton"}
-        with pytest.raises(RuntimeError, match=r"backend 'triton' cannot serve any call here"):
-            adaattn_hf.check(model)
+        for asked in (model, torch.nn.ModuleList([model])):
+            with pytest.raises(RuntimeError, match=r"backend 'triton' cannot serve any call here"):
+                adaattn_hf.check(asked)
         del model.config.adaattn
         for name in ("adaattn", "adaattn_sdpa", "adaattn_eager"):
             model.set_attn_implementation(name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from adaattn_hf.patches.models.cache_keyword import with_cache
 
@@ -34,17 +34,6 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([main_output(first), main_output(second)], dim=1)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-mqa"])
-@pytest.mark.parametrize("told", ["by positions", "by borders"])
-def test_documents_are_separated(name: str, told: str) -> None:
-    """As in all families: test_breadth.py."""
-    stock, ours = pair(name)
-    ids, more = tokens(batch=1), {"use_cache": False} if told == "by positions" else borders()
-    with torch.no_grad():
-        packed = ours(input_ids=ids, position_ids=POSITIONS, **more).logits
-    assert_same(one_by_one(stock, ids), packed)
-
-
 @pytest.mark.parametrize("name", ["bert", "modernbert-local"])
 def test_document_borders_separate_documents_in_encoders(name: str) -> None:
     stock, ours = pair(name)
@@ -62,29 +51,6 @@ def test_stock_attention_leaks_where_ours_does_not() -> None:
     with torch.no_grad():
         leaked = stock(input_ids=ids, position_ids=POSITIONS, **borders()).logits
     assert float((leaked - expected).abs().max()) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_gradients_of_a_collated_batch_equal_those_of_single_documents(name: str) -> None:
-    stock, ours = pair(name)
-    documents = [tokens(batch=1, length=length, seed=length)[0].tolist() for length in (5, 9, 2)]
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    batch = collator([{"input_ids": document} for document in documents])
-    batch.pop("labels")
-    loss = ours(**batch, use_cache=False).logits.square().sum()
-    weight = ours.get_input_embeddings().weight
-    (found,) = torch.autograd.grad(loss, weight)
-    expected = torch.zeros_like(weight)
-    for document in documents:
-        own = stock(input_ids=torch.tensor([document]), use_cache=False).logits.square().sum()
-        expected += torch.autograd.grad(own, stock.get_input_embeddings().weight)[0]
-    assert_same(expected, found)
-
-
-def test_packed_documents_in_several_rows_are_refused() -> None:
-    _, ours = pair("llama")
-    with pytest.raises(ValueError, match="packed documents lie in one batch row, got a batch of 3"):
-        ours(input_ids=tokens(), **borders())
 
 
 def test_positions_and_borders_together_cost_no_mask() -> None:
@@ -167,12 +133,10 @@ def test_lengths_speak_louder_than_a_mask_or_a_cache(name: str) -> None:
 def test_lengths_separate_documents_in_a_graph(name: str) -> None:
     stock, ours = family(name)
     ids = tokens(batch=1)
-    torch._dynamo.reset()
     with torch.no_grad():
         packed = torch.compile(ours, backend="eager", fullgraph=True)(
             input_ids=ids, position_ids=POSITIONS, **borders()
         ).logits
-    torch._dynamo.reset()
     assert_same(one_by_one(stock, ids), packed)
 
 
@@ -222,7 +186,6 @@ def test_chunks_count_from_their_document_in_a_compiled_graph_or_are_refused(nam
                     compiled(input_ids=ids, **told)
             else:
                 assert_same(expected, compiled(input_ids=ids, **told).logits)
-        torch._dynamo.reset()
         ours.set_attn_implementation("adaattn")
 
 
@@ -275,7 +238,6 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
             if how == "compiled":
                 torch._dynamo.reset()
                 found = torch.compile(Logits(masked), backend="eager", fullgraph=True)(ids, given)
-                torch._dynamo.reset()
             elif how == "traced":
                 found = torch.jit.trace(Logits(masked), (ids, given), check_trace=False)(ids, given)
             else:

@@ -12,6 +12,8 @@ from ..support.models import (
     DECODERS,
     ENCODERS,
     assert_same,
+    cacheless,
+    checkpointed,
     fresh_pair,
     main_output,
     padding,
@@ -26,25 +28,16 @@ DROPOUT = {
 """Settings of the dropout of attention weights."""
 
 
-def keywords(name: str) -> dict[str, Any]:
-    return {} if name in ENCODERS else dict(use_cache=False)
-
-
 def gradients(model: Any, name: str, checkpointing: str = "off", seed: int = 3) -> dict[str, Tensor]:
     model.train()
     if checkpointing != "off":
-        reentrant = checkpointing == "reentrant"
-        # renamed in the newest Transformers, which warns of the old name
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        else:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
+        checkpointed(model, checkpointing == "reentrant")
+    if checkpointing == "reentrant":
+        model.enable_input_require_grads()
     mask = padding("left")
     assert mask is not None
     torch.manual_seed(seed)
-    output = main_output(model(input_ids=tokens(), attention_mask=mask, **keywords(name)))[mask.bool()]
+    output = main_output(model(input_ids=tokens(), attention_mask=mask, **cacheless(name)))[mask.bool()]
     direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))
     torch.manual_seed(4)  # drawn while gradients are computed, this would change what a replay draws
     (output * direction).sum(1).square().mean().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import adaattn_hf
 from adaattn_hf.attention.request import CallSpec
@@ -33,56 +20,17 @@ from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
 from adaattn_hf.patches.cache.tokens import SMOOTHED, Tokens
 from studies.cache_speed import held_bytes
 
+from ..support.cached import MODELS, ids, llama, mistral, run
+from ..support.models import fresh_pair
 from ..support.versions import needs_tracing
 
-VOCAB = 61
 FORMATS = ("int8", "k8v4")
 # largest difference of logits, over their standard deviation; measured 0.012 and 0.19
 NEAR = {"int8": 0.03, "k8v4": 0.4}
 
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
-
-
-def llama(implementation: str = "adaattn") -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=implementation)).eval()
-
-
-def gpt2(implementation: str = "adaattn") -> Any:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=128, n_layer=2, n_head=4, n_positions=256, attn_implementation=implementation
-    )
-    return GPT2LMHeadModel(config).eval()
-
-
-def mistral(window: int = 24) -> Any:
-    torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window, attn_implementation="adaattn")).eval()
-
-
-MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
-
-
-def ids(batch: int, count: int, seed: int = 1) -> Tensor:
-    return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
 def distance(ours: Tensor, exact: Tensor) -> float:
     return float((ours - exact).abs().max() / exact.std())
-
-
-def in_pieces(model: Any, tokens: Tensor, cache: Any, *lengths: int, **keywords: Any) -> Tensor:
-    parts, start = [], 0
-    with torch.no_grad():
-        for length in lengths:
-            parts.append(model(tokens[:, start : start + length], past_key_values=cache, **keywords).logits)
-            start += length
-    return torch.cat(parts, dim=1)
 
 
 # ---------------- what attention sees
@@ -92,7 +40,7 @@ def test_prompt_pieces_and_single_tokens_come_near_the_exact_model(family: str, 
     model, tokens = MODELS[family](), ids(2, 60)
     with torch.no_grad():
         exact = model(tokens, use_cache=False).logits
-    ours = in_pieces(model, tokens, AdaAttnCache(model, stored), 20, 13, 1, 1, 1, 24)
+    ours = run(model, tokens, AdaAttnCache(model, stored), 20, 13, 1, 1, 1, 24)
     assert torch.equal(ours[:, :20], exact[:, :20]) or distance(ours[:, :20], exact[:, :20]) < 1e-5
     assert 1e-5 < distance(ours, exact) < NEAR[stored]
 
@@ -102,10 +50,10 @@ def test_a_prompt_of_single_tokens_is_smoothed_as_soon_as_there_are_tokens_enoug
     cache = AdaAttnCache(model, "int8")
     with torch.no_grad():
         exact = model(tokens, use_cache=False).logits
-    before = in_pieces(model, tokens, cache, *[1] * (SMOOTHED - 1))
+    before = run(model, tokens, cache, *[1] * (SMOOTHED - 1))
     layer: Any = cache.layers[0]
     assert layer.tokens.mean is None
-    after = in_pieces(model, tokens[:, SMOOTHED - 1 :], cache, *[1] * (41 - SMOOTHED))
+    after = run(model, tokens, cache, *[1] * (41 - SMOOTHED))
     assert layer.tokens.mean is not None
     assert distance(torch.cat([before, after], 1), exact) < NEAR["int8"]
 
@@ -116,7 +64,7 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     told: list[Tensor] = []
     hook = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *a: told.append(a[2]))
     cache, short = AdaAttnCache(model, "int8"), AdaAttnCache(model, "int8")
-    in_pieces(model, tokens, cache, 40)
+    run(model, tokens, cache, 40)
     hook.remove()
     layer: Any = cache.layers[0]
     assert layer.tokens.along.shape == (2, 2, 32)
@@ -131,12 +79,12 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     plain.to("meta")  # as a cache that offloads does before attention has the prompt
     plain.reread(queries, keys)
     assert plain.along.device.type == "meta"
-    in_pieces(model, tokens, short, SMOOTHED - 1, 20)
+    run(model, tokens, short, SMOOTHED - 1, 20)
     few: Any = short.layers[0]
     assert few.tokens.along is None
-    in_pieces(model, tokens[:, 40:], cache, 20)
+    run(model, tokens, cache, 20)
     cache.reset()
-    in_pieces(model, tokens[:1], cache, 30, 5)
+    run(model, tokens[:1], cache, 30, 5)
     assert layer.tokens.along.shape == (1, 2, 32)
 
 
@@ -147,19 +95,8 @@ def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
     mask[0, :9] = 0
     with torch.no_grad():
         alone = model(tokens[:1, 9:], use_cache=False).logits
-        cache = AdaAttnCache(model, stored)
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        model(tokens[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], past_key_values=cache)
-        rest = [
-            model(
-                tokens[:, i : i + 1],
-                attention_mask=mask[:, : i + 1],
-                position_ids=positions[:, i : i + 1],
-                past_key_values=cache,
-            ).logits
-            for i in range(30, 40)
-        ]
-    assert distance(torch.cat(rest, 1)[:1], alone[:, -10:]) < NEAR[stored]
+    ours = run(model, tokens, AdaAttnCache(model, stored), 30, *[1] * 10, mask=mask)
+    assert distance(ours[:1, 30:], alone[:, -10:]) < NEAR[stored]
 
 
 # ---------------- the ways of generation
@@ -198,8 +135,8 @@ def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     model, tokens = llama(), ids(3, 30)
-    together = in_pieces(model, tokens, AdaAttnCache(model, "int8"), 20, 5, 5)
-    alone = in_pieces(model, tokens[1:2], AdaAttnCache(model, "int8"), 20, 5, 5)
+    together = run(model, tokens, AdaAttnCache(model, "int8"), 20, 5, 5)
+    alone = run(model, tokens[1:2], AdaAttnCache(model, "int8"), 20, 5, 5)
     torch.testing.assert_close(together[1:2], alone, atol=2e-5, rtol=0)
 
 
@@ -209,38 +146,44 @@ def test_a_saved_window_goes_on_where_it_was(tmp_path: Path, stored: str, record
     """Also where more than the window was kept, for tokens that might have been taken back."""
     model, tokens = mistral(), ids(2, 60)
     cache = AdaAttnCache(model, stored)
-    in_pieces(model, tokens, cache, 20)
+    run(model, tokens, cache, 20)
     if recorded:
         cache.activate_past_recording()
-    in_pieces(model, tokens[:, 20:], cache, 20)
+    run(model, tokens, cache, 20)
     path = adaattn_hf.save_cache(cache, tmp_path / "prompt.safetensors")
     read = adaattn_hf.load_cache(path, model)
     assert read.get_seq_length() == 40
-    assert torch.equal(in_pieces(model, tokens[:, 40:], read, 1, 10), in_pieces(model, tokens[:, 40:], cache, 1, 10))
+    assert torch.equal(run(model, tokens, read, 1, 10), run(model, tokens, cache, 1, 10))
 
 
-def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Of other weights where it knows them, of another kind, size or window."""
-    model, windowed = llama(), mistral()
-    paths = [tmp_path / "weights", tmp_path / "sizes", tmp_path / "window"]
-    for path, one, its in zip(paths, (model, model, windowed), (model, None, None), strict=True):
-        cache = AdaAttnCache(one, "int8")
-        in_pieces(one, ids(1, 8), cache, 8)
-        adaattn_hf.save_cache(cache, path, its)
-    assert adaattn_hf.load_cache(paths[0], model).get_seq_length() == 8
-    tuned, kind, size = (copy.deepcopy(model) for _ in range(3))
+def saved(model: Any, path: Path, *bound: Any) -> Path:
+    """The file of a cache that has read eight tokens."""
+    cache = AdaAttnCache(model, "int8")
+    run(model, ids(1, 8), cache, 8)
+    return adaattn_hf.save_cache(cache, path, *bound)
+
+
+def test_a_file_of_other_weights_is_refused_where_it_knows_them(tmp_path: Path) -> None:
+    model = llama()
+    path = saved(model, tmp_path / "a", model)
+    assert adaattn_hf.load_cache(path, model).get_seq_length() == 8
     with torch.no_grad():
-        tuned.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match=r"with other weights \(fine-tuned, another checkpoint\)"):
+        adaattn_hf.load_cache(path, model)
+
+
+def test_a_file_of_a_model_of_another_kind_size_or_window_is_refused(tmp_path: Path) -> None:
+    kind, size = llama(), llama()
     kind.config.model_type = "mistral"
     size.config.num_key_value_heads = 1
-    for path, other, words in (
-        (paths[0], tuned, r"with other weights \(fine-tuned, another checkpoint\)"),
-        (paths[1], kind, "made for a model with model_type 'llama', expected model_type 'mistral' of"),
-        (paths[1], size, r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"),
-        (paths[2], mistral(window=30), "a layer 0 with a window of 24, expected 30"),
+    for made, asked, words in (
+        (llama(), kind, "made for a model with model_type 'llama', expected model_type 'mistral' of"),
+        (llama(), size, r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"),
+        (mistral(), mistral(sliding_window=30), "a layer 0 with a window of 24, expected 30"),
     ):
         with pytest.raises(ValueError, match=words):
-            adaattn_hf.load_cache(path, other)
+            adaattn_hf.load_cache(saved(made, tmp_path / "a"), asked)
 
 
 # ---------------- memory
@@ -276,14 +219,14 @@ def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took
 def test_a_static_cache_takes_no_more_than_was_asked(stored: str) -> None:
     model, tokens = llama(), ids(1, 40)
     cache = AdaAttnCache(model, stored, max_cache_len=30)
-    in_pieces(model, tokens, cache, 20)
+    run(model, tokens, cache, 20)
     layer: Any = cache.layers[0]
     before = held_bytes(cache)
-    in_pieces(model, tokens[:, 20:], cache, 10)
+    run(model, tokens, cache, 10)
     assert held_bytes(cache) == before
     assert layer.get_max_length() == 30
     with pytest.raises(ValueError, match="max_cache_len: got 30, expected at least 31"):
-        in_pieces(model, tokens[:, 30:], cache, 1)
+        run(model, tokens, cache, 1)
 
 
 @pytest.mark.slow
@@ -292,9 +235,8 @@ def test_a_static_cache_takes_no_more_than_was_asked(stored: str) -> None:
 def test_a_compiled_model_reads_the_cache_between_its_graphs() -> None:
     model, tokens = llama(), ids(1, 21)
     traced = torch.compile(model, backend="eager", dynamic=True)
-    ours = in_pieces(traced, tokens, AdaAttnCache(model, reserve=64), 20, 1)
-    torch._dynamo.reset()
-    theirs = in_pieces(model, tokens, AdaAttnCache(model, reserve=64), 20, 1)
+    ours = run(traced, tokens, AdaAttnCache(model, reserve=64), 20, 1)
+    theirs = run(model, tokens, AdaAttnCache(model, reserve=64), 20, 1)
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
@@ -320,15 +262,10 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         AdaAttnCache(llama(), "int4")
     with pytest.raises(ValueError, match="attn_implementation='sdpa', which cannot read codes"):
         AdaAttnCache(llama("sdpa"))
-    t5 = T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    encoder_decoder: Any = T5ForConditionalGeneration(t5)
-    encoder_decoder.set_attn_implementation("adaattn")
     with pytest.raises(ValueError, match="encoder-decoder"):
-        AdaAttnCache(encoder_decoder)
-    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
-    bert = BertModel(BertConfig(**sizes, attn_implementation="adaattn"))
+        AdaAttnCache(fresh_pair("t5").ours)
     with pytest.raises(adaattn_hf.PrepareError, match="keeps no keys and values"):
-        adaattn_hf.prepare(bert, cache="int8", unpad=False)
+        adaattn_hf.prepare(fresh_pair("bert").ours, cache="int8", unpad=False)
 
 
 @pytest.mark.parametrize(
@@ -354,10 +291,8 @@ def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
 
 
 def test_small_heads_are_refused_four_bits() -> None:
-    config = LlamaConfig(**SIZES | {"hidden_size": 32}, attn_implementation="adaattn")
-    model: Any = LlamaForCausalLM(config).eval()
     with pytest.raises(ValueError, match="groups of 32 channels, this model's values have 8"):
-        AdaAttnCache(model, "k8v4")
+        AdaAttnCache(fresh_pair("llama").ours, "k8v4")
     layer, head = FullLayer("k8v4"), torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match="groups of 32 channels"):
         layer.update(head, head)
@@ -386,7 +321,7 @@ def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
     seen = Recorder()
     model, tokens = llama(), ids(1, 20)
     with recording(seen):
-        in_pieces(model, tokens, AdaAttnCache(model), 10, 10)
+        run(model, tokens, AdaAttnCache(model), 10, 10)
     spec: CallSpec = seen.calls[-1][1]
     assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, spec))
     assert "keys and values stored as int8" in spec.words()
@@ -394,9 +329,9 @@ def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
 
 def test_the_eager_backend_reads_what_the_kernels_read() -> None:
     model, tokens = llama(), ids(2, 40)
-    ours = in_pieces(model, tokens, AdaAttnCache(model), 20, 1, 19)
+    ours = run(model, tokens, AdaAttnCache(model), 20, 1, 19)
     model.set_attn_implementation("adaattn_eager")
-    theirs = in_pieces(model, tokens, AdaAttnCache(model), 20, 1, 19)
+    theirs = run(model, tokens, AdaAttnCache(model), 20, 1, 19)
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
@@ -407,7 +342,7 @@ def test_explain_says_what_reads_the_codes_and_what_they_take() -> None:
     assert decode[1] == "int8"
     assert "bytes per token as int8, 3.88 times less" in str(explained)  # 32 channels in fp32 and one byte of scale
     cache = AdaAttnCache(model, "int8", reserve=40)
-    in_pieces(model, tokens, cache, 20, 20)
+    run(model, tokens, cache, 20, 20)
     measured = held_bytes(cache)
     assert explained.cache is not None
     assert measured == pytest.approx(explained.cache.predict(2, 40), rel=0.05)
@@ -417,6 +352,6 @@ def test_explain_says_what_reads_the_codes_and_what_they_take() -> None:
 
 
 def test_explain_counts_a_window_once() -> None:
-    memory = adaattn_hf.explain(mistral(window=24), cache="int8").cache
+    memory = adaattn_hf.explain(mistral(), cache="int8").cache
     assert memory is not None
     assert memory.predict(1, 1000) == memory.predict(1, 23)

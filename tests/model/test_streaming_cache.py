@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
@@ -20,12 +19,13 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from studies.cache_speed import held_bytes
 
+from ..support.cached import VOCAB, ids, run
 from ..support.choices import make_choice
 from ..support.command import adaattn
 from ..support.plans import plan_for
 from ..support.versions import needs_tracing
 
-VOCAB, LIMIT = 61, 600
+LIMIT = 600
 EXACT = make_choice()
 # window and sinks of two extents, one without sinks, and heads that keep everything between them
 LAYERS = (
@@ -59,31 +59,8 @@ def model_for(stored: str) -> Any:
     return llama(LAYERS if stored == "model" else LAYERS[:1])
 
 
-def ids(batch: int, count: int) -> Tensor:
-    return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(1))
-
-
 def caches(model: Any, stored: str) -> tuple[Any, Any]:
     return AdaAttnCache(model, stored, streaming=True), AdaAttnCache(model, stored)
-
-
-def run(model: Any, tokens: Tensor, cache: Any, *lengths: int, mask: Tensor | None = None) -> Tensor:
-    """Logits of the next tokens, in calls of these lengths."""
-    at = cache.get_seq_length()
-    parts = []
-    for length in lengths:
-        more: dict[str, Any] = {}
-        if mask is not None:
-            positions = (mask.cumsum(1) - 1).clamp_min(0)
-            more = {"attention_mask": mask[:, : at + length], "position_ids": positions[:, at : at + length]}
-        with torch.no_grad():
-            parts.append(model(tokens[:, at : at + length], past_key_values=cache, **more).logits)
-        at += length
-    return torch.cat(parts, dim=1)
-
-
-def held(cache: Any) -> int:
-    return held_bytes(cache)
 
 
 @pytest.mark.parametrize("stored", CACHES)
@@ -169,7 +146,7 @@ def test_what_is_held_is_what_explain_counts(stored: str) -> None:
     run(model, tokens, cache, 450, *[1] * 50)
     told = adaattn_hf.explain(model, cache=stored, streaming=True).cache
     assert told is not None
-    assert held(cache) == pytest.approx(told.predict(2, 500), rel=0.05)
+    assert held_bytes(cache) == pytest.approx(told.predict(2, 500), rel=0.05)
     sums = 2 * 500 + 20 + 3 * 36  # tokens of all heads: of two that keep everything, and of four rings
     assert told.predict(1, 500) - told.per_sequence == PER_TOKEN[stored] * sums
     assert "streaming" in str(told)
@@ -179,9 +156,9 @@ def test_a_long_run_holds_no_more_than_a_short_one() -> None:
     model, tokens = llama((LAYERS[0][:1] * 3,) * 2), ids(1, 590)
     cache = AdaAttnCache(model, "int8", streaming=True)
     run(model, tokens, cache, 40)
-    before = held(cache)
+    before = held_bytes(cache)
     run(model, tokens, cache, *[1] * 400, 150)
-    assert held(cache) == before
+    assert held_bytes(cache) == before
 
 
 def test_prepare_gives_generate_the_cache() -> None:
@@ -190,7 +167,7 @@ def test_prepare_gives_generate_the_cache() -> None:
     adaattn_hf.prepare(model, cache="int8", streaming=True)
     out = model.generate(tokens, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
-    assert held(out.past_key_values) < held_in_full(out.past_key_values)
+    assert held_bytes(out.past_key_values) < held_in_full(out.past_key_values)
 
 
 def test_a_prepared_model_generates_behind_padding() -> None:
@@ -232,9 +209,9 @@ def test_room_that_is_made_at_once_is_all_there_will_be(stored: str) -> None:
     model, tokens = llama(), ids(1, 120)
     cache = AdaAttnCache(model, stored, streaming=True, max_cache_len=100)
     run(model, tokens, cache, 30)
-    before = held(cache)
+    before = held_bytes(cache)
     run(model, tokens, cache, 60, *[1] * 10)
-    assert held(cache) == before
+    assert held_bytes(cache) == before
     with pytest.raises(ValueError, match="max_cache_len: got 100, expected at least 101"):
         run(model, tokens, cache, 1)
 
@@ -259,7 +236,6 @@ def test_a_compiled_model_streams_between_its_graphs() -> None:
     traced = torch.compile(model, backend="eager", dynamic=True)
     streaming, full = caches(model, "model")
     ours = run(traced, tokens, streaming, 60, 1, 20, 1)
-    torch._dynamo.reset()
     torch.testing.assert_close(ours, run(model, tokens, full, 60, 1, 20, 1), atol=NEAR, rtol=0)
 
 

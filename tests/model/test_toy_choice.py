@@ -125,7 +125,7 @@ def test_what_runs_is_what_it_defines(result: Calibration) -> None:
     query, key, value = (torch.randn(1, heads, 50, 8, generator=generator) for heads in (4, 2, 2))
     request = AttentionRequest(query, key, value, CallStructure(1, 50, 50, causal=True), 8**-0.5)
     toy = EverySecond(16)
-    visible = toy.structure(request).visible_rows(torch.tensor([40]))[0, 0, 0]
+    visible = toy.structure(request).visible(rows=torch.tensor([40]))[0, 0, 0]
     assert visible.nonzero()[:, 0].tolist() == [*range(0, 25, 2), *range(25, 41)]
     out = Choice.of(toy).attend(request, [0, 1], LayerTensors(), None).out
     weights = torch.softmax(

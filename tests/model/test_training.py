@@ -18,7 +18,7 @@ import adaattn_hf
 
 from ..support.choices import make_choice
 from ..support.models import assert_same, config_of, fresh_pair, padding, tokens
-from ..support.plans import give
+from ..support.plans import give, lora
 
 FAMILIES = ("gpt2", "bert", "llama")
 HEADS: dict[str, Any] = {"gpt2": tf.GPT2LMHeadModel, "bert": tf.BertForMaskedLM, "llama": tf.LlamaForCausalLM}
@@ -166,7 +166,8 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     assert "adaattn" not in str(written)
 
 
-def test_packed_batches_train_like_separate_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Path) -> None:
     documents = [
         {"input_ids": [t for t, real in zip(e["input_ids"], e["attention_mask"], strict=True) if real]}
         for e in examples(4)
@@ -174,7 +175,7 @@ def test_packed_batches_train_like_separate_documents(tmp_path: Path) -> None:
     collator = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     batch = collator([dict(d) for d in documents])
     assert batch["input_ids"].shape[0] == 1
-    ours, stock = model_of("llama", "adaattn"), model_of("llama", "eager")
+    ours, stock = model_of(family, "adaattn"), model_of(family, "eager")
     scored = 0
     total = torch.zeros(())
     for document in documents:
@@ -279,15 +280,15 @@ def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -
 
 
 # PEFT asks for the property by its old name
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_adapters_train_like_under_eager() -> None:
-    peft = pytest.importorskip("peft")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("prepared", [False, True])
+def test_lora_adapters_train_like_under_eager(prepared: bool) -> None:
     stock, ours = fresh_pair("llama")
-    settings: dict[str, Any] = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     grads = []
     for model in (stock, ours):
-        torch.manual_seed(5)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+        adapted = lora(model, init_lora_weights=False)
+        if prepared and model is ours:
+            adaattn_hf.prepare(adapted)
         ids, mask = tokens(), padding("right")
         assert mask is not None
         # what rows of padding compute differs between implementations, and nothing may be learnt from it
@@ -297,6 +298,7 @@ def test_lora_adapters_train_like_under_eager() -> None:
     assert all("lora" in name for name in grads[0])
     for name, grad in grads[0].items():
         assert_same(grad, grads[1][name], rtol=1e-5)
+    assert adaattn_hf.unpad_calls(ours) == ({"unpadded": 1} if prepared else {})
 
 
 @pytest.mark.slow

@@ -15,22 +15,16 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
-from ..support.models import fresh_pair, padding, tokens
+from ..support.malformed import Layer
+from ..support.models import cacheless, fresh_pair, padding, tokens
 
 # torch's own tracers warn of themselves and of one another
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
 
-class Layer(torch.nn.Module):
-    """What the attention function reads of a module."""
-
-    is_causal = True
-    config = None
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor, name: str = "adaattn") -> Tensor:
     serve: Any = AttentionInterface._global_mapping[name]
-    out: Tensor = serve(Layer(), query, key, value, None)[0]
+    out: Tensor = serve(Layer(1), query, key, value, None)[0]
     return out
 
 
@@ -45,10 +39,9 @@ def test_a_traced_model_computes_attention_of_its_inputs(family: str, made: str)
     stock, ours = fresh_pair(family)
     ids, ones, left = tokens(), torch.ones_like(tokens()), padding("left")
     assert left is not None
-    without_cache = {} if family == "bert" else {"use_cache": False}
 
     def run(ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        out: Tensor = ours(input_ids=ids, attention_mask=mask, **without_cache)[0]
+        out: Tensor = ours(input_ids=ids, attention_mask=mask, **cacheless(family))[0]
         return out
 
     ours.requires_grad_(False)  # the tracer takes no leaf that needs a gradient for a constant
@@ -58,7 +51,7 @@ def test_a_traced_model_computes_attention_of_its_inputs(family: str, made: str)
     with torch.no_grad():
         traced = torch.jit.trace(run, given, check_trace=False)
         for mask in masks:
-            expected = stock(input_ids=others, attention_mask=mask, **without_cache)[0]
+            expected = stock(input_ids=others, attention_mask=mask, **cacheless(family))[0]
             found, real = traced(others, *((mask,) if len(given) == 2 else ())), mask.bool()
             torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
 
@@ -76,7 +69,7 @@ def test_a_traced_call_computes_attention_of_its_inputs(name: str, said: str) ->
     serve: Any = AttentionInterface._global_mapping[name]
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(), query, key, value, None, **keywords)[0]
+        out: Tensor = serve(Layer(1), query, key, value, None, **keywords)[0]
         return out
 
     with torch.no_grad():
@@ -172,7 +165,7 @@ def test_a_structure_of_documents_is_traced() -> None:
     serve: Any = AttentionInterface._global_mapping["adaattn"]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(), query, key, value, mask, softcap=2.0)[0]
+        out: Tensor = serve(Layer(1), query, key, value, mask, softcap=2.0)[0]
         return out
 
     with torch.no_grad():

@@ -27,6 +27,7 @@ from ..support.models import (
     Pair,
     assert_same,
     build,
+    checkpointed,
     config_of,
     fresh_pair,
     main_output,
@@ -34,7 +35,7 @@ from ..support.models import (
     tokens,
 )
 from ..support.versions import needs_tracing
-from .test_plugin_heads import inputs_of
+from .test_plugin_heads import assert_equal_in_training, inputs_of
 
 UNPADDED = "unpadded"
 LABEL_PAD = -100
@@ -129,26 +130,16 @@ def test_hidden_states_and_logits_are_those_of_the_stock_model(name: str, side: 
         assert_same(expected.pooler_output, actual.pooler_output, mask[:, 0])
 
 
-def test_only_real_tokens_are_computed() -> None:
-    _, ours = made("bert")
+@pytest.mark.parametrize("name", ["bert", "llama", "bert-decoder"])
+def test_only_real_tokens_are_computed(name: str) -> None:
+    """By all but a pooler, which reads the first token of each row from the padded form."""
+    _, ours = made(name)
     mask = padding("right")
     rows = first_linear_rows(ours)
     with torch.no_grad():
         ours(tokens(), attention_mask=mask)
-    real = int(mask.sum())
-    # all but the pooler, which reads the first token of each row from the padded form
-    assert rows[:-1] == [real] * (len(rows) - 1)
-    assert real < BATCH * LENGTH
-
-
-def test_token_wise_heads_compute_real_tokens_only() -> None:
-    for name in ("llama", "bert-decoder"):
-        _, ours = made(name)
-        mask = padding("right")
-        rows = first_linear_rows(ours)
-        with torch.no_grad():
-            ours(tokens(), attention_mask=mask)
-        assert set(rows) == {int(mask.sum())}
+    assert set(rows[:-1] if name == "bert" else rows) == {int(mask.sum())}
+    assert mask.sum() < BATCH * LENGTH
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "llama", "gpt2"])
@@ -199,18 +190,6 @@ def test_attention_weights_are_answered_in_the_padded_form(name: str) -> None:
     assert adaattn_hf.unpad_calls(ours) == {"output_attentions asks for what only the padded form has": 1}
 
 
-def test_an_example_does_not_depend_on_its_neighbours() -> None:
-    _, ours = made("bert")
-    ids, mask = tokens(), padding("right")
-    with torch.no_grad():
-        together = ours(ids, attention_mask=mask)
-        for row in range(BATCH):
-            length = int(mask[row].sum())
-            alone = ours(ids[row : row + 1, :length])
-            assert_same(alone.last_hidden_state[0], together.last_hidden_state[row, :length])
-            assert_same(alone.pooler_output[0], together.pooler_output[row])
-
-
 def test_a_row_of_nothing_but_padding_is_zero_and_disturbs_nobody() -> None:
     stock, ours = made("llama")
     mask = padding("right")
@@ -251,20 +230,7 @@ def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
     stock, ours = head_of(cls)
     adaattn_hf.prepare(ours)
     inputs = inputs_of(cls)
-    gradients = []
-    for model in (stock, ours):
-        output = model(**inputs)
-        loss = next((output[name] for name in ("loss", "mc_loss") if output.get(name) is not None), None)
-        value = main_output(output)[inputs["attention_mask"].bool()].square().mean() if loss is None else loss
-        value.backward()
-        gradients.append((value.detach(), {n: p.grad for n, p in model.named_parameters()}))
-    (left_loss, left), (right_loss, right) = gradients
-    assert_same(left_loss, right_loss)
-    for name, gradient in left.items():
-        if gradient is None:
-            assert right[name] is None, name
-        else:
-            assert_same(gradient, right[name])
+    assert_equal_in_training(Pair(stock, ours), inputs, rtol=1e-5)
     outcome = UNPADDED
     if "start_positions" in inputs:
         outcome = "the loss of start_positions is over padding positions, too"
@@ -318,8 +284,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
     mask = padding("right")
     labels = tokens().masked_fill(mask == 0, LABEL_PAD)
     ours.train()
-    enable = getattr(ours, "activation_checkpointing_enable", None) or ours.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
+    checkpointed(ours, reentrant)
     for model in (stock, ours):
         model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
     for (_, left), (_, right) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
@@ -333,11 +298,10 @@ def test_autocast_and_half_precision() -> None:
     with torch.no_grad():
         exact = stock.double()(tokens(), attention_mask=mask).last_hidden_state.float()
         stock.float()
-        for context in (torch.autocast("cpu", torch.bfloat16),):
-            with context:
-                theirs = stock(tokens(), attention_mask=mask).last_hidden_state
-                mine = ours(tokens(), attention_mask=mask).last_hidden_state
-            assert mine.dtype == theirs.dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs = stock(tokens(), attention_mask=mask).last_hidden_state
+            mine = ours(tokens(), attention_mask=mask).last_hidden_state
+        assert mine.dtype == theirs.dtype
         half = copy.deepcopy(ours).bfloat16()
         low = half(tokens(), attention_mask=mask).last_hidden_state.float()
     real = mask.bool()
@@ -425,4 +389,3 @@ def test_a_compiled_model_stands_aside_without_breaking_the_graph(name: str) -> 
         actual = main_output(compiled(tokens(), attention_mask=mask, use_cache=False))
     assert_same(expected, actual, mask)
     assert adaattn_hf.unpad_calls(ours) == {}
-    torch._dynamo.reset()

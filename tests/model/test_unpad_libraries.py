@@ -11,59 +11,28 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import adaattn_hf
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, padding, tokens
 from ..support.plans import plan_for
+from ..support.sentences import SENTENCES, embedder, tiny_encoder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
 
-WORDS = [f"word{i}" for i in range(50)]
-SENTENCES = [" ".join(WORDS[i % 7 : i % 7 + n]) for i, n in enumerate((1, 30, 3, 12, 2, 5))]
 EXAMPLE = "examples/sentence_transformers_unpad.py"
 
 
 @pytest.fixture(scope="module")
-def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer BERT with a word tokenizer, saved like a checkpoint."""
-    directory = tmp_path_factory.mktemp("encoder")
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    fast = tf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = tf.BertConfig(
-        vocab_size=len(special + WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    tf.BertModel(config).save_pretrained(directory)
-    return directory
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny encoder, saved."""
+    return tiny_encoder(tmp_path_factory.mktemp("encoder"))
 
 
-def embedder(path: Path, implementation: str) -> Any:
-    """The model of a directory, with sentence-transformers' own mean pooling."""
-    return sentence_transformers.SentenceTransformer(
-        str(path), model_kwargs={"attn_implementation": implementation, "dtype": torch.float32}, device="cpu"
-    )
-
-
-def test_embeddings_are_those_of_the_stock_model(tiny_encoder: Path) -> None:
-    stock, ours = embedder(tiny_encoder, "sdpa"), embedder(tiny_encoder, "adaattn")
+def test_embeddings_are_those_of_the_stock_model(encoder: Path) -> None:
+    stock, ours = embedder(encoder, "sdpa"), embedder(encoder, "adaattn")
     assert adaattn_hf.prepare(ours) is ours
     expected, actual = (m.encode(SENTENCES, convert_to_tensor=True) for m in (stock, ours))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
@@ -77,10 +46,10 @@ def test_embeddings_are_those_of_the_stock_model(tiny_encoder: Path) -> None:
     torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_training_losses_see_the_same_gradients(tiny_encoder: Path) -> None:
+def test_training_losses_see_the_same_gradients(encoder: Path) -> None:
     gradients = []
     for implementation in ("sdpa", "adaattn"):
-        model = embedder(tiny_encoder, implementation)
+        model = embedder(encoder, implementation)
         if implementation == "adaattn":
             adaattn_hf.prepare(model)
         model.eval()
@@ -94,9 +63,9 @@ def test_training_losses_see_the_same_gradients(tiny_encoder: Path) -> None:
 
 
 def test_the_example_runs(
-    tiny_encoder: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    encoder: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [EXAMPLE, str(tiny_encoder), "--sentences", "4"])
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, str(encoder), "--sentences", "4"])
     monkeypatch.setattr("random.Random.choices", lambda self, words, k: words[: min(k, 20)])
     runpy.run_path(str(checkout / EXAMPLE), run_name="__main__")
     said = capsys.readouterr().out
@@ -138,8 +107,8 @@ def test_an_offloaded_model_is_prepared() -> None:
     assert adaattn_hf.unpad_calls(ours) == {"unpadded": 1}
 
 
-def test_explain_and_check_look_inside(tiny_encoder: Path) -> None:
-    ours = embedder(tiny_encoder, "adaattn")
+def test_explain_and_check_look_inside(encoder: Path) -> None:
+    ours = embedder(encoder, "adaattn")
     adaattn_hf.check(ours)
     (tower,) = (module for module in ours.modules() if isinstance(module, tf.BertModel))
     inside, held = adaattn_hf.explain(tower), adaattn_hf.explain(ours)
@@ -149,31 +118,34 @@ def test_explain_and_check_look_inside(tiny_encoder: Path) -> None:
     assert held.layers
     assert all(choice.layer in names for choice in held.layers)
     with pytest.raises(ValueError, match="its attention implementation is 'sdpa', not one of AdaAttn's"):
-        adaattn_hf.explain(embedder(tiny_encoder, "sdpa"))
+        adaattn_hf.explain(embedder(encoder, "sdpa"))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own names
 @pytest.mark.parametrize("kind", ["embedder", "reranker", "pipeline", "adapters"])
-def test_what_takes_a_model_takes_what_holds_one(tiny_encoder: Path, kind: str) -> None:
+def test_what_takes_a_model_takes_what_holds_one(encoder: Path, kind: str) -> None:
     """And what changes a model returns what it was given."""
     thing: Any
     if kind == "embedder":
-        thing = embedder(tiny_encoder, "adaattn")
+        thing = embedder(encoder, "adaattn")
     elif kind == "reranker":
         keywords = {"attn_implementation": "adaattn", "dtype": torch.float32}
-        thing = sentence_transformers.CrossEncoder(str(tiny_encoder), num_labels=1, model_kwargs=keywords, device="cpu")
+        thing = sentence_transformers.CrossEncoder(str(encoder), num_labels=1, model_kwargs=keywords, device="cpu")
     else:
-        thing = tf.BertForMaskedLM.from_pretrained(tiny_encoder, attn_implementation="adaattn").eval()
+        thing = tf.BertForMaskedLM.from_pretrained(encoder, attn_implementation="adaattn").eval()
         if kind == "pipeline":
-            tokenizer = tf.AutoTokenizer.from_pretrained(tiny_encoder)
+            tokenizer = tf.AutoTokenizer.from_pretrained(encoder)
             thing = tf.pipeline("feature-extraction", model=thing, tokenizer=tokenizer, device="cpu")
         else:
             peft = pytest.importorskip("peft")
             thing = peft.get_peft_model(thing, peft.LoraConfig(r=2, target_modules=["query"])).eval()
-    modules = (thing.model if kind == "pipeline" else thing).modules()
-    tower: Any = next(module for module in modules if isinstance(module, tf.PreTrainedModel))
+    holder = thing.model if kind == "pipeline" else thing
+    tower: Any = next(module for module in holder.modules() if isinstance(module, tf.PreTrainedModel))
     adaattn_hf.check(thing)
-    assert adaattn_hf.explain(thing).layers
+    found, names = adaattn_hf.explain(thing), dict(holder.named_modules())
+    assert found.layers
+    assert found.model == type(tower).__name__
+    assert all(choice.layer in names for choice in found.layers)
     assert adaattn_hf.prepare(thing) is thing
     assert adaattn_hf.unpad_calls(thing) == {}
     assert "forward" in vars(tower) or tower._forward_pre_hooks

@@ -7,6 +7,7 @@ import pickle
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from adaattn_hf.patches.unpad import PaddedCallError, hooks
 
 from ..support.families import configured
 from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
+from .test_training import arguments, examples
 from .test_unpad import UNPADDED
 
 
@@ -48,20 +50,11 @@ def test_another_implementation_is_refused() -> None:
     assert "attn_implementation='adaattn'" in message
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_encoder_decoders_are_refused(name: str) -> None:
-    assert "encoder-decoder" in refusal_of(fresh_pair(name).ours)
-
-
-def test_cross_attention_is_refused() -> None:
-    config = config_of("bert")
-    config.is_decoder, config.add_cross_attention = True, True
-    assert "cross-attention" in refusal_of(tf.BertModel._from_config(config, attn_implementation="adaattn"))
-
-
 @pytest.mark.parametrize(
     ("kind", "cls", "changes", "words"),
     [
+        ("t5", tf.T5ForConditionalGeneration, {}, "encoder-decoder"),
+        ("bert", tf.BertModel, {"is_decoder": True, "add_cross_attention": True}, "cross-attention"),
         ("t5", tf.T5EncoderModel, {"is_encoder_decoder": False}, "relative position"),
         ("convbert", tf.ConvBertModel, {}, "convolutions"),
         (
@@ -72,7 +65,7 @@ def test_cross_attention_is_refused() -> None:
         ("clip", tf.CLIPModel, {"text_config": TOWER, "vision_config": TOWER}, "several towers"),
     ],
 )  # fmt: skip
-def test_what_mixes_rows_or_has_several_towers_is_refused(
+def test_what_mixes_rows_attends_across_or_has_several_towers_is_refused(
     kind: str, cls: Any, changes: dict[str, Any], words: str
 ) -> None:
     model = cls._from_config(configured(kind, changes), attn_implementation="adaattn")
@@ -168,35 +161,18 @@ def test_each_reason_is_counted(reason: str) -> None:
     assert adaattn_hf.unpad_calls(model) == {reason: 1}
 
 
-def test_an_error_inside_the_model_leaves_nothing_open() -> None:
+@pytest.mark.parametrize("error", [KeyError("broken layer"), KeyboardInterrupt()], ids=repr)
+def test_a_pass_that_ends_inside_the_model_leaves_nothing_open(error: BaseException) -> None:
+    """At once where it is an error, an interrupted one behind the next pass."""
     model = adaattn_hf.prepare(fresh_pair("llama").ours)
     mask = padding("right")
-
-    def fail(*_: Any) -> None:
-        raise KeyError("broken layer")
-
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(KeyError, match="broken layer"):
+    handle = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=error))
+    with pytest.raises(type(error)):
         model(tokens(), attention_mask=mask)
     handle.remove()
-    assert hooks._frames.get() == ()
+    assert hooks._frames.get() == () or isinstance(error, KeyboardInterrupt)
     with torch.no_grad():
         assert model.model(tokens(), attention_mask=mask).last_hidden_state.shape[:2] == mask.shape
-
-
-def test_an_interrupted_pass_is_forgotten_by_the_next_one() -> None:
-    model = adaattn_hf.prepare(fresh_pair("llama").ours)
-    mask = padding("right")
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(tokens(), attention_mask=mask)
-    handle.remove()
-    with torch.no_grad():
-        model.model(tokens(), attention_mask=mask)
     assert adaattn_hf.unpad_calls(model) == {UNPADDED: 2}
     assert hooks._frames.get() == ()
 
@@ -304,81 +280,25 @@ def test_caches_grow_where_padding_stays() -> None:
 def test_encoder_decoders_get_growing_caches() -> None:
     stock, ours = fresh_pair("bart")
     adaattn_hf.prepare(ours, unpad=False)
-    outs = [
-        m.generate(tokens(), attention_mask=padding("right"), max_new_tokens=6, return_dict_in_generate=True)
-        for m in (stock, ours)
-    ]
+    how: dict[str, Any] = dict(num_beams=2, max_new_tokens=6, return_dict_in_generate=True)
+    outs = [m.generate(tokens(), attention_mask=padding("right"), **how) for m in (stock, ours)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     layers = outs[1].past_key_values.self_attention_cache.layers
     assert {type(layer).__name__ for layer in layers} == {"FullLayer"}
 
 
 # ---------------------------------------------------------------- training and other libraries
-class Ragged(torch.utils.data.Dataset[dict[str, list[int]]]):
-    """Twelve sequences of 3 to 14 tokens."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        ids = tokens(batch=1, length=3 + index, seed=index)[0].tolist()
-        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": index % 2}  # type: ignore[dict-item]
-
-
-def collate(rows: list[dict[str, Any]], causal: bool) -> dict[str, Tensor]:
-    """Right padding; labels of padding are hidden."""
-
-    def padded(name: str, value: int) -> Tensor:
-        return nn.utils.rnn.pad_sequence([torch.tensor(r[name]) for r in rows], True, value)
-
-    batch = {"input_ids": padded("input_ids", 0), "attention_mask": padded("attention_mask", 0)}
-    batch["labels"] = padded("input_ids", -100) if causal else torch.tensor([r["labels"] for r in rows])
-    return batch
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_trainer_reaches_the_same_weights(causal: bool, tmp_path: Path) -> None:
     cls = tf.LlamaForCausalLM if causal else tf.BertForSequenceClassification
     stock, ours = build(cls, config_of("llama" if causal else "bert"))
     adaattn_hf.prepare(ours)
+    rows: Any = [one if causal else {**one, "labels": place % 2} for place, one in enumerate(examples(12))]
     losses = []
     for name, model in (("stock", stock), ("ours", ours)):
-        arguments = tf.TrainingArguments(
-            str(tmp_path / name),
-            per_device_train_batch_size=4,
-            max_steps=4,
-            learning_rate=1e-3,
-            gradient_accumulation_steps=2,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = tf.Trainer(model, arguments, train_dataset=Ragged(), data_collator=lambda rows: collate(rows, causal))
+        settings = arguments(tmp_path / name, max_steps=4, learning_rate=1e-3, gradient_accumulation_steps=2)
+        trainer = tf.Trainer(model, settings, train_dataset=rows)
         trainer.train()
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert adaattn_hf.unpad_calls(ours)[UNPADDED] >= 6
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-def test_adapters_of_peft_are_trained_without_padding() -> None:
-    peft = pytest.importorskip("peft")
-    stock, ours = fresh_pair("llama")
-    mask = padding("right")
-    labels = tokens().masked_fill(mask == 0, -100)
-    gradients = []
-    for model in (stock, ours):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        wrapped = peft.get_peft_model(model, config)
-        if model is ours:
-            adaattn_hf.prepare(wrapped)
-        wrapped(input_ids=tokens(), attention_mask=mask, labels=labels).loss.backward()
-        gradients.append({n: p.grad for n, p in wrapped.named_parameters() if p.requires_grad})
-    assert gradients[0]
-    for name, gradient in gradients[0].items():
-        assert_same(gradient, gradients[1][name])
-    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}

@@ -52,11 +52,6 @@ class Case:
         return next(name for name, logits in self.expected.items() if torch.equal(logits, found))
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def case() -> Case:
     return Case()

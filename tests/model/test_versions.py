@@ -33,13 +33,6 @@ def test_the_installed_versions_are_among_the_declared_ones() -> None:
     assert Version(Version(torch.__version__).base_version) in declared["torch"].specifier
 
 
-def test_names_are_registered_with_a_mask_function_each() -> None:
-    with registered(impossible=True):
-        for name in NAMES:
-            assert name in AttentionInterface._global_mapping
-            assert name in AttentionMaskInterface._global_mapping
-
-
 def test_every_name_has_one_for_the_engine_of_continuous_batching() -> None:
     """5.17 and 5.18 put `paged|` in front of it; later versions let in what holds `flash`."""
     assert engine_name("adaattn") == ("paged|adaattn" if Version("5.19") > HERE else "adaattn|flash")

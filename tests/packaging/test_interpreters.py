@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ..support.source_tree import ROOT
-from .test_metadata import project
+from .test_metadata import pythons
 
 TOOLS = ("bash", "cat", "dirname", "head", "make", "mktemp", "rm", "sed", "sh")
 OTHER = """#!/bin/sh
@@ -108,8 +108,7 @@ def test_an_environment_that_is_there_asks_for_no_python(path: Path, tmp_path: P
 
 
 def test_the_versions_that_serve_are_those_of_the_classifiers() -> None:
-    lines = project()["project"]["classifiers"]
-    declared = [line.rpartition(" ")[2] for line in lines if "Python :: 3." in line]
+    declared = pythons()
     script = (ROOT / ".ci" / "find-python").read_text(encoding="utf-8")
     bounds = [f"({version.replace('.', ', ')})" for version in (declared[0], declared[-1])]
     assert f"if not {bounds[0]} <= sys.version_info[:2] <= {bounds[1]}:" in script

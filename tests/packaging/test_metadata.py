@@ -26,6 +26,11 @@ def project() -> dict[str, Any]:
     return read
 
 
+def pythons() -> list[str]:
+    """Those of the classifiers, oldest first."""
+    return re.findall(r"Python :: (3\.\d+)", "\n".join(project()["project"]["classifiers"]))
+
+
 def recipe() -> dict[str, Any]:
     """The conda recipe, as far as it is YAML once its two variables stand in it."""
     text = (ROOT / "recipe" / "meta.yaml").read_text(encoding="utf-8")
@@ -116,11 +121,7 @@ def test_extras_that_are_named_exist() -> None:
 
 
 def test_the_pythons_of_the_classifiers_are_those_that_are_tested() -> None:
-    declared = {
-        line.rpartition(" ")[2]
-        for line in project()["project"]["classifiers"]
-        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", line)
-    }
+    declared = set(pythons())
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text(encoding="utf-8"))
     assert {row["python"] for row in workflow["jobs"]["suite"]["strategy"]["matrix"]["include"]} == declared
     assert min(declared, key=lambda text: int(text[2:])) == project()["project"]["requires-python"].removeprefix(">=")
@@ -130,8 +131,7 @@ def test_the_page_of_support_names_the_versions_of_the_package() -> None:
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (Python|PyTorch|Transformers) \| ([^|]+) \|", page, re.MULTILINE))
     read = project()["project"]
-    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(read["classifiers"]))
-    assert rows["Python"] == ", ".join(pythons)
+    assert rows["Python"] == ", ".join(pythons())
     bounds = requirements(read["dependencies"])
     assert bounds["pytorch"] == {f">={rows['PyTorch'].removesuffix(' or newer')}"}
     low, high = rows["Transformers"].split(" to 5.")

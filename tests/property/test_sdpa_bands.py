@@ -16,7 +16,7 @@ from adaattn_hf.backends import base
 from adaattn_hf.backends.sdpa import SdpaBackend, kernels, limits
 from adaattn_hf.backends.sdpa.masked import Band
 
-from ..support.requests import HALF, assert_right, assert_right_gradients, generator, leaves, requests
+from ..support.requests import HALF, assert_right, assert_right_gradients, generator, gradchecked, leaves, requests
 
 BACKEND = SdpaBackend()
 LOW = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300, "SHORT_KEYS": 0, "FEW_KEYS_HALF": 0}
@@ -158,22 +158,7 @@ LONG = {
 @pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])
 @pytest.mark.parametrize("case", list(LONG))
 def test_gradcheck(case: str, extra: str) -> None:
-    structure = LONG[case].with_changes()
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-    query = tensor(structure.batch, 2, structure.q_len, 3)
-    key, value = (tensor(structure.batch, 1, structure.kv_len, 3), tensor(structure.batch, 1, structure.kv_len, 3))
-    softcap = 3.0 if extra == "softcap" else None
-    name = {"sinks": "sink_logits", "bias": "bias"}.get(extra)
-    more = {"sinks": [tensor(2)], "bias": [tensor(1, 2, structure.q_len, structure.kv_len)]}.get(extra, [])
-
-    def attend(*given_: torch.Tensor) -> torch.Tensor:
-        named = {name: given_[3]} if name else {}
-        return BACKEND.attend(AttentionRequest(*given_[:3], structure, 0.6, softcap=softcap, **named)).out
-
-    assert torch.autograd.gradcheck(attend, (query, key, value, *more), fast_mode=True)
+    assert gradchecked(lambda asked: BACKEND.attend(asked).out, LONG[case].with_changes(), extra)
 
 
 @pytest.mark.parametrize("sinks", [0, 3])

@@ -29,6 +29,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats import paired, profile, spectrum
 
 from ..model import test_streaming_cache as streaming
+from . import cached
 from .choices import make_choice
 from .models import fresh_pair, padding, tokens
 from .requests import ON_CPU, leaves
@@ -103,7 +104,7 @@ def formats() -> Iterator[tuple[str, Any]]:
 
 
 def caches(model: Any) -> Iterator[tuple[str, Any]]:
-    ids = streaming.ids(2, LENGTH)
+    ids = cached.ids(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     for kept in ("model", "int8", "k8v4"):
@@ -111,11 +112,11 @@ def caches(model: Any) -> Iterator[tuple[str, Any]]:
             for pieces in ((20, 1, 12, 1), (1, 1, 9, 1, 6)):
                 cache = adaattn_hf.AdaAttnCache(model, kept, streaming=streams)
                 name = f"{kept} cache{' streaming' * streams} {pieces}"
-                yield name, streaming.run(model, ids, cache, *pieces, mask=mask)
+                yield name, cached.run(model, ids, cache, *pieces, mask=mask)
             with tempfile.TemporaryDirectory() as directory:
                 path = adaattn_hf.save_cache(cache, Path(directory) / "cache")
                 again = adaattn_hf.load_cache(path, model)
-            yield f"{name} again", streaming.run(model, ids, again, 2, 1, mask=mask)
+            yield f"{name} again", cached.run(model, ids, again, 2, 1, mask=mask)
         yield f"{kept} cache in words", str(adaattn_hf.explain(model, cache=kept))
 
 

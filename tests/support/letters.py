@@ -1,21 +1,47 @@
-"""A small LLaMA-class model whose tokens are letters, and a text of random letters for it."""
+"""A small LLaMA-class model whose tokens are letters, texts for it, and a calibration of it by a table of prices."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.policy.prices import PriceTable
 
-def lettered_llama(layers: int, seed: int = 0) -> LlamaForCausalLM:
+from .calibration import price_table
+
+LENGTH = 192
+CHOICES = (
+    "exact",
+    "int8",
+    "bf16",
+    "w32+16",
+    "w32+16 bf16",
+    "w32+16 int8",
+    "w64+16",
+    "w64+16 bf16",
+    "w64+16 int8",
+    "r16",
+)
+SETTINGS = CalibrationSettings(
+    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=4, most_held_out=8, tries=2, needles=2,
+    haystacks=1, bolder=1, windows=(32, 64),
+    families=("window", "bf16", "int8", "rank"),
+)  # fmt: skip
+
+
+def lettered_llama(layers: int = 2, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Random weights, the same at every call, with attention by adaattn; two query heads share a key/value head."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
     )  # fmt: skip
+    config = LlamaConfig(**sizes | changes)
     config._attn_implementation = "adaattn"
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model
@@ -40,3 +66,13 @@ def random_letters(path: Path) -> Path:
     lines = ("".join(map(chr, letters[i : i + 60])) for i in range(0, 6000, 60))
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+def letter_prices(**seconds: float) -> PriceTable:
+    """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
+
+    def cost(label: str) -> float:
+        part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
+        return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))
+
+    return price_table(LENGTH, {label: cost(label) for label in CHOICES})

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from .doors import door
@@ -340,6 +338,3 @@ def judge(call: Call) -> str:
     error_ = float((out.double() - truth)[compared].abs().amax()) if out[compared].numel() else 0.0
     assert error_ <= limit, f"{told}: off by {error_:.2e}, allowed {limit:.2e}"
     return "served"
-
-
-__all__ = ["AttentionRequest", "Call", "CallStructure", "judge", "malformed", "meaning"]

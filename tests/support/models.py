@@ -185,6 +185,17 @@ def switch_off_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
+def checkpointed(model: Any, reentrant: bool) -> None:
+    """Switch checkpointing on, by the name that the installed Transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
+def cacheless(name: str) -> dict[str, Any]:
+    """Keywords without which a recipe's model would make a cache."""
+    return {} if name in ENCODERS else {"use_cache": False}
+
+
 def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
     """Random token numbers `[batch, length]` without special tokens."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -206,6 +217,13 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | Non
     return mask
 
 
+@torch.no_grad()
+def logits(model: Any, length: int = LENGTH) -> Tensor:
+    """What a model makes of random tokens."""
+    found: Tensor = model(input_ids=tokens(length=length)).logits
+    return found
+
+
 def main_output(output: Any) -> Tensor:
     """What a model is run for: logits, or the last hidden state."""
     for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
@@ -213,6 +231,18 @@ def main_output(output: Any) -> Tensor:
             found: Tensor = getattr(output, name)
             return found
     raise TypeError(f"output: got {type(output).__name__}, expected one with logits or a last hidden state")
+
+
+class OfTensors(nn.Module):
+    """A recipe's model as a function of token ids and their mask, as tracers want it."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.options = model, cacheless(name)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The main output."""
+        return main_output(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options))
 
 
 def assert_same(expected: Tensor, actual: Tensor, valid: Tensor | None = None, rtol: float = RTOL) -> None:

@@ -22,9 +22,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 
 from .choices import precision_of
 from .malformed import Shown
-from .requests import DEFAULTS, HALF, bound, default_dtype, generator, requests
-
-__all__ = ["Planned", "choices", "judge", "planned"]
+from .requests import DEFAULTS, HALF, bound, default_dtype, generator, requests, words_of
 
 
 @st.composite
@@ -52,12 +50,9 @@ class Planned(Shown):
 
     def __repr__(self) -> str:
         """The plan and the call without their numbers."""
-        r, p = self.request, self.program
-        labels = [choice.label for choice in p.plan.choices]
-        shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
-        more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
-        more += f", default {self.default}"
-        return f"Planned({labels}, {p.max_length}, {self.backend}, {r.query.dtype}, {shapes}, {r.structure}, {more})"
+        labels = [choice.label for choice in self.program.plan.choices]
+        more = f"{words_of(self.request)}, default {self.default}"
+        return f"Planned({labels}, {self.program.max_length}, {self.backend}, {more})"
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Small plans for small models, without a calibration."""
+"""Small plans for small models, without a calibration; adapters on such models, and steps of training."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
+
+from .models import tokens
 
 PROVEN = Verified(True, 1e-4, 5e-4, 0.95, 1, 12, 4000, 2e-4, 1e-2, 0.995, None, None, 1.0, 1.0, 2e-4, "passed")
 """A verdict for plans whose proof is not what a test is about."""
@@ -56,6 +59,25 @@ def give(model: Any, choice: Choice, **where: Any) -> Plan:
     plan = plan_for(model, choice, **where)
     model.config.adaattn = {"plan": plan.to_dict()}
     return plan
+
+
+def lora(model: Any, *targets: str, **more: Any) -> Any:
+    """A model of language with adapters of rank 2 on some layers, or on projections of queries and values."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    modules = list(targets or ("q_proj", "v_proj"))
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=modules, task_type="CAUSAL_LM", **more))
+
+
+def stepped(model: Any, steps: int = 3) -> Any:
+    """The model after some steps of training."""
+    model.train()
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
 
 
 def said(heard: pytest.LogCaptureFixture, words: str) -> int:

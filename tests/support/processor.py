@@ -5,8 +5,6 @@ from __future__ import annotations
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import library
 
-__all__ = ["ROUNDS_BF16", "TILES_BF16"]
-
 _loaded = library()
 ROUNDS_BF16 = _loaded is None or of_level(_loaded.level_name).bf16
 """Whether heads in bf16 are rounded: without such instructions they are multiplied in float32, which loses nothing."""

@@ -117,6 +117,14 @@ def requests(
     return AttentionRequest(query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more)
 
 
+def words_of(request: AttentionRequest) -> str:
+    """A call without its numbers."""
+    r = request
+    shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
+    more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
+    return f"{r.query.dtype}, {shapes}, {r.structure}, {more}"
+
+
 def refuses(name: str, request: AttentionRequest) -> bool:
     """A backend says that it cannot serve a call."""
     backend = ON_CPU[name]
@@ -172,3 +180,21 @@ def assert_right_gradients(request: AttentionRequest, attend: Callable[[Attentio
         scale = max(1.0, float(right.abs().amax()), float(tensor.detach().abs().amax()))
         error, limit = float((mine - right).abs().amax()), 3e-6 * scale * (10 + scores)
         assert error <= limit, f"a gradient off by {error:.2e}, allowed {limit:.2e}"
+
+
+def gradchecked(attend: Callable[[AttentionRequest], Tensor], structure: CallStructure, extra: str) -> bool:
+    """Whether finite differences give the gradients of a call in double precision: plain, or with one `extra`."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
+    inputs = [drawn(batch, heads, length, 3) for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))]
+    name, shape = {"sinks": ("sink_logits", (4,)), "bias": ("bias", (1, 4, q_len, kv_len))}.get(extra, ("", ()))
+    inputs += [drawn(*shape)] if name else []
+
+    def run(*tensors: Tensor) -> Tensor:
+        more: dict[str, Any] = {"softcap": 3.0} if extra == "softcap" else {name: tensors[3]} if name else {}
+        return attend(AttentionRequest(*tensors[:3], structure, 0.6, **more))
+
+    return torch.autograd.gradcheck(run, inputs, fast_mode=True)

@@ -23,6 +23,7 @@ from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import PlanError
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+from tests.support.models import checkpointed, fresh_pair
 from tests.support.plans import plan_for
 
 TOLERANCE = 1e-5
@@ -33,17 +34,7 @@ if importlib.util.find_spec("accelerate"):
 
 def model() -> Any:
     """The same tiny model in every process."""
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    return tf.LlamaForCausalLM._from_config(config, attn_implementation="adaattn").train()
+    return fresh_pair("llama").ours.train()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +75,7 @@ def prepared(way: str, net: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     if way == "fsdp-checkpointing":
-        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        checkpointed(net, reentrant=False)
     mesh = init_device_mesh("cpu", (2,))
     for layer in net.model.layers:
         fully_shard(layer, mesh=mesh)

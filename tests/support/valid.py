@@ -14,7 +14,7 @@ from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from .doors import HUB, door
 from .malformed import Layer, Shown
-from .requests import DEFAULTS, HALF, assert_right, assert_right_gradients, default_dtype, refuses, requests
+from .requests import DEFAULTS, HALF, assert_right, assert_right_gradients, default_dtype, refuses, requests, words_of
 
 
 @dataclass(repr=False)
@@ -28,9 +28,7 @@ class Valid(Shown):
 
     def __repr__(self) -> str:
         """The call without its numbers."""
-        r = self.request
-        shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
-        words = f"{r.query.dtype}, {shapes}, {r.structure}, default {self.default}"
+        words = f"{words_of(self.request)}, default {self.default}"
         return f"Valid({self.backend}, {words}, gradient={self.gradient})"
 
 

@@ -7,8 +7,6 @@ import torch
 import transformers as tf
 from packaging.version import Version
 
-__all__ = ["OLD_TORCH", "needs_tracing", "skip_what_stock_cannot"]
-
 OLD_TORCH = Version(torch.__version__) < Version("2.7")
 needs_tracing = pytest.mark.skipif(
     OLD_TORCH, reason="torch before 2.7 cannot trace Transformers' models whole, stock attention neither"

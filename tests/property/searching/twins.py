@@ -15,7 +15,7 @@ from adaattn_hf.patches.models.families import FAMILIES
 from tests.support.families import LISTED, configured, models
 from tests.support.kernels import kernel
 
-DECODERS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, **LISTED["decoders"]}
+DECODERS: dict[str, dict[str, Any]] = LISTED["decoders"]
 ENCODERS: dict[str, dict[str, Any]] = {"bert": {}, **LISTED["encoders"]}
 BORDERLESS = tuple(sorted(name for name, family in FAMILIES.items() if family.loses_borders))
 """Families that lose the borders of documents on the way from positions to attention."""

@@ -21,7 +21,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support.doors import HUB, door
 from tests.support.malformed import Layer, Shown, raised_here
-from tests.support.requests import DEFAULTS, bound, default_dtype, generator, requests
+from tests.support.requests import DEFAULTS, bound, default_dtype, generator, requests, words_of
 
 DOORS = (None, None, "native", "sdpa", "eager", HUB, HUB, HUB)
 WAYS = ("called", "called", "traced", "forward mode", "batched")
@@ -52,10 +52,8 @@ class Way(Shown):
 
     def __repr__(self) -> str:
         """The call without its numbers."""
-        r = self.request
-        shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
-        more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}, default {self.default}"
-        return f"Way({self.door}, {self.way}, {self.form}, {self.said}, {shapes}, {r.structure}, {more})"
+        more = f"{words_of(self.request)}, default {self.default}"
+        return f"Way({self.door}, {self.way}, {self.form}, {self.said}, {more})"
 
 
 @st.composite
