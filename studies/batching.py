@@ -113,7 +113,8 @@ def page(section: Section) -> str:
     for cell in section.cells:
         arm, n, _ = cell["cell"].rsplit(", ", 2)
         turns.setdefault((arm, n), []).append(cell)
-    rows, found = [], {}
+    rows: list[tuple[str, ...]] = []
+    found = {}
     for (arm, n), cells in turns.items():
         if failed := next((cell["failed"] for cell in cells if "failed" in cell), None):
             rows.append((arm, n, "", failed, "", ""))

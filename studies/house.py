@@ -210,11 +210,11 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
-        Limit("lines of Python in the wheel", sum(lines.values()), 33_200),
-        Limit("lines of studies", lines_under(root, "studies"), 6_360),
-        Limit("lines of tests", lines_under(root, "tests"), 41_350),
+        Limit("lines of Python in the wheel", sum(lines.values()), 32_500),
+        Limit("lines of studies", lines_under(root, "studies"), 5_430),
+        Limit("lines of tests", lines_under(root, "tests"), 40_200),
         Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 36),
-        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 31),
+        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 32),
     ]
 
 

@@ -88,8 +88,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
-            flash = ("fa4", "triton", "fa3", "fa2")
-            return ("sdpa", *flash, "eager") if masked_in_training(spec) else (*flash, "sdpa", "eager")
+            by_runs = ("fa4", "triton", "fa3", "fa2")
+            return ("sdpa", *by_runs, "eager") if masked_in_training(spec) else (*by_runs, "sdpa", "eager")
         # three narrow heads of a group share their keys in our kernel for Hopper, which then is ahead of flash-attn 3
         three = spec.groups % 3 == 0 and max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         short = spec.head_dim == _WIDE_HEAD and spec.packed <= _SHORT_DOCUMENTS

@@ -134,7 +134,7 @@ def test_an_unknown_level_is_said_by_every_call_that_asks_for_one(
 ) -> None:
     """Another backend in its place would be slower without a word."""
     monkeypatch.setenv(library.LEVEL_VARIABLE, "garbage")
-    monkeypatch.setattr(library, "_opened", library._opened.__wrapped__)
+    monkeypatch.setattr(library, "_missing", None)
     query = torch.randn(1, 3, 5, 40)
     for _ in range(2):
         with pytest.raises(UsageError, match="ADAATTN_NATIVE_LEVEL: got 'garbage', expected one of"):
@@ -144,7 +144,7 @@ def test_an_unknown_level_is_said_by_every_call_that_asks_for_one(
 
 def test_doctor_names_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.LEVEL_VARIABLE, "garbage")
-    monkeypatch.setattr(library, "_opened", library._opened.__wrapped__)
+    monkeypatch.setattr(library, "_missing", None)
     done = CliRunner().invoke(main.app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
     states = {one["name"]: one["state"] for one in json.loads(done.stdout)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import struct
@@ -178,20 +177,27 @@ def _why_not_built(directory: Path) -> str:
     return str(reason) if reason else f"the report of its build says nothing; {rebuild}"
 
 
-@functools.cache
-def _opened() -> tuple[Library | None, tuple[str, ...]]:
-    """The library that lies here, looked for once."""
-    return load(Path(__file__).parent)
+_library: Library | None = None
+_missing: tuple[str, ...] | None = None  # None until it was looked for
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _open() -> tuple[str, ...]:
+    """Look for the library, once; a tracer runs this and takes the answer as a plain value."""
+    global _library, _missing
+    if _missing is None:
+        _library, _missing = load(Path(__file__).parent)
+    return _missing
 
 
 def missing() -> tuple[str, ...]:
     """All that stands in the way of the native kernels here; empty if nothing does."""
-    return _opened()[1]
+    return _open() if _missing is None else _missing
 
 
 def library() -> Library | None:
     """The loaded library, or None; `missing` says why."""
-    return _opened()[0]
+    return None if missing() else _library
 
 
 def loaded() -> Library:
@@ -202,7 +208,6 @@ def loaded() -> Library:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def level_here() -> str:
     """Name of the instruction set that calls use on this machine, `none` without the library."""
     found = library()

@@ -92,8 +92,7 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None = None) -> dict
     from adaattn_hf.backends.native import library as native
 
     if library is not None:
-        found = native.load(library)
-        native._opened = lambda: found  # type: ignore[assignment]
+        native._library, native._missing = native.load(library)
     if native.missing():
         raise SystemExit("; ".join(native.missing()))
     torch.set_num_threads(1)
