@@ -235,6 +235,10 @@ class AttentionResult(NamedTuple):
     lse: Tensor | None = None
 
 
+_LIGHT_PRODUCTS = 1 << 33
+"""Products of numbers, pairs of all heads times their channels, below which training is light."""
+
+
 class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
@@ -286,6 +290,18 @@ class CallSpec(NamedTuple):
     def per_head(self) -> bool:
         """Whether heads are asked for different things."""
         return self.head_windows or self.head_precision != "model"
+
+    @property
+    def light_training(self) -> bool:
+        """Whether training over runs is so light that a CUDA device waits for the host.
+
+        Which launches torch's kernels, with one mask for all layers, sooner than any that know of runs: found by whole
+        steps of BERT-base and of a model shaped like Qwen2.5-0.5B on an H100.
+        """
+        plain = not (self.per_head or self.softcap or self.sink_logits or self.need_lse or self.compiling)
+        light = 0 < self.pairs * (self.head_dim + self.head_dim_v) < _LIGHT_PRODUCTS
+        ours = self.device == "cuda" and self.dtype != torch.float32 and self.kind == "ragged"
+        return self.needs_grad and plain and light and ours
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""

@@ -43,7 +43,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     | on CUDA | first |
     | --- | --- |
     | plain calls | torch; heavy ones: flash-attn 3, built for inference, or 4; on Hopper where `_ahead`: ours |
-    | heavy plain steps | ours where torch would plan a kernel for each number of keys |
+    | heavy plain steps | ours on Hopper, where torch would plan a kernel for each number of keys |
     | runs (padding, documents), one query | ours, which gathers nothing; heavy packed rows: flash-attn 3 |
     | runs with gradients | flash-attn 4; light ones: torch with a mask |
     | windows, softcap, sinks, dense masks | flash-attn 3 or 4 |
@@ -62,9 +62,6 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
-    from .sdpa.kernels import steps_by_flash  # registering names does not need how torch's kernels are called
-    from .sdpa.limits import masked_in_training
-
     if spec.stored is not None and not spec.per_head:
         return ("triton", "eager")  # nobody else reads codes
     if spec.kind == "ragged" and spec.holes is None and not spec.decode:
@@ -80,7 +77,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("triton", "fa4") if own else ("fa4", "triton")
     if not special and spec.decode and spec.keys >= _SHARED_KEYS:
         read = spec.pairs // spec.groups * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-        if spec.dtype == torch.float32 or (read >= _STEP_BYTES and steps_by_flash(spec)):
+        if spec.dtype == torch.float32 or (read >= _STEP_BYTES and not spec.needs_grad and TRITON.specialised(spec)):
             return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
         own = spec.kind == "causal" and not spec.needs_grad and _ahead(spec) and TRITON.specialised(spec)
@@ -89,7 +86,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
             by_runs = ("fa4", "triton", "fa3", "fa2")
-            return ("sdpa", *by_runs, "eager") if masked_in_training(spec) else (*by_runs, "sdpa", "eager")
+            return ("sdpa", *by_runs, "eager") if spec.light_training else (*by_runs, "sdpa", "eager")
         # three narrow heads of a group share their keys in our kernel for Hopper, which then is ahead of flash-attn 3
         three = spec.groups % 3 == 0 and max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         short = spec.head_dim == _WIDE_HEAD and spec.packed <= _SHORT_DOCUMENTS

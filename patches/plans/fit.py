@@ -162,7 +162,9 @@ def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | 
     if index is None and (model := model_of(module)) is not None:
         number_layers(model)
         index = getattr(module, "layer_idx", None)
-    layer = plan.layer(index)
+    layer, depth = plan.layer(index), getattr(config, "num_hidden_layers", None)
+    if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
+        raise PlanError(f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model")
     if layer is None:
         return None
     if not isinstance(raw[CONFIG_KEY], Allowed):

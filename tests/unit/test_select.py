@@ -13,7 +13,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import base, select
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
-from adaattn_hf.backends.sdpa import dispatch, kernels
+from adaattn_hf.backends.sdpa import dispatch
 
 
 class Picky(Backend):
@@ -186,15 +186,13 @@ def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict
     assert (dispatch.way_of(asked) is dispatch._masked) is (first == "sdpa")
 
 
-@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize("pairs", [1 << 20, 1 << 19])
-def test_heavy_steps_are_ours_where_torch_would_plan_a_kernel_for_each_number_of_keys(
-    pairs: int, plans: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "_cudnn_comes_first", lambda index: plans)
+def test_heavy_steps_are_ours_on_hopper(pairs: int, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
     step: dict[str, Any] = {"device": "cuda", "kind": "suffix", "decode": True, "keys": 1 << 15, "pairs": pairs}
     heads: dict[str, Any] = {"dtype": torch.float16, "groups": 4, "head_dim": 128, "head_dim_v": 128}
-    assert (select.order(spec(**step | heads))[0] == "triton") is (plans and pairs == 1 << 20)
+    assert (select.order(spec(**step | heads))[0] == "triton") is (hopper and pairs == 1 << 20)
 
 
 def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> None:

@@ -69,7 +69,7 @@ def way_of(spec: CallSpec) -> Way:
         return _causal if spec.kind == "causal" else _full
     if spec.decode and spec.device == "cpu":
         return attend_few
-    if limits.masked_in_training(spec) or (spec.kind == "ragged" and spec.holes is None and not spec.decode):
+    if spec.light_training or (spec.kind == "ragged" and spec.holes is None and not spec.decode):
         return _masked
     return _over_runs(walks_runs(spec.device, spec.dtype, spec.head_dim, spec.head_dim_v))
 
