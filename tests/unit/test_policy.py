@@ -7,10 +7,10 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from adaattn_hf.calibration.search import REHEARSED
 from adaattn_hf.calibration.state import CalibrationState
@@ -469,20 +470,16 @@ def test_a_solver_that_writes_past_python_is_not_heard(capfd: pytest.CaptureFixt
 
 
 @pytest.mark.skipif(os.name != "posix", reason="its C library goes by another name elsewhere")
-def test_progress_is_heard_while_a_solver_is_not() -> None:
-    program = """
-import os, threading
-from rich.console import Console
-from adaattn_hf.policy.silence import silenced
-with silenced():
-    os.write(1, b"from the solver")
-    beat = threading.Thread(target=Console().print, args=("joint: 20 %",))
-    beat.start()
-    beat.join()
-print("after")
-"""
-    told = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout == "joint: 20 %\nafter\n"
+def test_progress_is_heard_while_a_solver_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "out").open("w", encoding="utf-8") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        with silenced(out.fileno()):
+            os.write(out.fileno(), b"from the solver")
+            beat = threading.Thread(target=Console().print, args=("joint: 20 %",))
+            beat.start()
+            beat.join()
+        print("after")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "joint: 20 %\nafter\n"
 
 
 def test_allocating_is_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
