@@ -295,8 +295,8 @@ class CallSpec(NamedTuple):
     def light_training(self) -> bool:
         """Whether training over runs is so light that a CUDA device waits for the host.
 
-        Which launches torch's kernels, with one mask for all layers, sooner than any that know of runs: found by whole
-        steps of BERT-base and of a model shaped like Qwen2.5-0.5B on an H100.
+        The host then launches torch's kernels, with one mask for all layers, sooner than any that know of runs: found
+        by whole steps of BERT-base and of a model shaped like Qwen2.5-0.5B on an H100.
         """
         plain = not (self.per_head or self.softcap or self.sink_logits or self.need_lse or self.compiling)
         light = 0 < self.pairs * (self.head_dim + self.head_dim_v) < _LIGHT_PRODUCTS
