@@ -14,8 +14,6 @@ from .wording import allowed
 if TYPE_CHECKING:
     from .plan import Plan
 
-CARD_FILE = "README.md"
-
 
 def card(plan: Plan, repository: str) -> str:
     """Returns the card of a directory or repository that holds a plan: whose it is, and what was proven."""

@@ -210,8 +210,8 @@ def _planned(program: Program, request: AttentionRequest, backend: str | None) -
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
         together = replace(some_heads(request, asked.heads), per_head=asked.rules)
-        if select.serving(spec_of(together, backend), backend) is not None:
-            parts.append((asked.heads, select.attend(together, backend)))
+        if (serving := select.serving(spec_of(together, backend), backend)) is not None:
+            parts.append((asked.heads, serving.attend(together)))
     for choice, heads in asked.apart if parts else program.launches:
         part = some_heads(request, heads)
         parts.append((heads, choice.attend(part, heads, program.tensors, backend)))

@@ -17,7 +17,7 @@ from typing import Any
 from .._files import parse_json, write_atomically
 from ..attention.stored import FORMATS
 from . import store
-from .card import CARD_FILE, card
+from .card import card
 from .choices import EXACT, Choice
 from .evidence import MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
 from .record import PlanError, read_list, read_record, real, share, text, whole
@@ -301,8 +301,8 @@ class Plan:
         if data is not None:
             write_atomically(place / store.TENSORS_FILE, data)
         write_atomically(place / store.PLAN_FILE, self.to_json())
-        if not (place / CARD_FILE).exists():
-            write_atomically(place / CARD_FILE, card(self, str(directory)))
+        if not (place / store.CARD_FILE).exists():
+            write_atomically(place / store.CARD_FILE, card(self, str(directory)))
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Uploads the plan, its tensors and a card to a repository of the Hub, which is made where there is none.
@@ -321,7 +321,7 @@ class Plan:
             PlanError: Its tensors are not in memory.
         """
         with tempfile.TemporaryDirectory() as place:
-            write_atomically(Path(place, CARD_FILE), card(self, repo_id))
+            write_atomically(Path(place, store.CARD_FILE), card(self, repo_id))
             self.save_pretrained(place)
             return store.upload(place, repo_id, private, token)
 

@@ -14,7 +14,8 @@ from .._files import parse_json
 from .record import PlanError
 from .tensors import LayerTensors
 
-PLAN_FILE, TENSORS_FILE, CONFIG_FILE = "adaattn_plan.json", "adaattn_plan.safetensors", "config.json"
+PLAN_FILE, TENSORS_FILE = "adaattn_plan.json", "adaattn_plan.safetensors"
+CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 CONFIG_KEY, CARRIED = "plan", "tensors"
 """Keys of a plan and of its tensors, in base64, in a configuration's settings."""
 MOST_BYTES = 1 << 24
@@ -61,7 +62,7 @@ def upload(directory: str, repo_id: str, private: bool | None, token: str | None
 
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
-    rest = ["README.md"] if api.file_exists(repo_id, CONFIG_FILE) else None
+    rest = [CARD_FILE] if api.file_exists(repo_id, CONFIG_FILE) else None
     done = api.upload_folder(
         repo_id=repo_id, folder_path=directory, commit_message="Upload a plan of attention", ignore_patterns=rest
     )
