@@ -62,7 +62,7 @@ def page(data: dict[str, Any]) -> str:
     lines += [
         "",
         "Plans keep the first 16. vLLM, SGLang and llama.cpp keep none beside a window, so that the windows of a plan",
-        "are not exported to them ([other engines](../guides/other-engines.md)).",
+        "are not for them ([other engines](../guides/other-engines.md)).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import sys
@@ -42,16 +43,18 @@ class Finding:
         name: What was checked.
         state: What was found; empty where it is missing.
         remedy: How to get what is missing; empty where nothing is.
+        brief: What the summary says of it; empty where it names it among what is not here, or leaves it out.
     """
 
     about: str
     name: str
     state: str
     remedy: str = ""
+    brief: str = ""
 
 
 def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print everything, in tables.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show versions, CPU, GPU, backends and packages; what is missing, and how to install it.
@@ -62,68 +65,50 @@ def doctor(
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        (show if verbose else summarise)(findings, Console())
+        Console().print(table(findings, verbose=verbose))
     raise typer.Exit(int(any(finding.about == "versions" and finding.remedy for finding in findings)))
 
 
-def summarise(findings: list[Finding], console: Console) -> None:
-    """Print a line per subject, and the remedy for each missing part that is not optional."""
+def table(findings: list[Finding], *, verbose: bool) -> Table:
+    """A line per subject and the remedy of each part that is not optional; verbose: a line per finding."""
     from rich.markup import escape
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for about in dict.fromkeys(finding.about for finding in findings):
-        own = [finding for finding in findings if finding.about == about]
-        here = [finding for finding in own if finding.state and not (finding.remedy or finding.state[:4] == "not ")]
-        words = {
-            "versions": [f"{finding.name} {finding.state.partition(' (')[0]}" for finding in here[:4]],
-            "cpu": [
-                f"{finding.name} {finding.state.partition(' (')[0]}"
-                for finding in here
-                if finding.name in ("system", "native kernels")
-            ],
-            "gpu": [f"{finding.name}: {finding.state}" for finding in own],
-        }.get(about, [finding.name for finding in here])
-        table.add_row(about, escape(", ".join(words)) or "none")
-        apart = [finding.name for finding in own if finding not in here]
-        if apart and about in ("backends", "packages"):
-            table.add_row("", escape(f"not here: {', '.join(apart)} (--verbose says why)"))
-    for finding in findings:
+    drawn = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for about, group in itertools.groupby(findings, lambda finding: finding.about):
+        lines = list(group)
+        if verbose:
+            drawn.add_row(f"[bold]{about}[/]")
+            for line in lines:
+                missing = f"[yellow]missing:[/] {escape(line.remedy)}" if line.remedy else ""
+                drawn.add_row(escape(line.name), "; ".join(filter(None, (escape(line.state), missing))))
+            continue
+        drawn.add_row(about, escape(", ".join(line.brief for line in lines if line.brief)) or "none")
+        if about in ("backends", "packages") and (absent := [line.name for line in lines if not line.brief]):
+            drawn.add_row("", escape(f"not here: {', '.join(absent)} (--verbose says why)"))
+    for finding in findings if not verbose else ():
         if finding.remedy and finding.about != "packages":
-            table.add_row("[yellow]missing[/]", escape(f"{finding.name}: {finding.remedy}"))
-    console.print(table)
-
-
-def show(findings: list[Finding], console: Console) -> None:
-    """Print one table per subject."""
-    from rich.markup import escape
-
-    for about in dict.fromkeys(finding.about for finding in findings):
-        table = Table(title=about, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for finding in findings:
-            if finding.about == about:
-                missing = f"[yellow]missing:[/] {escape(finding.remedy)}" if finding.remedy else ""
-                table.add_row(finding.name, "; ".join(filter(None, (escape(finding.state), missing))))
-        console.print(table)
-        console.print()
+            drawn.add_row("[yellow]missing[/]", escape(f"{finding.name}: {finding.remedy}"))
+    return drawn
 
 
 def versions() -> Iterator[Finding]:
     """This package, Python and required packages, compared with the bounds in the metadata."""
     from packaging.requirements import Requirement
 
-    yield Finding("versions", "adaattn-hf", importlib.metadata.version("adaattn-hf"))
-    yield Finding("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    version = importlib.metadata.version("adaattn-hf")
+    yield Finding("versions", "adaattn-hf", version, brief=f"adaattn-hf {version}")
+    python = platform.python_version()
+    yield Finding("versions", "Python", f"{python} ({sys.executable})", brief=f"Python {python}")
     for line in importlib.metadata.requires("adaattn-hf") or ():
         requirement = Requirement(line)
         if requirement.marker is not None:
             continue  # of an extra
         version = installed(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
-        yield Finding("versions", requirement.name, version, "" if fits else f"pip install '{requirement}'")
+        brief = f"{requirement.name} {version}" if fits and requirement.name in ("torch", "transformers") else ""
+        yield Finding("versions", requirement.name, version, "" if fits else f"pip install '{requirement}'", brief)
 
 
 def installed(name: str) -> str:
@@ -142,13 +127,12 @@ def processor() -> Iterator[Finding]:
     from adaattn_hf.backends.native.build import compiler
     from adaattn_hf.backends.native.library import level_names, library, missing
 
-    yield Finding("cpu", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    yield Finding("cpu", "system", system, brief=system)
     yield Finding("cpu", "instruction set", f"torch sees {torch.backends.cpu.get_cpu_capability()}")
     yield Finding("cpu", "threads", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
-    found = compiler()
-    yield Finding(
-        "cpu", "C++ compiler", " ".join(found or ()), "" if found else "apt install g++, or conda install cxx-compiler"
-    )
+    found = " ".join(compiler() or ())
+    yield Finding("cpu", "C++ compiler", found, "" if found else "apt install g++, or conda install cxx-compiler")
     try:
         kernels = library()
     except UsageError as error:
@@ -156,12 +140,10 @@ def processor() -> Iterator[Finding]:
         return
     if kernels is None:
         yield Finding("cpu", "native kernels", "; ".join(missing()), "python -m adaattn_hf.backends.native")
-    else:
-        state = (
-            f"{kernels.level_name} of {', '.join(level_names())} ({of_level(kernels.level_name).words()}); "
-            f"{kernels.threads or 'all threads of torch'}"
-        )
-        yield Finding("cpu", "native kernels", state)
+        return
+    level = f"{kernels.level_name} of {', '.join(level_names())}"
+    state = f"{level} ({of_level(kernels.level_name).words()}); {kernels.threads or 'all threads of torch'}"
+    yield Finding("cpu", "native kernels", state, brief=f"native kernels {level}")
 
 
 def devices() -> Iterator[Finding]:
@@ -172,17 +154,16 @@ def devices() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        made = f"for CUDA or ROCm {built}" if built else "without CUDA"
-        yield Finding("gpu", "none", f"torch {torch.__version__} is built {made}")
+        state = f"torch {torch.__version__} is built {f'for CUDA or ROCm {built}' if built else 'without CUDA'}"
+        yield Finding("gpu", "none", state, brief=f"none: {state}")
     for index in range(torch.cuda.device_count()):
         facts: Any = torch.cuda.get_device_properties(index)
-        memory = f"{facts.total_memory / 2**30:.0f} GiB"
         can = capability(torch.device("cuda", index))
-        yield Finding(
-            "gpu",
-            f"cuda:{index}",
-            f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}: {can.words() if can else 'ROCm'}",
+        state = (
+            f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}: "
+            f"{can.words() if can else 'ROCm'}"
         )
+        yield Finding("gpu", f"cuda:{index}", state, brief=f"cuda:{index}: {state}")
 
 
 def backends() -> Iterator[Finding]:
@@ -198,14 +179,15 @@ def backends() -> Iterator[Finding]:
             lacking = (str(error),)
         if backend.device == "cuda" and not torch.cuda.is_available():
             lacking = ("CUDA only, no GPU here", *lacking)
-        yield Finding("backends", name, f"not here: {'; '.join(lacking)}" if lacking else "installed")
+        state = f"not here: {'; '.join(lacking)}" if lacking else "installed"
+        yield Finding("backends", name, state, brief="" if lacking else name)
 
 
 def packages() -> Iterator[Finding]:
     """Optional packages."""
     for module, use in PACKAGES.items():
         name = module.replace("_", "-")
-        there = importlib.util.find_spec(module) is not None
-        yield Finding(
-            "packages", name, f"{installed(name)}, {use}" if there else use, "" if there else f"pip install {name}"
-        )
+        if importlib.util.find_spec(module) is not None:
+            yield Finding("packages", name, f"{installed(name)}, {use}", brief=name)
+        else:
+            yield Finding("packages", name, use, f"pip install {name}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import os
 import re
 import shutil
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 COMMANDS: dict[str, str] = {
     "eval": "adaattn_hf.cli.eval:evaluate",
@@ -38,17 +39,6 @@ COMMANDS: dict[str, str] = {
 PACKAGE = "adaattn_hf"
 REST = "Advanced"
 """The panel of options that no other names."""
-RENAMED = {
-    "--out": "--output-dir",
-    "--output": "--output-dir",
-    "--impl": "--attn-implementation",
-    "--ours": "--attn-implementation",
-    "--against": "--baseline",
-    "--implementations": "--baseline",
-    "--against-plan": "--baseline-plan",
-    "--batch": "--batch-size",
-}
-"""Options of the last version to those of this one: taken with a warning, and gone in the next."""
 
 
 def load_command(name: str) -> Any:
@@ -59,7 +49,7 @@ def load_command(name: str) -> Any:
     if group is None:
         group = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        group.command(name, cls=Command, context_settings=settings)(getattr(module, function))
+        group.command(name, context_settings=settings)(getattr(module, function))
     command = typer.main.get_command(group)
     command.name = name
     panels = {name: panel for panel, names in getattr(module, "PANELS", {}).items() for name in names}
@@ -92,8 +82,8 @@ def outline(name: str) -> Any:
 def called(name: str, child: str | None, /, **values: Any) -> Any:
     """Call a subcommand, or one of a group's, with its module imported as part of the package."""
     try:
-        if not sys.stderr.isatty():
-            no_foreign_bars()  # a bar that nobody sees grow is a line of noise
+        if name != "run" and not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # a library's bar that nobody sees grow is a line of noise
         if not hasattr(sys.modules[PACKAGE], "__version__"):  # found by `adaattn_command`, and not executed
             for module in [module for module in sys.modules if module.partition(".")[0] == PACKAGE]:
                 del sys.modules[module]
@@ -113,28 +103,6 @@ def without_types(parameters: Iterable[Any]) -> list[Any]:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     return known
-
-
-def no_foreign_bars() -> None:
-    """Turn off the progress bars of other libraries in this process."""
-    from tqdm.std import tqdm
-
-    tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
-
-
-class Command(TyperCommand):
-    """A subcommand that also takes old names of its options."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Like typer's; replaces renamed options by their new names, with a warning."""
-        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        for place, word in enumerate(args):
-            old, equals, value = word.partition("=")
-            new = RENAMED.get(old)
-            if old not in known and new in known:
-                typer.echo(f"warning: {old} is called {new} now; the next version knows {new} alone", err=True)
-                args[place] = f"{new}{equals}{value}"
-        return super().parse_args(ctx, args)
 
 
 class LazyCommands(TyperGroup):

@@ -31,7 +31,7 @@ OwnPath = Annotated[Path | None, typer.Argument(help=f"{A_PLAN} Default: {PLAN_D
 
 @app.callback()
 def plan() -> None:
-    """Show a plan, compare two, export one for flex_attention, or explore other budgets."""
+    """Show a plan, compare two, or explore other budgets."""
 
 
 @app.command()
@@ -108,32 +108,6 @@ def diff(
         tell(console, line)
     for name, (_, words) in figures[0].items():
         tell(console, f"{name}: {words} -> {figures[1][name][1]}")
-
-
-@app.command()
-def export(
-    path: OwnPath = None,
-    *,
-    to: Annotated[
-        str, typer.Option(help="flex: JSON with the window and first keys of each layer and key/value head.")
-    ],
-    output: Annotated[Path, typer.Option(help="File to write.")],
-    as_json: AsJson = False,
-) -> None:
-    """Export a plan's windows for flex_attention, which then computes the same function; other plans are refused.
-
-    Exit codes: 0 done; 2 wrong arguments, no plan, or a plan that would not keep its budget there.
-    """
-    from ..plans.export import exported
-    from ..plans.plan import Plan, PlanError
-
-    with ending(default=path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place = _place(path)
-        _draw("--output", output, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
-    if as_json:
-        print_json({"written": str(output)})
-        return
-    tell(Console(), f"written: {output}")
 
 
 @app.command()

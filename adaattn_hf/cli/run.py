@@ -1,14 +1,12 @@
-"""`adaattn run`: runs another program with AdaAttn's names registered, for tools with `--attn_implementation`."""
+"""`adaattn run`: runs a Python program with AdaAttn's names registered, for tools with `--attn_implementation`."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import importlib.metadata
+import runpy
 import sys
-import sysconfig
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,68 +14,59 @@ from ..errors import UsageError
 from .interrupt import leave
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-PLAN = "ADAATTN_PLAN"
-"""Environment variable by which the startup directory is told of the plan."""
-STARTUP = Path(__file__).with_name("startup")
-"""Directory that goes in front of the program's path; holds one `sitecustomize`."""
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="A program and its arguments, after `--`.")],
+    command: Annotated[
+        list[str], typer.Argument(help="FILE.py, -m MODULE, or an installed Python program; then its arguments.")
+    ],
     plan: Annotated[
         Path | None,
         typer.Option(help="Plan (directory or hub id) for models that carry none. Models of another type refuse it."),
     ] = None,
 ) -> None:
-    """Run a program in which `adaattn` is a registered attention implementation; nothing else changes.
+    """Run a Python program in which `adaattn` is a registered attention implementation; nothing else changes.
 
-    Example: `adaattn run -- trl sft --attn_implementation adaattn …`. The names are registered when the program imports
-    Transformers, also in Python processes that it starts. This does not reach a Python that ignores its environment
-    (`-E`, `-I`).
-
-    Where the system allows it, the program replaces this process, so signals reach it directly.
+    Examples: `adaattn run train.py …`, `adaattn run -m trl.scripts.sft --attn_implementation adaattn …`. The program
+    runs in this process. Where it starts other processes, let each begin with it, as in
+    `accelerate launch --no_python adaattn run train.py …`.
 
     Exit codes: those of the program; 2 if there is no such program.
     """
+    import adaattn_hf  # noqa: F401 - registers the names
+
     if plan is not None:
-        _refuse_no_plan(plan)
-    # the programs of this environment are found where it is not activated, too
-    program = shutil.which(command[0]) or shutil.which(command[0], path=sysconfig.get_path("scripts"))
-    if program is None:
+        _give(plan)
+    if command[0] == "-m" and len(command) > 1:
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif Path(command[0]).is_file():
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))  # as `python FILE.py` does
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        sys.argv = command
+        raise SystemExit(_console_script(command[0])())
+
+
+def _console_script(name: str) -> Any:
+    scripts = importlib.metadata.entry_points(group="console_scripts", name=name)
+    if not scripts:
         leave(
             UsageError(
-                f"command: got {command[0]!r}, which is neither on the PATH nor in {sysconfig.get_path('scripts')}; "
-                "give a program and its arguments after --"
+                f"command: got {name!r}, expected a file, -m MODULE or a Python program installed in {sys.prefix}; "
+                "Python itself is not named: adaattn run train.py"
             )
         )
-    # running what the user gave is what the command is for
-    if os.name == "posix":  # it takes our place, and our signals
-        sys.stdout.flush()
-        try:
-            os.execve(program, [program, *command[1:]], environment(plan))  # noqa: S606
-        except OSError as error:
-            leave(
-                UsageError(
-                    f"command: {program} cannot be started: {error.strerror}; a script names its program in "
-                    "its first line, as in #!/bin/sh"
-                )
-            )
-    raise typer.Exit(subprocess.run([program, *command[1:]], env=environment(plan), check=False).returncode)  # noqa: S603
+    return next(iter(scripts)).load()
 
 
-def _refuse_no_plan(directory: Path) -> None:
-    from adaattn_hf.patches.plans.everywhere import configuration_of
+def _give(directory: Path) -> None:
+    from adaattn_hf.patches.plans.everywhere import give
 
-    from ..plans.plan import Plan, PlanError
+    from ..plans.plan import PlanError
 
     try:
-        configuration_of(Plan.from_pretrained(directory))
+        give(directory)
     except (PlanError, OSError) as error:
         leave(UsageError(f"plan: {error}"))
-
-
-def environment(plan: Path | None = None) -> dict[str, str]:
-    """Returns the program's environment: ours, the startup directory first in `PYTHONPATH`, and the plan."""
-    kept = os.environ.get("PYTHONPATH", "")
-    given = {} if plan is None else {PLAN: str(plan.resolve() if plan.exists() else plan)}
-    return {**os.environ, **given, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}

@@ -89,11 +89,10 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_documents(family: str, use_ca
 
 @pytest.mark.slow
 def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path) -> None:
-    """`adaattn run -- trl sft`, a step of the packaged model on a file of its pages."""
+    """`adaattn run -m trl.scripts.sft`, a step of the packaged model on a file of its pages."""
     rows = [json.dumps({"text": page[:300]}) for page in calibration_pages()[:8]]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
-    trl_program = [sys.executable, "-c", "from trl.cli import main; main()"]
     words = {
         "model_name_or_path": str(demo_model_path("llama")),
         "dataset_name": str(tmp_path / "data"),
@@ -105,7 +104,7 @@ def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path)
         "output_dir": str(tmp_path / "out"),
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "adaattn_hf", "run", "--", *trl_program, "sft"]
+        [sys.executable, "-P", "-m", "adaattn_hf", "run", "-m", "trl.scripts.sft"]
         + [part for name, word in words.items() for part in (f"--{name}", word)],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -26,7 +26,6 @@ RUNS = {
     "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu",
     "plan show": "plan",
     "plan diff": "plan plan",
-    "plan export": "plan --to flex --output windows.json",
     "plan explore": "plan --html page.html",
     "bench": "--only ^tiny.causal --rounds 1 --no-memory --baseline sdpa",
     "doctor": "",

@@ -76,7 +76,7 @@ def test_a_place_that_may_not_be_looked_at_is_a_sentence(
     assert adaattn("plan", *words, code=2).stderr == "error: p: Permission denied\n"
 
 
-@pytest.mark.parametrize("words", ["show", "explore --html h", "export --to flex --output o"])
+@pytest.mark.parametrize("words", ["show", "explore --html h"])
 def test_without_a_plan_it_is_said_how_to_come_by_one(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
