@@ -18,9 +18,9 @@ from torch import Tensor
 from .._files import write_atomically
 from ..plans import store
 from ..plans.evidence import MODEL, SOURCES
+from ..plans.limits import Gates
 from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
-from ..policy.acceptance import Gates
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from ..policy.table import SolverTable
 from .measure import Measurement

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..plans.evidence import LEVEL, LOST
+
 if TYPE_CHECKING:  # help of the command reads the settings, and does not wait for torch
     from ..plans.plan import Plan
 
@@ -152,8 +154,8 @@ class CalibrationSettings:
             ("minutes", self.minutes is None or self.minutes > 0.0, "a time above 0, or None for no end"),
             ("bolder", self.bolder >= 0, "a number of plans, 0 for none"),
             ("top1", 0.0 <= self.top1 < 1.0, "a share of the tokens below 1, such as 0.99"),
-            ("needles_lost", lost is None or 0.0 <= lost < 1.0, "a share below 1, such as 0.02"),
-            ("alpha", 0.0 < self.alpha < 1.0, "an error rate between 0 and 1, such as 0.05"),
+            ("needles_lost", lost is None or 0.0 <= lost <= LOST, f"a share of at most {LOST}, such as 0.02"),
+            ("alpha", 0.0 < self.alpha <= 1.0 - LEVEL, "an error rate above 0 and of at most 0.05"),
             ("held_out", self.held_out >= 2, "at least 2: one sequence has no spread"),
         ):  # fmt: skip
             if not allowed:

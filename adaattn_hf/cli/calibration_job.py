@@ -25,6 +25,7 @@ from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Calibration, CalibrationSettings, Masking
 from ..calibration.state import FILE, RISKS_FILE, CalibrationState, Known
 from ..calibration.team import Team
+from ..plans.limits import unproven
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
@@ -286,7 +287,7 @@ def _proven(directory: Path, weights: str) -> bool:
         plan = Plan.from_pretrained(directory)
     except PlanError:
         return False
-    return plan.weight_hash == weights and plan.verified is not None and plan.verified.passed
+    return plan.weight_hash == weights and plan.verified is not None and unproven(plan) is None
 
 
 def evaluation(job: Job, dtype: str) -> str:

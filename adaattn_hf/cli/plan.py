@@ -199,18 +199,19 @@ def _place(path: Path | None) -> Path:
 
 def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
     """What a plan costs and buys: numbers, and the same as people read them."""
+    from ..plans.limits import unproven
     from ..plans.wording import allowed, at_most, in_nats, rise, times
     from .pictures.headline import speed_of
 
     def nats(value: float | None, percent: Callable[[float], str]) -> tuple[float | None, str]:
         return value, "none" if value is None else f"{percent(value)} ({in_nats(value)})"
 
-    speed = speed_of(plan) if plan.units else 1.0
+    speed, believed = speed_of(plan) if plan.units else 1.0, None if unproven(plan) else plan.verified
     changed = sum(not c.is_exact for layer in plan.layers for c in layer.choices)
     return {
         "budget, nats/token": nats(plan.budget, allowed),
         "predicted increase, nats/token": nats(plan.predicted_loss, rise),
-        "proved increase, at most, nats/token": nats(plan.verified.upper if plan.verified else None, at_most),
+        "verified increase, at most, nats/token": nats(believed.upper if believed else None, at_most),
         "attention of planned layers, times as fast": (speed, "none" if speed is None else times(speed)),
         "heads that are not exact": (changed, f"{changed:g}"),
     }

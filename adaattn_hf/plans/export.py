@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import UsageError, unknown
 from .choices import Window
+from .limits import unproven, verdict_of
 from .plan import Plan
 from .record import PlanError
 
@@ -56,7 +57,7 @@ def exported(plan: Plan, form: str) -> dict[str, Any]:
         "weights": plan.weight_hash,
         "dtype": plan.dtype,
         "budget": plan.budget,
-        "verified": None if plan.verified is None else plan.verified.sentence,
+        "verified": None if unproven(plan) else verdict_of(plan),
         "max_length": plan.max_length,
         "decode": "exact" if plan.exact_steps else "planned",
         "layers": layers,

@@ -103,7 +103,8 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
         model: A model, as `from_pretrained` leaves it, or what holds one (a pipeline, PEFT, sentence-transformers).
         plan: A plan, the file or directory that holds it, or the id of a repository of the Hub (see
             `Plan.from_pretrained`); None for the one that the model carries.
-        unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
+        unverified: Run the plan though held-out text has not shown it good: it was never verified, failed, or
+                has figures that today's limits refuse.
 
     Returns:
         `model`; `plan_of(model)` is its plan.

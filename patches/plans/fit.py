@@ -16,6 +16,7 @@ from torch import nn
 
 from adaattn_hf.attention.tap import listening
 from adaattn_hf.config import settings_of
+from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
@@ -162,13 +163,13 @@ def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | 
     if index is None and (model := model_of(module)) is not None:
         number_layers(model)
         index = getattr(module, "layer_idx", None)
+    if not isinstance(raw[CONFIG_KEY], Allowed):
+        refuse_unproven(plan)
     layer, depth = plan.layer(index), getattr(config, "num_hidden_layers", None)
     if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
         raise PlanError(f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model")
     if layer is None:
         return None
-    if not isinstance(raw[CONFIG_KEY], Allowed):
-        refuse_unproven(plan)
     if not isinstance(raw[CONFIG_KEY], Trained):
         _refuse_other_layer(module, plan, layer)
     source = getattr(config, "_name_or_path", None)
@@ -186,11 +187,11 @@ def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | 
 
 
 def refuse_unproven(plan: Plan) -> None:
-    """Refuses a plan that held-out text has not shown good (PlanError: it was never verified, or failed)."""
-    if plan.verified is None or not plan.verified.passed:
-        why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
+    """Refuses a plan or cache format that held-out text has not shown good (PlanError says why)."""
+    reason = unproven(plan)
+    if reason is not None:
         raise PlanError(
-            f"the plan {why}, so it runs only if you allow it in this process: "
+            f"the plan {reason}, so it runs only if you allow it in this process: "
             "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
             "adaattn_hf.remove_plan(model)"
         )

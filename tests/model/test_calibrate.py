@@ -598,7 +598,7 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     from adaattn_hf.calibration.verify import Evidence, judge
-    from adaattn_hf.policy.acceptance import Gates
+    from adaattn_hf.plans.limits import Gates
 
     evidence = Evidence()
     scores = TokenScores(np.zeros((2, 10)), np.zeros((1, 10)), np.ones((2, 10), bool), np.ones((1, 10), bool))

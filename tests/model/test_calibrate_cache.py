@@ -27,8 +27,8 @@ from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans.fit import program_of
 from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans.limits import Gates
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
-from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 

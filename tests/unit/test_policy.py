@@ -24,8 +24,9 @@ from rich.console import Console
 from adaattn_hf.calibration.search import REHEARSED
 from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.plans.choices import EXACT
+from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.acceptance import Gates, clustered
+from adaattn_hf.policy.acceptance import clustered
 from adaattn_hf.policy.aim import CAUTION, LossLaw, Observation
 from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length

@@ -18,9 +18,11 @@ from adaattn_hf.eval.progress import tell
 
 from ..._files import printable
 from ...plans.choices import EXACT, Choice
+from ...plans.evidence import LEVEL
+from ...plans.limits import unproven, verdict_of
 from ...plans.plan import Plan
 from ...plans.wording import allowed, in_nats, legend, quotient, rise, share, times
-from .headline import Bought, headline, level_of, name_of, speed_of, verdict
+from .headline import Bought, headline, name_of, speed_of, verdict
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -79,12 +81,13 @@ def details(plan: Plan) -> list[str]:
             f"the planned layers {times(speed)} times as fast as exact, by the prices measured for it"
         )
     if plan.verified is not None:
-        level, every = plan.verified.confidence, level_of(plan)
-        lines.append(plan.verified.sentence)
-        lines.append(
-            f"{share(level, 2)}: this look at this plan may err by {share(1.0 - level, 2)}, all looks at all plans by "
-            f"{share(1.0 - every)}"
-        )
+        level = plan.verified.confidence
+        lines.append(verdict_of(plan))
+        if unproven(plan) is None:
+            lines.append(
+                f"{share(level, 2)}: this look at this plan may err by {share(1.0 - level, 2)}, all looks at all plans "
+                f"by {share(1.0 - LEVEL)}"
+            )
     return [printable(line) for line in lines]
 
 

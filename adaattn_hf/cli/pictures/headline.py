@@ -7,15 +7,15 @@ byte wherever it is made from the same prices.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import printable
-from ...plans.evidence import MODEL, SOURCES
+from ..._files import parse_json, printable
+from ...plans.evidence import LEVEL, MODEL, SOURCES
+from ...plans.limits import unproven
 from ...plans.plan import Plan, PlanError
 from ...plans.store import PLAN_FILE, text_file
 from ...plans.wording import allowed, at_most, counted, quotient, rise, share, times
@@ -64,8 +64,8 @@ def bought(plan: Path) -> Bought:
     if not report.is_file() or not file.is_file():
         return Bought()
     try:
-        found = json.loads(text_file(report))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text_file(report))
+    except ValueError as error:
         raise PlanError(f"{report} is no report: {error}; delete it, or calibrate again") from error
     if not isinstance(found, Mapping) or found.get(PLAN_HASH) != digest(file.read_bytes()):
         return Bought()
@@ -88,10 +88,10 @@ def name_of(plan: Plan) -> str:
 
 def headline(plan: Plan, buys: Bought | None = None) -> str:
     """Returns what a plan was verified to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
-    rests = "" if plan.is_exact or plan.verified is None else f" ({grounds(plan)})"
+    rests = "" if plan.is_exact or unproven(plan) else f" ({grounds(plan)})"
     words = [cost(plan) + rests, ", ".join(_speeds(plan, buys or Bought()))]
     cache = plan.protocol.get("cache")
-    part = cache.get("share") if isinstance(cache, Mapping) else None
+    part = cache.get("share") if isinstance(cache, Mapping) and not unproven(plan) else None
     if isinstance(part, int | float) and math.isfinite(part):
         words.append(f"cache {part:.2g} of the bytes")
     return " · ".join(filter(None, words))
@@ -122,13 +122,13 @@ def speed_of(plan: Plan) -> float | None:
 
 def cost(plan: Plan) -> str:
     """Returns what a plan was verified to cost: `perplexity +0.51 %, at most +0.90 %, allowed +1 %`."""
-    if plan.is_exact:
+    proof, reason = plan.verified, unproven(plan)
+    if plan.is_exact and reason is None:
         number = len(plan.attention_layers)
         layers = f" ({counted(number, 'layer')})" if number else ""
         return f"every layer is exact{layers}: perplexity and speed of the model"
-    proof = plan.verified
-    if proof is None:
-        return "not verified on held-out text"
+    if proof is None or (proof.passed and reason is not None):
+        return f"not verified: the plan {reason}"
     failed = "" if proof.passed else "failed: "
     return f"{failed}perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed {allowed(plan.budget)}"
 
@@ -137,16 +137,7 @@ def grounds(plan: Plan) -> str:
     """Returns what a verdict rests on: `95 %, held-out text, two sources`."""
     number = plan.protocol.get(SOURCES)
     sources = f", {counted(number, 'source')}" if isinstance(number, int) and number > 1 else ""
-    return f"{share(level_of(plan))}, held-out text{sources}"
-
-
-def level_of(plan: Plan) -> float:
-    """Returns the level that all tests of a calibration keep together; that of the bound where it is not recorded."""
-    settings = plan.protocol.get("settings")
-    alpha = settings.get("alpha") if isinstance(settings, Mapping) else None
-    if isinstance(alpha, float) and 0.0 < alpha < 1.0:
-        return 1.0 - alpha
-    return 0.0 if plan.verified is None else plan.verified.confidence
+    return f"{share(LEVEL)}, held-out text{sources}"
 
 
 def _records(data: Any) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from adaattn_hf.eval.pages import filled
 
 from ...plans.choices import EXACT, Choice
+from ...plans.limits import unproven
 from ...plans.plan import Plan
 from ...plans.wording import legend
 from .grid import details, grid, layers_of, notes, time_shares
@@ -47,7 +48,7 @@ def compared(plans: Sequence[tuple[str, Bought | None, Plan]], line: str) -> str
 
 def proof(plan: Plan) -> dict[str, Any] | None:
     """Returns the verdict of held-out text on a plan, nats/token, and in words."""
-    if plan.verified is None:
+    if plan.verified is None or unproven(plan) is not None:
         return None
     return {
         "mean": _finite(plan.verified.delta_nll),
