@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .._files import write_atomically
+from .._files import parse_json, write_atomically
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
 
@@ -67,7 +67,7 @@ class Known:
             )
         try:
             arrays = _arrays(path)
-            identity = json.loads(str(arrays["identity"]))
+            identity = parse_json(str(arrays["identity"]))
             lengths, choices = tuple(identity["lengths"]), len(identity["choices"])
             state = CalibrationState(identity, lengths, len(arrays[f"total.{lengths[0]}"]), choices)
             state.fill(arrays)

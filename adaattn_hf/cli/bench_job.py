@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations
 from adaattn_hf.patches.registry import register
 
-from .._files import json_text, write_atomically
+from .._files import json_text, parse_json, write_atomically
 from ..errors import UsageError, unknown
 
 if TYPE_CHECKING:  # the command imports this module
@@ -127,7 +126,7 @@ def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> di
         return {}
     here, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
     try:
-        old = json.loads(output.read_text(encoding="utf-8"))
+        old = parse_json(output.read_text(encoding="utf-8"))
         made, cells = old["provenance"], {cell["title"]: cell for cell in old["cells"]}
         changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
         if made.get("instructions", here["instructions"]) != here["instructions"]:  # older reports have none

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .._files import parse_json
 from ..errors import UsageError
 
 PLAN_DIRECTORY = "adaattn-plan"
@@ -125,7 +125,7 @@ def refuse_other_plan(target: Path, model: Any) -> None:
         return
     remedy = f"give another directory (--output-dir), or delete {target}"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
         known, held = found["weight_hash"], str(found["dtype"])
         protocol = found.get("protocol")
         name = protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]

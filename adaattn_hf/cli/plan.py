@@ -13,7 +13,7 @@ from rich.console import Console
 
 from adaattn_hf.eval.progress import tell
 
-from .._files import write_atomically
+from .._files import parse_json, write_atomically
 from ..errors import UsageError
 from .interrupt import ending
 from .json_output import AsJson, print_json
@@ -152,6 +152,7 @@ def explore(
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report next to it.
     """
     from ..plans.plan import Plan, PlanError
+    from ..plans.store import text_file
     from ..plans.wording import at_most, rise, share, times
     from ..policy.table import SolverTable
     from .pictures.explorer import explorer
@@ -165,7 +166,7 @@ def explore(
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
         try:
-            found = json.loads(report.read_text(encoding="utf-8"))
+            found = parse_json(text_file(report))
             if not isinstance(found, dict) or "table" not in found:
                 raise ValueError("it holds no table of risks and prices; calibrate again with this version")
             data = explorer(SolverTable.from_dict(found["table"]), shown, buys, name)

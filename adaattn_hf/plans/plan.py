@@ -151,10 +151,11 @@ class Plan:
             whole(index, "attention_layers", most=MOST_LAYERS)
         for name, rising in (("lengths", list(self.lengths)), ("layers", indices), ("attention_layers", known)):
             if rising != sorted(set(rising)):
-                raise PlanError(f"{name} are {rising}, expected rising numbers, each once")
+                raise PlanError(f"{name} are {rising!s:.200}, expected rising numbers, each once")
         if self.attention_layers and not set(indices) <= set(self.attention_layers):
             raise PlanError(
-                f"layers are {indices}, expected some of the model's {list(self.attention_layers)}; calibrate again"
+                f"layers are {indices!s:.200}, expected some of the model's {list(self.attention_layers)!s:.200}; "
+                "calibrate again"
             )
 
     def __hash__(self) -> int:

@@ -51,7 +51,7 @@ def programs_for(
         )
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
-        raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
+        raise PlanError(f"the plan has layers {missing!s:.200}, the model's attention layers are {sorted(modules)}")
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
     programs = {index: (module, fit.resolve(module, plan, raw)) for index, module in modules.items()}

@@ -172,6 +172,12 @@ def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | 
         return None
     if not isinstance(raw[CONFIG_KEY], Trained):
         _refuse_other_layer(module, plan, layer)
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(module, "num_key_value_groups", 1)
+    if isinstance(heads, int) and isinstance(groups, int) and len(layer.choices) != heads // groups:
+        raise PlanError(
+            f"plan of layer {layer.layer}: made for {len(layer.choices)} key/value heads, the model has "
+            f"{heads // groups}; give the plan of this model, or calibrate again"
+        )
     source = getattr(config, "_name_or_path", None)
     found = layer_tensors(plan.tensors, layer.layer, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 import adaattn_hf
@@ -16,7 +20,7 @@ from adaattn_hf.cli.pictures.headline import headline
 from adaattn_hf.eval.demo import demo_model_path, heldout_pages
 from adaattn_hf.patches.cache.caches import stored_as
 from adaattn_hf.plans.card import card
-from adaattn_hf.plans.choices import Choice, Window
+from adaattn_hf.plans.choices import Choice, Rank, Window
 from adaattn_hf.plans.export import exported
 from adaattn_hf.plans.plan import Plan, PlanError
 
@@ -93,6 +97,97 @@ def test_files_of_before_the_counts_of_needles_are_read() -> None:
     assert Plan.from_dict(data) == plan
     with pytest.raises(PlanError, match=r"verified\.needles_lost is 9, expected a number that the shares"):
         replace(PROVEN, needles=16, needles_lost=9, retrieval_stock=0.5, retrieval_plan=0.5)
+
+
+# ---------------------------------------------------------------------- tensors, heads, and what a file may hold
+BASES = {
+    f"layers.{layer}.{kind}.{head}": torch.eye(8)[:, :2].contiguous()
+    for layer in (0, 1)
+    for kind in ("query_basis", "key_basis")
+    for head in (0, 1)
+}
+
+
+def saved_with(place: Path, data: bytes) -> Any:
+    """A small LLaMA, beside a plan of ranks whose file of tensors holds this and has the hash that the plan names."""
+    model = fresh_pair("llama").ours
+    plan = plan_for(model, Choice.of(Rank(2)), tensors=hashlib.sha256(data).hexdigest())
+    (place / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
+    (place / "adaattn_plan.safetensors").write_bytes(data)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"layers.0.query_basis.x": torch.zeros(8, 2)}, "holds 'layers.0.query_basis.x', expected names such as"),
+        ({"layers.0.query_basis.": torch.zeros(8, 2)}, "expected names such as"),
+        ({"another": torch.zeros(8, 2)}, "holds 'another', expected names such as layers.0.key_mean"),
+        ({"layers.1.key_basis.0": torch.full((8, 2), torch.nan)}, "not finite, expected finite floating-point numbers"),
+        ({"layers.1.key_basis.0": torch.full((8, 2), -torch.inf)}, "not finite, expected finite"),
+        ({"layers.0.key_mean": torch.zeros(2, 8, dtype=torch.int64)}, r"key_mean is torch\.int64 or not finite"),
+        ({"layers.0.query_basis.1": torch.zeros(8, 1)}, r"query_basis of head 1 is torch\.float32 \(8, 1\)"),
+        ({"layers.0.query_basis.1": torch.zeros(8)}, r"query_basis of head 1 is torch\.float32 \(8,\)"),
+    ],
+    ids=str,
+)
+def test_tensors_are_not_trusted_though_their_hash_matches(changes: Any, says: str | None, tmp_path: Path) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in {**BASES, **changes}.items()}
+    model = saved_with(tmp_path, save(tensors))
+    with pytest.raises(PlanError, match=says) if says else nullcontext():
+        adaattn_hf.load_plan(model, tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\xff" * 64, save(BASES)[:-8], save(BASES) + b"more"])
+def test_a_file_that_holds_no_tensors_is_a_sentence(data: bytes, tmp_path: Path) -> None:
+    model = saved_with(tmp_path, data)
+    with pytest.raises(PlanError, match=r"adaattn_plan\.safetensors is no safetensors file .*; calibrate again"):
+        adaattn_hf.load_plan(model, tmp_path)
+
+
+def test_a_file_larger_than_any_plans_is_not_read(tmp_path: Path) -> None:
+    model = saved_with(tmp_path, b"")
+    with (tmp_path / "adaattn_plan.safetensors").open("wb") as file:
+        file.truncate(40 << 30)  # sparse: it takes no room
+    with pytest.raises(PlanError, match=f"has {40 << 30} bytes, expected a plan of at most"):
+        adaattn_hf.load_plan(model, tmp_path)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_choices_for_other_numbers_of_heads_are_refused_at_load(number: int) -> None:
+    model, plan = lettered()
+    wrong = replace(plan, layers=tuple(replace(layer, choices=layer.choices[:1] * number) for layer in plan.layers))
+    with pytest.raises(PlanError, match=f"made for {number} key/value heads, the model has 2; give the plan of this"):
+        adaattn_hf.load_plan(model, wrong)
+
+
+def test_equal_plans_have_equal_hashes() -> None:
+    plan = lettered()[1]
+    assert len({plan, Plan.from_json(plan.to_json()), replace(plan, budget=1.0)}) == 2
+
+
+@pytest.mark.parametrize("key", ["budget", "stored"])
+def test_a_key_that_comes_twice_is_refused(key: str) -> None:
+    text = lettered(protocol={"cache": INT8})[1].to_json()
+    line = next(one for one in text.splitlines() if f'"{key}"' in one)
+    with pytest.raises(PlanError, match=f"the plan is not JSON: its key '{key}' comes twice in one object"):
+        Plan.from_json(text.replace(line, f"{line.rstrip(',')},\n{line}"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "x" * 100_000}, {"weight_hash": "y" * 100_000}, {"dtype": ["z"] * 100_000}, {"k" * 100_000: 1},
+        {"layers": [{"layer": 0, "weights": "w" * 100_000, "choices": []}]}, {"attention_layers": [1, 0] * 2000},
+        {"protocol": {"cache": "c" * 100_000}}, {"format": "f" * 100_000}, {"lengths": list(range(1000, 0, -1))},
+    ],
+    ids=lambda changes: f"{next(iter(changes)):.20}",
+)  # fmt: skip
+def test_long_values_are_not_echoed(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlanError) as refused:
+        Plan.from_dict({**lettered()[1].to_dict(), **changes})
+    assert len(str(refused.value)) < 800
 
 
 # ---------------------------------------------------------------------- verify
