@@ -58,7 +58,6 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
 
 
 def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -> list[UnitRecord]:
-    """Risk, prices and dropped mass of each unit."""
     risk = worst_length(measurement.risks(alpha), picks)
     price, exact_price = (
         shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))

@@ -282,6 +282,5 @@ def seek(
 
 
 def _flips_per_root(joints: Sequence[Joint]) -> float:
-    """Returns flips over the square root of the KL, as measured."""
     measured = [joint.flips / math.sqrt(joint.kl) for joint in joints if joint.kl > 0.0]
     return float(np.median(measured)) if measured else 0.0

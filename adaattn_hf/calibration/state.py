@@ -28,7 +28,6 @@ _BROKEN = (
 
 
 def _arrays(path: Path) -> dict[str, Any]:
-    """Returns the arrays of a file."""
     # opened here, because numpy leaves a file open that it cannot read
     with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}

@@ -13,9 +13,8 @@ from ..plans.limits import Gates, words
 from ..plans.plan import Verified
 from ..plans.program import Program
 from ..plans.wording import share
-from ..policy.acceptance import clustered
 from ..policy.aim import Observation
-from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio, joined
+from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio, joined
 from .arms import compare, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs

@@ -238,7 +238,6 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
 
 
 def _stored(place: Path) -> dict[str, Any]:
-    """Returns plan and report of an already finished budget, as JSON."""
     failed = place / FAILED_FILE
     if failed.is_file():
         return dict(json.loads(failed.read_bytes()))
@@ -282,7 +281,6 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
 
 
 def _proven(directory: Path, weights: str) -> bool:
-    """Whether a directory holds a plan of these weights that passed on held-out text."""
     try:
         plan = Plan.from_pretrained(directory)
     except PlanError:

@@ -186,7 +186,6 @@ def explore(
 
 
 def _place(path: Path | None) -> Path:
-    """Returns the plan that was named, or else the one that a calibration saved here."""
     from ..plans.store import PLAN_FILE
 
     own = Path(PLAN_DIRECTORY)
@@ -199,7 +198,6 @@ def _place(path: Path | None) -> Path:
 
 
 def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
-    """What a plan costs and buys: numbers, and the same as people read them."""
     from ..plans.limits import unproven
     from ..plans.wording import allowed, at_most, in_nats, rise, times
     from .pictures.headline import speed_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.eval.settings import Source
 
-from ..calibration.settings import CalibrationSettings, Masking, share
+from ..calibration.settings import Judged, Masking
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json
@@ -23,36 +23,25 @@ PANELS = {"Basic": ("data", "plan", "device"), "Proof": ("most_held_out", "top1"
 
 @dataclass(frozen=True)
 class Proved(Source):
-    """Options: the plan to verify, the text and the limits; none is taken from the plan.
+    """Options: the plan to verify, and the text.
 
     Attributes:
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; the plan must pass on each.
         plan: File, directory or hub id of the plan. Default: the one that MODEL carries, or adaattn-plan.
-        seed: Of the text sample and the needles; as in the calibration, to leave out the text that chose the plan.
-        sequences: Likewise: sequences that its risks were measured on.
-        joint: Likewise: sequences that re-scaled its risks.
-        most_held_out: Sequences that decide, at each length.
-        top1: Least agreement on the likeliest token (99%). Default: as the budget.
-        needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
         quiet: No progress.
     """
 
     data: tuple[Path, ...] = ()
     plan: Path | None = None
-    seed: int = CalibrationSettings.seed
-    sequences: int = CalibrationSettings.sequences
-    joint: int = CalibrationSettings.joint
-    most_held_out: int = CalibrationSettings.most_held_out
-    top1: float = field(default=CalibrationSettings.top1, metadata={"read": share})
-    needles_lost: float | None = field(default=None, metadata={"option": "--needles", "read": share})
     quiet: bool = False
 
 
-@with_options(asked=Proved, masking=Masking)
+@with_options(asked=Proved, judged=Judged, masking=Masking)
 def verify(
     model: Annotated[str, typer.Argument(help="Hub id or directory of the model that the plan was made for.")],
     *,
     asked: Proved,
+    judged: Judged,
     masking: Masking,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -74,7 +63,7 @@ def verify(
     console = Console(stderr=as_json)
     with ending(argument="data", wrong=(ValueError, FileNotFoundError, PlanError)):
         use_threads(threads)
-        found = prove(model, asked, masking, console)
+        found = prove(model, asked, judged, masking, console)
     for words in found["differing"]:
         tell(console, f"warning: {words}; figures may differ from those of the stored verification")
     over = "" if found["cache"] == "model" else f" over a cache in {found['cache']}"

@@ -28,7 +28,7 @@ from ..calibration.corpus import TokenSequence
 from ..calibration.inputs import Inputs, LengthSample, refuse_longer
 from ..calibration.pricing import machine
 from ..calibration.scoring import Scoring
-from ..calibration.settings import CalibrationSettings, Masking
+from ..calibration.settings import CalibrationSettings, Judged, Masking
 from ..calibration.stock import stock_distance
 from ..calibration.texts import refuse_repeats
 from ..calibration.verify import Evidence, activation, gather, judge
@@ -41,21 +41,15 @@ from .memory import room_or_sentence
 from .pictures.headline import name_of
 from .place import PLAN_DIRECTORY
 
-OF_THE_PROOF = ("seed", "sequences", "joint", "most_held_out", "top1", "needles_lost")
-"""Options by which text and limits are chosen, as in a calibration."""
-
 if TYPE_CHECKING:  # the command imports this module
     from .verify import Proved
 
 
-def prove(model: str, asked: Proved, masking: Masking, console: Console) -> dict[str, Any]:
+def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: Console) -> dict[str, Any]:
     """Returns the verdict by length and the limits as JSON values, next to the stored verdict.
 
-    A plan with a cache format is proved over that cache. An exact plan without one passes: it changes nothing.
-
-    Raises:
-        ValueError: If there is no text, or too little.
-        PlanError: If there is no plan, or it belongs to another model.
+    A plan with a cache format is verified over that cache. An exact plan without one passes: it changes nothing. Too
+    little text is a ValueError, and no plan, or one of another model, a PlanError.
     """
     device = resolve_device(asked.device)
     if not asked.data:
@@ -64,35 +58,31 @@ def prove(model: str, asked: Proved, masking: Masking, console: Console) -> dict
     own = Path(model) / PLAN_FILE
     path = asked.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
     plan = Plan.from_pretrained(path)
-    sentence = (
-        f"memory: {device} has none left ({{}}), expected room for sequences of {plan.max_length} tokens; give another "
-        "--device"
-    )
-    verdicts, gates = dict[int, Verified](), Gates(plan.budget)
-    stored, reason = plan.verified if _format(plan) == "model" else plan.cache_verified, unproven(plan)
+    room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
+    verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
+    stored, reason = plan.verified if stored_as == "model" else plan.cache_verified, unproven(plan)
     said = words(stored, plan.budget) if stored and not reason else f"the plan {reason}" if reason else "none"
-    with room_or_sentence(sentence.format):
-        if not plan.is_exact or _format(plan) != "model":
+    with room_or_sentence(f"memory: {device} has none left ({{}}), {room}".format):
+        if not plan.is_exact or stored_as != "model":
             loaded = load(model, dtype=plan.dtype, device="cpu", implementation="adaattn", **asked.source())
-            verdicts, gates = _verdicts(plan, loaded, scoring_of(loaded, masking), asked, console)
+            verdicts, gates = _verdicts(plan, loaded, scoring_of(loaded, masking), asked, judged, console)
     return {
         "model": name_of(plan),
-        "cache": _format(plan),
+        "cache": stored_as,
         "passed": all(one.passed for one in verdicts.values()),
         "verdicts": {str(length): asdict(one) for length, one in verdicts.items()},
         "limits": {**asdict(gates), "top1": gates.least_top1, "confidence": LEVEL},
         "stored": None if stored is None else asdict(stored),
         "stored_verdict": said,
-        "differing": differing(plan, device, asked),
+        "differing": differing(plan, device, judged),
     }
 
 
 def _verdicts(
-    plan: Plan, loaded: Checkpoint, scoring: Scoring, asked: Proved, console: Console
+    plan: Plan, loaded: Checkpoint, scoring: Scoring, asked: Proved, judged: Judged, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
     """Returns the verdict by length, from one look at one plan, and the limits that it was judged by."""
-    typed = {name: getattr(asked, name) for name in OF_THE_PROOF}
-    settings = CalibrationSettings(plan.budget, plan.lengths, held_out=2, **typed)
+    settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(judged))
     subject = Subject(placed(loaded.model, asked.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
@@ -107,27 +97,22 @@ def _verdicts(
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding)
     haystacks = settings.haystacks if scoring.generates else 0
     heads = len(found) * len(plan.layers[0].choices) if programs else 1
-    verdicts, tap = dict[int, Verified](), stored_tap(programs, _format(plan))
+    verdicts, tap = dict[int, Verified](), stored_tap(programs, plan.cache[0] if plan.cache else "model")
     work = {f"verify {length}": float(length) for length in plan.lengths}
     with shown_progress(work, console, quiet=asked.quiet) as progress:
         for length, sample in samples.items():
             evidence = Evidence(apart=apart)
             step = partial(progress, f"verify {length}", total=len(pool) + haystacks)
             gather(inputs, tap, sample.held_out, evidence, settings.seed + 1, haystacks, step)
-            verdicts[length] = judge(
-                evidence,
-                gates,
-                confidence=LEVEL,
-                tries=1,
-                activation_share=activation(programs, heads, length, scoring.causal),
-                predicted=plan.predicted_loss,
-            )
+            share = activation(programs, heads, length, scoring.causal)
+            look: dict[str, Any] = {
+                "confidence": LEVEL,
+                "tries": 1,
+                "activation_share": share,
+                "predicted": plan.predicted_loss,
+            }
+            verdicts[length] = look(evidence, gates, activation_share=share)
     return verdicts, gates
-
-
-def _format(plan: Plan) -> str:
-    """Returns the plan's cache format."""
-    return "model" if plan.cache is None else plan.cache[0]
 
 
 def held_out(
@@ -135,18 +120,16 @@ def held_out(
 ) -> tuple[tuple[TokenSequence, ...], bool]:
     """Returns the sequences of a text that decide, drawn as in a calibration, and whether each source must pass.
 
-    From the plan's own text, sequences that chose the plan are left out; from other text, sources give equally many.
-
-    Raises:
-        ValueError: A source has fewer than two.
+    From the plan's own text, sequences that chose the plan are left out; from other text, sources give equally many. A
+    source with fewer than two is refused.
     """
     s, length = settings, scoring.content(plan.max_length)
-    own, most = s.sequences + s.joint, s.most_held_out
-    sample = corpus.draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + most - 2)
+    own = s.sequences + s.joint
+    sample = corpus.draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.most_held_out - 2)
     drawn = sample.parts["held_out"]
     text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
-    drawn = drawn[:most] if apart else drawn[own:]
+    drawn = drawn[: s.most_held_out] if apart else drawn[own:]
     counts = Counter(one.source for one in drawn)
     fewest = min(counts[str(path)] for path in data) if apart else len(drawn)
     if fewest < 2:
@@ -157,7 +140,7 @@ def held_out(
     return tuple(drawn[: fewest * len(data)] if apart else drawn), apart
 
 
-def differing(plan: Plan, device: torch.device, asked: Proved) -> list[str]:
+def differing(plan: Plan, device: torch.device, judged: Judged) -> list[str]:
     """Returns, in words, how machine, versions and options differ from those that the plan says made it."""
     said = {"seed": plan.seed, **plan.protocol.get("settings", {})}
     known = (
@@ -165,6 +148,6 @@ def differing(plan: Plan, device: torch.device, asked: Proved) -> list[str]:
         ("torch", plan.torch, torch.__version__),
         ("transformers", plan.transformers, version("transformers")),
         ("adaattn", plan.adaattn, version("adaattn-hf")),
-        *((f"--{name.replace('_', '-')}", said.get(name), getattr(asked, name)) for name in OF_THE_PROOF),
+        *((name, said.get(name), typed) for name, typed in asdict(judged).items()),
     )
     return [f"{name} was {there!s:.80}, is {here}" for name, there, here in known if there not in (None, here)]

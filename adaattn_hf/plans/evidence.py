@@ -133,8 +133,8 @@ class Verified:
     @classmethod
     def from_dict(cls, data: Any, where: str) -> Verified:
         """Returns the verdict written by `asdict`, in older files without counts of needles; else a PlanError."""
-        older = {"needles": 0, "needles_lost": 0} if isinstance(data, Mapping) else {}
-        return cls(**read_record(cls, {**older, **data} if older else data, where))
+        known = {"needles": 0, "needles_lost": 0, **data} if isinstance(data, Mapping) else data
+        return cls(**read_record(cls, known, where))
 
     @property
     def compared(self) -> tuple[int, int, int]:

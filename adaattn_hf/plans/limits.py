@@ -62,9 +62,7 @@ class Gates:
     def with_flips(self, per_root_kl: float, stock: float) -> Gates:
         """Returns the gates with a limit on top-1 flips where the user set none.
 
-        Args:
-            per_root_kl: Flips per token divided by the square root of the KL, measured on this model.
-            stock: Flips per token between two stock implementations in the model's dtype.
+        Both are flips per token: over the square root of the KL on this model, and between two stock implementations.
         """
         if self.top1 > 0.0:
             return self
@@ -95,12 +93,7 @@ class Gates:
     def failures(self, upper: float, kl: float, top1: float, lost: int, won: int, retrieved: int) -> tuple[str, ...]:
         """Returns a sentence for each gate that is not passed.
 
-        Args:
-            upper: Upper bound of the loss difference, nats/token.
-            kl: Mean KL, nats/token.
-            top1: Share of tokens with the same top-1 prediction.
-            lost, won: Needles that only stock attention retrieves, and those that only the plan does.
-            retrieved: Needles that stock attention retrieves.
+        Needles are those that only stock attention retrieves (`lost`), only the plan (`won`), and stock (`retrieved`).
         """
         reasons = []
         if not upper <= self.budget:

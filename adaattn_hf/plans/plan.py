@@ -191,11 +191,7 @@ class Plan:
 
     @property
     def cache_verified(self) -> Verified | None:
-        """The verdict of held-out text on the plan over its cache, None without one.
-
-        Raises:
-            PlanError: The protocol's entry is malformed.
-        """
+        """The verdict of held-out text on the plan over its cache, None without one; PlanError if it is malformed."""
         kept = None if self.cache is None else self.protocol["cache"].get("verified")
         return None if kept is None else Verified.from_dict(kept, "protocol.cache.verified")
 

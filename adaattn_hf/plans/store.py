@@ -88,19 +88,14 @@ def remember_tensors(tensors: dict[str, Tensor]) -> str:
 
     Those of the plans that were used last are kept; a plan whose tensors are gone needs its file again.
     """
-    if not tensors:
-        return ""
-    name = hashlib.sha256(file_of(tensors)).hexdigest()
-    _use(name, dict(tensors))
+    name = hashlib.sha256(file_of(tensors)).hexdigest() if tensors else ""
+    if tensors:
+        _use(name, dict(tensors))
     return name
 
 
 def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
-    """Returns a plan's tensors by their hash: from memory, from their file, or from settings that carry them.
-
-    Raises:
-        PlanError: They are nowhere, or others than the plan names.
-    """
+    """Returns a plan's tensors by their hash, from memory, their file or settings; PlanError if there are none."""
     if name in _tensors:
         return _use(name, _tensors[name])
     found = keep_held(name, source or "", raw)
@@ -127,10 +122,7 @@ def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerT
         if int(named[1]) != index:
             continue
         if tensor.dtype not in _DTYPES or not bool(tensor.isfinite().all()):
-            raise PlanError(
-                f"{TENSORS_FILE}: {key} is {tensor.dtype} or not finite, expected finite floating-point numbers; "
-                "calibrate again"
-            )
+            raise PlanError(f"{key} is {tensor.dtype} or not finite, expected finite numbers; calibrate again")
         if named[2] is None:
             mean = tensor
         else:
@@ -158,11 +150,7 @@ def text_file(file: Path) -> str:
 
 
 def _beside(source: str | Path, name: str) -> Path | None:
-    """Returns a file of a directory, beside a file, or of a repository of the Hub; None where it is not there.
-
-    Raises:
-        PlanError: The Hub has no such repository, or cannot be reached.
-    """
+    """Returns a file of a directory, beside a file, or of the Hub (PlanError if it cannot be had); None where none."""
     path = Path(source)
     place = path.parent if path.is_file() else path
     words = str(source)
@@ -182,8 +170,7 @@ def _beside(source: str | Path, name: str) -> Path | None:
 def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | None:
     """Keeps and returns the tensors beside a plan or model, or in its settings; None where there are none.
 
-    Raises:
-        PlanError: They are too large, or have another hash than the plan names, or are no tensors.
+    PlanError if they are too large, or have another hash than the plan names, or are no tensors.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -38,11 +38,7 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
 def programs_for(
     model: nn.Module, plan: Plan, *, unverified: bool
 ) -> tuple[dict[str, Any], dict[int, tuple[nn.Module, Program | None]]]:
-    """Returns the settings that give a model a plan, and by layer its attention module and that one's part of the plan.
-
-    Raises:
-        PlanError: As `attach` does.
-    """
+    """Returns the settings that give a model a plan, and by layer its module and its part of it; raises as `attach`."""
     modules = dict(attention_modules(model, plan.model_type))
     if not modules:
         own = getattr(getattr(model, "config", None), "model_type", type(model).__name__)

@@ -204,7 +204,6 @@ def refuse_unproven(plan: Plan) -> None:
 
 
 def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None:
-    """Refuses a module of another dtype or with other weights than a layer of the plan (PlanError)."""
     dtype = module_dtype(module)
     if dtype != plan.dtype:
         raise PlanError(
@@ -252,7 +251,6 @@ def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
 
 
 def _mark(model: nn.Module, name: str, data: Mapping[str, Any]) -> None:
-    """Keeps a plan under a name in a model and its attention."""
     for part in model.modules():
         if part is model or "config" in part.__dict__:
             part.__dict__[name] = data

@@ -124,7 +124,7 @@ def saved_with(place: Path, data: bytes) -> Any:
         ({"layers.0.query_basis.x": torch.zeros(8, 2)}, "holds 'layers.0.query_basis.x', expected names such as"),
         ({"layers.0.query_basis.": torch.zeros(8, 2)}, "expected names such as"),
         ({"another": torch.zeros(8, 2)}, "holds 'another', expected names such as layers.0.key_mean"),
-        ({"layers.1.key_basis.0": torch.full((8, 2), torch.nan)}, "not finite, expected finite floating-point numbers"),
+        ({"layers.1.key_basis.0": torch.full((8, 2), torch.nan)}, "not finite, expected finite numbers"),
         ({"layers.1.key_basis.0": torch.full((8, 2), -torch.inf)}, "not finite, expected finite"),
         ({"layers.0.key_mean": torch.zeros(2, 8, dtype=torch.int64)}, r"key_mean is torch\.int64 or not finite"),
         ({"layers.0.query_basis.1": torch.zeros(8, 1)}, r"query_basis of head 1 is torch\.float32 \(8, 1\)"),

@@ -39,25 +39,20 @@ class Bought:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Bought:
-        """Returns what a report says.
-
-        Raises:
-            PlanError: A figure in it is none.
-        """
-        ratios = [_figure(one, "ratio") for one in _records(report.get("whole_forward", []))]
+        """Returns what a report says; PlanError if a figure in it is none."""
+        passes = report.get("whole_forward", [])
+        if not isinstance(passes, list) or not all(isinstance(one, Mapping) for one in passes):
+            raise PlanError(f"whole_forward is {type(passes).__name__}, expected a list of measured passes")
+        ratios = [_figure(one, "ratio") for one in passes]
         prices = "price_exact_seconds", "price_plan_seconds"
         exact, price = (_figure(report, name) if name in report else 0.0 for name in prices)
         return cls((min(ratios), max(ratios)) if ratios else None, quotient([exact], [price]))
 
 
 def bought(plan: Path) -> Bought:
-    """Returns what the report beside a plan says of it; nothing where there is none, or one of another plan.
+    """Returns what the report beside a plan, its file or directory, says of it; PlanError if it is no report.
 
-    Args:
-        plan: The plan's file, or the directory that it lies in.
-
-    Raises:
-        PlanError: The report is none.
+    Nothing where there is no report, or one of another plan.
     """
     directory = plan if plan.is_dir() else plan.parent
     report, file = directory / REPORT_FILE, plan / PLAN_FILE if plan.is_dir() else plan
@@ -138,12 +133,6 @@ def grounds(plan: Plan) -> str:
     number = plan.protocol.get(SOURCES)
     sources = f", {counted(number, 'source')}" if isinstance(number, int) and number > 1 else ""
     return f"{share(LEVEL)}, held-out text{sources}"
-
-
-def _records(data: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(data, list) or not all(isinstance(one, Mapping) for one in data):
-        raise PlanError(f"whole_forward is {type(data).__name__}, expected a list of measured passes")
-    return data
 
 
 def _figure(data: Mapping[str, Any], name: str) -> float:

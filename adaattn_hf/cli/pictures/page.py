@@ -32,12 +32,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def plan_page(plan: Plan, buys: Bought | None = None) -> str:
-    """Returns the page of one plan.
-
-    Args:
-        plan: The plan.
-        buys: What the report beside it says that it buys.
-    """
+    """Returns the page of one plan, with what the report beside it says that it buys."""
     return _pages([("the plan", buys, plan)], None, details(plan))
 
 

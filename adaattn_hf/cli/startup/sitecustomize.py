@@ -58,7 +58,6 @@ class _Finder:
 
 
 def _hand_on() -> None:
-    """Run the next `sitecustomize` of the path, if there is one."""
     others = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
