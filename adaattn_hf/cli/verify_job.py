@@ -105,12 +105,7 @@ def _verdicts(
             step = partial(progress, f"verify {length}", total=len(pool) + haystacks)
             gather(inputs, tap, sample.held_out, evidence, settings.seed + 1, haystacks, step)
             share = activation(programs, heads, length, scoring.causal)
-            look: dict[str, Any] = {
-                "confidence": LEVEL,
-                "tries": 1,
-                "activation_share": share,
-                "predicted": plan.predicted_loss,
-            }
+            look = partial(judge, confidence=LEVEL, tries=1, predicted=plan.predicted_loss)
             verdicts[length] = look(evidence, gates, activation_share=share)
     return verdicts, gates
 

@@ -71,7 +71,6 @@ def attend(
     backend: str | None = None,
     **keywords: Any,
 ) -> Any:
-    """The registered function, on six tokens."""
     query = torch.zeros(batch, heads, 6, 4, requires_grad=keywords.pop("requires_grad", False))
     key = query if key_heads is None else torch.zeros(batch, key_heads, 6, 4)
     return attention_function(backend)(nn.Module(), query, key, key, mask, **keywords)
@@ -106,7 +105,6 @@ def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) 
 
 
 def step(*mask: Any, **keywords: Any) -> Any:
-    """A step of continuous batching, on six tokens."""
     return attend_requests(None, nn.Module(), ZEROS, ZEROS, ZEROS, *mask, **keywords)
 
 
@@ -158,7 +156,6 @@ EIGHT = StructuredMask(CallStructure(1, 8, 8, causal=True), torch.device("cpu"))
 
 
 def small_plan(**fields: Any) -> Plan:
-    """A plan of a tiny model."""
     return plan_for(fresh_pair("llama").ours, make_choice("window", window=2), **fields)
 
 

@@ -404,7 +404,6 @@ def test_labels_are_drawn_as_often_as_they_are_likely() -> None:
 
 
 def _measured(model: LlamaForCausalLM, tokens: Tensor, rows: int, labels: int) -> dict[int, Any]:
-    """Products and dropped mass by layer, of a window and of int8."""
     found: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(3)
     fisher.measure(
@@ -519,7 +518,6 @@ def _held(run: Callable[[], object]) -> list[int]:
 
 
 def _peak(run: Callable[[], object]) -> int:
-    """The most of them."""
     return max(_held(run))
 
 

@@ -44,7 +44,6 @@ EDITS: list[tuple[dict[str, Any], str]] = [
 
 
 def lettered(**changes: Any) -> tuple[Any, Plan]:
-    """A small LLaMA, and a plan of windows for it."""
     model = fresh_pair("llama").ours
     return model, plan_for(model, Choice.of(Window(2)), **changes)
 
@@ -85,11 +84,6 @@ def test_a_cache_format_is_used_on_a_verification_of_its_own_alone(
     assert stored_as(adaattn_hf.load_plan(model, good), None, None, "model") == ("int8", False)
 
 
-def test_a_cache_whose_bound_lies_above_the_budget_did_not_pass() -> None:
-    with pytest.raises(PlanError, match=r"protocol\.cache\.verified\.passed is true with an upper bound of 9\.0"):
-        lettered(protocol={"cache": {**INT8, "verified": asdict(replace(PROVEN, upper=9.0))}})
-
-
 def test_files_of_before_the_counts_of_needles_are_read() -> None:
     plan = lettered()[1]
     data = plan.to_dict()
@@ -100,12 +94,8 @@ def test_files_of_before_the_counts_of_needles_are_read() -> None:
 
 
 # ---------------------------------------------------------------------- tensors, heads, and what a file may hold
-BASES = {
-    f"layers.{layer}.{kind}.{head}": torch.eye(8)[:, :2].contiguous()
-    for layer in (0, 1)
-    for kind in ("query_basis", "key_basis")
-    for head in (0, 1)
-}
+_NAMES = [f"{kind}_basis.{head}" for kind in ("query", "key") for head in (0, 1)]
+BASES = {f"layers.{layer}.{name}": torch.eye(8)[:, :2].contiguous() for layer in (0, 1) for name in _NAMES}
 
 
 def saved_with(place: Path, data: bytes) -> Any:
@@ -122,19 +112,16 @@ def saved_with(place: Path, data: bytes) -> Any:
     [
         ({}, None),
         ({"layers.0.query_basis.x": torch.zeros(8, 2)}, "holds 'layers.0.query_basis.x', expected names such as"),
-        ({"layers.0.query_basis.": torch.zeros(8, 2)}, "expected names such as"),
         ({"another": torch.zeros(8, 2)}, "holds 'another', expected names such as layers.0.key_mean"),
         ({"layers.1.key_basis.0": torch.full((8, 2), torch.nan)}, "not finite, expected finite numbers"),
         ({"layers.1.key_basis.0": torch.full((8, 2), -torch.inf)}, "not finite, expected finite"),
         ({"layers.0.key_mean": torch.zeros(2, 8, dtype=torch.int64)}, r"key_mean is torch\.int64 or not finite"),
         ({"layers.0.query_basis.1": torch.zeros(8, 1)}, r"query_basis of head 1 is torch\.float32 \(8, 1\)"),
-        ({"layers.0.query_basis.1": torch.zeros(8)}, r"query_basis of head 1 is torch\.float32 \(8,\)"),
     ],
     ids=str,
 )
 def test_tensors_are_not_trusted_though_their_hash_matches(changes: Any, says: str | None, tmp_path: Path) -> None:
-    tensors = {name: tensor.contiguous() for name, tensor in {**BASES, **changes}.items()}
-    model = saved_with(tmp_path, save(tensors))
+    model = saved_with(tmp_path, save({**BASES, **changes}))
     with pytest.raises(PlanError, match=says) if says else nullcontext():
         adaattn_hf.load_plan(model, tmp_path)
 
@@ -191,59 +178,51 @@ def test_long_values_are_not_echoed(changes: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- verify
+Claim = tuple[Path, Plan, dict[str, Any]]
+
+
+def judged(text: Path, plan: Plan, place: Path, *words: str) -> dict[str, Any]:
+    (place / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
+    say = ("--plan", place, "--data", text, "--most-held-out", "4", "--quiet", "--json", *words)
+    found: dict[str, Any] = json.loads(adaattn("verify", demo_model_path("llama"), *say, code=1).stdout)
+    return found
+
+
 @pytest.fixture(scope="module")
-def claim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
-    """A text, and a plan that does not keep its budget on it: each key/value head sees one token."""
+def claim(tmp_path_factory: pytest.TempPathFactory) -> Claim:
+    """A text, a plan that does not keep its budget on it, since each head sees one token, and how it is judged."""
     place = tmp_path_factory.mktemp("claim")
     (place / "text.txt").write_text("\n\n".join(heldout_pages()[:6]), encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(demo_model_path("llama"), attn_implementation="adaattn")
     every = tuple(range(model.config.num_hidden_layers))
-    choice = Choice.of(Window(1))
-    return place, plan_for(model, choice, layers=every, lengths=(64,), budget=1.65, attention_layers=every)
-
-
-def judged(claim: tuple[Path, Plan], plan: Plan, place: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    (place / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
-    text = claim[0] / "text.txt"
-    say = ("--plan", place, "--data", text, "--most-held-out", "4", "--quiet", "--json", *words)
-    done = adaattn("verify", demo_model_path("llama"), *say, code=(0, 1))
-    return done.exit_code, json.loads(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def plain(claim: tuple[Path, Plan], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, found = judged(claim, claim[1], tmp_path_factory.mktemp("plain"))
-    assert code == (0 if found["passed"] else 1)
-    return found
-
-
-LOOSE = {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0}
+    plan = plan_for(model, Choice.of(Window(1)), every, (64,), budget=0.01, attention_layers=every)
+    return place / "text.txt", plan, judged(place / "text.txt", plan, place)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         *({"verified": replace(PROVEN, **edit)} for edit, _ in EDITS), {"verified": None},
-        {"protocol": {"gates": LOOSE}}, {"protocol": {"settings": {"alpha": 0.5, "most_held_out": 2, "haystacks": 0}}},
-        {"protocol": {"settings": {"sequences": 30, "joint": 9, "tries": 9, "another": "setting"}}},
-        {"protocol": {"scoring": {"mask_share": 0.9, "maskings": 1}, "machine": "x" * 100_000}},
+        {"protocol": {"gates": {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0}}},
+        {"protocol": {"settings": {"alpha": 0.5, "most_held_out": 2, "haystacks": 0, "tries": 9, "another": "one"}}},
+        {"protocol": {"settings": {"sequences": 30, "joint": 9}, "machine": "x" * 100_000}},
+        {"protocol": {"scoring": {"mask_share": 0.9, "maskings": 1}}}, {"verified": replace(PROVEN, tries=9)},
         {"seed": 7}, {"data_fingerprint": "ab" * 32}, {"attention_layers": ()},
-        {"verified": replace(PROVEN, tries=9, upper=1.6, predicted_kl=1.0)},
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
-def test_no_field_of_the_plan_changes_how_it_is_judged(
-    changes: dict[str, Any], claim: tuple[Path, Plan], plain: dict[str, Any], tmp_path: Path
-) -> None:
+def test_no_field_of_the_plan_changes_how_it_is_judged(changes: dict[str, Any], claim: Claim, tmp_path: Path) -> None:
     history = [{"verified": {}, "held_out": {"64": [2, 4]}}]
     (tmp_path / "adaattn_report.json").write_text(json.dumps({"history": history}), encoding="utf-8")
-    _, found = judged(claim, replace(claim[1], **changes), tmp_path)
+    text, plan, plain = claim
+    found = judged(text, replace(plan, **changes), tmp_path)
+    assert found["verdicts"]["64"]["sentence"].startswith("failed: the perplexity may rise by")
     assert (found["verdicts"], found["limits"]) == (plain["verdicts"], plain["limits"])
     assert len(str(found["differing"])) < 2000
 
 
-def test_the_limits_are_typed(claim: tuple[Path, Plan], plain: dict[str, Any], tmp_path: Path) -> None:
-    _, found = judged(claim, claim[1], tmp_path, "--top1", "99%", "--needles", "1%")
-    assert (plain["limits"]["top1"], plain["limits"]["needles"]) == (0.0, None)
-    assert (found["limits"]["top1"], found["limits"]["needles"]) == (0.99, 0.01)
+def test_the_limits_are_typed(claim: Claim, tmp_path: Path) -> None:
+    found = judged(*claim[:2], tmp_path, "--top1", "99%", "--needles", "1%")
+    assert (found["limits"]["top1"], found["limits"]["needles"], claim[2]["limits"]["needles"]) == (0.99, 0.01, None)
     assert "below 99.00 %" in found["verdicts"]["64"]["sentence"]
+    assert "below 70.00 %" in claim[2]["verdicts"]["64"]["sentence"]

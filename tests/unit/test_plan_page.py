@@ -40,7 +40,6 @@ def wide_plan(heads: int, layers: int = 3) -> Plan:
 
 
 def embedded(page: str) -> Any:
-    """The data of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     return json.loads(found[1])

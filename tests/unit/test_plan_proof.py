@@ -32,6 +32,8 @@ def test_a_bound_above_the_budget_did_not_pass() -> None:
         PlanError, match=r"passed is true with an upper bound of 9\.0 .* budget of 0\.001: the plan contr"
     ):
         verdict(upper=9.0)
+    with pytest.raises(PlanError, match=r"protocol\.cache\.verified\.passed is true with an upper bound of 9\.0"):
+        of(protocol={"cache": {"stored": "int8", "streaming": False, "verified": {**VERDICT, "upper": 9.0}}})
     assert verdict(upper=9.0, passed=False).verified is not None
     assert verdict(upper=GOOD["budget"]).verified is not None
 
