@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,21 @@ def parse_json(text: str) -> Any:
     """Returns the value of a JSON text that anybody may have written.
 
     Raises:
-        ValueError: It is no JSON, or deeper or longer than a parser reads; says which.
+        ValueError: It is no JSON, deeper or longer than a parser reads, or has a key twice; says which.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no key may come twice: readers differ on which one counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
+        raise ValueError(f"its key {twice!r:.60} comes twice in one object")
+    return found
 
 
 def json_text(value: Any, **layout: Any) -> str:

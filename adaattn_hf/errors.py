@@ -48,7 +48,7 @@ def unknown(argument: str, got: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}"
+    return f"{argument}: got {got!r:.80}, expected one of {', '.join(names)}.{hint}"
 
 
 _BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}

@@ -140,5 +140,4 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """The root of the checkout."""
     return ROOT

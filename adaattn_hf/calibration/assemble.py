@@ -18,9 +18,9 @@ from torch import Tensor
 from .._files import write_atomically
 from ..plans import store
 from ..plans.evidence import MODEL, SOURCES
+from ..plans.limits import Gates
 from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
-from ..policy.acceptance import Gates
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from ..policy.table import SolverTable
 from .measure import Measurement
@@ -58,7 +58,6 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
 
 
 def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -> list[UnitRecord]:
-    """Risk, prices and dropped mass of each unit."""
     risk = worst_length(measurement.risks(alpha), picks)
     price, exact_price = (
         shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))

@@ -75,7 +75,6 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
 
 
 def _seconds(inputs: Inputs, tokens: torch.Tensor, taps: Mapping[str, Tap], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each arm, one per round, after a round of warm-up."""
     model = inputs.arms.model
     options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     if "use_cache" in signature(model.forward).parameters:

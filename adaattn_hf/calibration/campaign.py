@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ..plans.limits import SIGNIFICANT, Gates, most_rounding
 from ..plans.plan import Verified
 from ..plans.wording import allowed, in_nats, share
-from ..policy.acceptance import SIGNIFICANT, Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
@@ -74,7 +74,9 @@ class Campaign:
         self.least: dict[int, float] = {}
         self.proved: Verified | str | None = None
         self.joint: dict[int, list[Joint]] = {length: [] for length in s.lengths}
-        self.gates = Gates(s.budget, s.top1, s.needles_lost, self.stock.kl)
+        self.gates = Gates(
+            s.budget, s.top1, s.needles_lost, min(self.stock.kl, most_rounding(measurement.layers.bound.dtype))
+        )
 
     def run(self) -> Calibration:
         """Returns the calibration's result."""

@@ -132,7 +132,6 @@ def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> N
 
 
 def _cut(sample: corpus.Sample, length: int) -> LengthSample:
-    """Returns the first `length` tokens of every sequence."""
     risk, joint, held_out = (
         tuple(replace(one, tokens=one.tokens[:length]) for one in sample.parts[use])
         for use in ("risk", "joint", "held_out")

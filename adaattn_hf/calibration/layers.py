@@ -145,7 +145,6 @@ def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
 
 
 def _layer_tensors(gram: Gram, found: Candidates) -> LayerTensors:
-    """Returns the mean keys of a layer, and its bases if some choice has a rank."""
     columns = max(choice.columns for choice in found.choices)
     if not columns:
         return LayerTensors(gram.key_mean.float())

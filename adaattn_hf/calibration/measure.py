@@ -118,7 +118,6 @@ def measure(
 
 
 def _identity(inputs: Inputs, layers: Layers) -> dict[str, Any]:
-    """What risks belong to: version, settings, weights and tokens."""
     lengths = inputs.settings.lengths
     tokens = [[one.tokens for one in inputs.samples[length].risk] for length in lengths]
     return {
@@ -192,7 +191,6 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
 def _risks_of_reading(
     inputs: Inputs, layers: Layers, reading: Reading, rows: Tensor, generator: torch.Generator
 ) -> tuple[Array, Array]:
-    """Returns the sums of risks over these rows, and the dropped mass."""
     candidates, kv_heads = layers.candidates, layers.kv_heads
     sums, dropped = (np.zeros((len(layers.units), len(candidates.choices), *n)) for n in ((), (3,)))
 

@@ -89,7 +89,6 @@ Spread = tuple[float, float, float]
 
 
 def _call(choice: Choice, tensors: LayerTensors, length: int, request: AttentionRequest) -> Callable[[], object]:
-    """Returns one call as a layer makes it that follows the first one of a pass."""
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
     if choice.is_exact and not extended and request.scaling > 0:
         return bound(select.choose(spec_of(request)), request)

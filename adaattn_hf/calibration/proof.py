@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..plans.limits import Gates
 from ..plans.plan import Verified
 from ..plans.program import Program
-from ..policy.acceptance import Gates
 from ..policy.sequential import hopeless, look_levels, look_sizes
 from . import verify
 from .arms import stored_tap

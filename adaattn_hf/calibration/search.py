@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..attention.tap import Tap
+from ..plans.limits import Gates
 from ..plans.plan import Plan
 from ..plans.program import Program
-from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
 from ..stats.paired import TokenScores, joined
@@ -192,7 +192,7 @@ class Aim:
         budget = self.share * self.gates.budget
         limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
         if flips_per_root > 0.0:
-            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - self.gates.rounding)
+            limits.append((self.share * (1.0 - self.gates.least_top1) / flips_per_root) ** 2 - self.gates.rounding)
         return max(min(limits) - self.beside.get(length, 0.0), self.least.get(length, LEAST_KL))
 
 
@@ -282,6 +282,5 @@ def seek(
 
 
 def _flips_per_root(joints: Sequence[Joint]) -> float:
-    """Returns flips over the square root of the KL, as measured."""
     measured = [joint.flips / math.sqrt(joint.kl) for joint in joints if joint.kl > 0.0]
     return float(np.median(measured)) if measured else 0.0

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..plans.evidence import LEVEL, LOST
+
 if TYPE_CHECKING:  # help of the command reads the settings, and does not wait for torch
     from ..plans.plan import Plan
 
@@ -68,26 +70,41 @@ class Masking:
 
 
 @dataclass(frozen=True)
-class CalibrationSettings:
+class Judged:
+    """By which text and limits a plan is judged; who verifies it again says so anew.
+
+    Attributes:
+        seed: Seed of every random choice: the text sample, the labels, the rows and the needles.
+        sequences: Sequences per length that risks are measured on.
+        joint: Sequences per length that re-scale the risks, by measuring whole plans.
+        most_held_out: Held-out sequences per length at the last look, where the first do not decide; never fewer than
+            at the first.
+        top1: Least agreement on the likeliest token (99%). Default: as the budget.
+        needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
+    """
+
+    seed: int = 0
+    sequences: int = 4
+    joint: int = 3
+    most_held_out: int = 36
+    top1: float = field(default=0.0, metadata={"read": share})
+    needles_lost: float | None = field(default=None, metadata={"option": "--needles", "read": share})
+
+
+@dataclass(frozen=True)
+class CalibrationSettings(Judged):
     """Settings of a calibration.
 
     Attributes:
         budget: Allowed loss, nats/token; ln(1 + b) for a relative rise b of the perplexity.
         lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
-        seed: Seed of every random choice: the text sample, the labels, the rows and the needles.
-        sequences: Sequences per length that risks are measured on.
         rows: Query rows sampled per sequence.
         labels: Label draws per sequence, one backward pass each.
-        joint: Sequences per length that re-scale the risks, by measuring whole plans.
         held_out: Held-out sequences per length at the first look at a plan.
-        most_held_out: Held-out sequences per length at the last look, where the first do not decide; never fewer than
-            at the first.
         tries: Plans that may fail before the answer is exact.
         bolder: Further plans to try, each closer to the budget, after one that passed with room to spare.
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
-        top1: Least agreement on the likeliest token (99%). Default: as the budget.
-        needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
         families: Kinds of choices by commas, some of `families`. Default: all that need not be named, on a GPU without
             ranks.
         windows: Windows to consider.
@@ -104,19 +121,13 @@ class CalibrationSettings:
 
     budget: float = field(default=9.995003330835334e-04, metadata=NO_OPTION)
     lengths: tuple[int, ...] = field(default=(4096,), metadata=NO_OPTION)
-    seed: int = 0
-    sequences: int = 4
     rows: int = 256
     labels: int = 2
-    joint: int = 3
     held_out: int = 12
-    most_held_out: int = 36
     tries: int = 3
     bolder: int = 2
     haystacks: int = field(default=4, metadata=NO_OPTION)
     needles: int = field(default=16, metadata=NO_OPTION)
-    top1: float = field(default=0.0, metadata={"read": share})
-    needles_lost: float | None = field(default=None, metadata={"option": "--needles", "read": share})
     families: tuple[str, ...] = field(
         default_factory=_families, metadata={"read": kinds, "names": ("plans/choices/*.py", "families")}
     )
@@ -152,8 +163,8 @@ class CalibrationSettings:
             ("minutes", self.minutes is None or self.minutes > 0.0, "a time above 0, or None for no end"),
             ("bolder", self.bolder >= 0, "a number of plans, 0 for none"),
             ("top1", 0.0 <= self.top1 < 1.0, "a share of the tokens below 1, such as 0.99"),
-            ("needles_lost", lost is None or 0.0 <= lost < 1.0, "a share below 1, such as 0.02"),
-            ("alpha", 0.0 < self.alpha < 1.0, "an error rate between 0 and 1, such as 0.05"),
+            ("needles_lost", lost is None or 0.0 <= lost <= LOST, f"a share of at most {LOST}, such as 0.02"),
+            ("alpha", 0.0 < self.alpha <= 1.0 - LEVEL, "an error rate above 0 and of at most 0.05"),
             ("held_out", self.held_out >= 2, "at least 2: one sequence has no spread"),
         ):  # fmt: skip
             if not allowed:

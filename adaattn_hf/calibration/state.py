@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .._files import write_atomically
+from .._files import parse_json, write_atomically
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
 
@@ -28,7 +28,6 @@ _BROKEN = (
 
 
 def _arrays(path: Path) -> dict[str, Any]:
-    """Returns the arrays of a file."""
     # opened here, because numpy leaves a file open that it cannot read
     with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
@@ -67,7 +66,7 @@ class Known:
             )
         try:
             arrays = _arrays(path)
-            identity = json.loads(str(arrays["identity"]))
+            identity = parse_json(str(arrays["identity"]))
             lengths, choices = tuple(identity["lengths"]), len(identity["choices"])
             state = CalibrationState(identity, lengths, len(arrays[f"total.{lengths[0]}"]), choices)
             state.fill(arrays)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..attention.stored import CHANNELS, FORMATS
+from ..plans.limits import Gates
 from ..plans.plan import Verified
 from ..plans.wording import allowed
-from ..policy.acceptance import Gates
 from ..policy.knapsack import Array
 from .measure import Measurement
 from .proof import Test, prove

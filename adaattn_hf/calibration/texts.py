@@ -125,7 +125,6 @@ def text_of(record: Any, where: str, fields: tuple[str, ...] = ("text",)) -> str
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls a value."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string",
              list: "a list", dict: "an object"}  # fmt: skip
     return names.get(type(value), type(value).__name__)
@@ -159,7 +158,6 @@ def pieces(path: Path, lines: bool = False) -> Iterator[str]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuses a file whose first bytes say that it is not text in UTF-8, with the command that converts it."""
     with path.open("rb") as file:
         head = file.read(256)
     # without a mark in front, every other byte of what is written in Latin letters is zero

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ..attention.tap import Tap
+from ..plans.limits import Gates, words
 from ..plans.plan import Verified
 from ..plans.program import Program
-from ..plans.wording import allowed, at_most, in_nats, rise, share, signed_nats
-from ..policy.acceptance import Gates, clustered
+from ..plans.wording import share
 from ..policy.aim import Observation
-from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio, joined
+from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio, joined
 from .arms import compare, exact_tap
 from .corpus import TokenSequence
 from .inputs import Inputs
@@ -142,18 +142,9 @@ def judge(
     worst, tokens = evidence.worst(confidence), sum(evidence.tokens)
     upper, mean, tail = worst.upper(confidence), evidence.mean_kl(), np.quantile(np.concatenate(evidence.kl), 0.999)
     top1 = evidence.agree / max(tokens, 1)
-    reasons = gates.failures(upper, mean, top1, *compared(evidence.needles))
-    gate, used = gates.nearest(upper, mean, top1)
-    verdict = (
-        f"passed: perplexity {rise(worst.mean)}, at most {at_most(upper)}, allowed {allowed(gates.budget)} (Δnll "
-        f"{signed_nats(worst.mean)}, at most {signed_nats(upper)} at {share(confidence, 2)}, budget "
-        f"{in_nats(gates.budget)} nats/token); nearest to its limit: {gate}, at {share(used)}"
-        if not reasons
-        else "failed: " + "; ".join(reasons)
-    )
     by_stock, by_plan = np.mean(evidence.needles, axis=0).tolist() if evidence.needles else (None, None)
-    return Verified(
-        passed=not reasons,
+    found = Verified(
+        passed=False,
         delta_nll=worst.mean,
         upper=upper,
         confidence=confidence,
@@ -168,5 +159,13 @@ def judge(
         activation=activation_share[0],
         activation_keys=activation_share[1],
         predicted_kl=predicted,
-        sentence=verdict,
+        sentence="",
+        needles=len(evidence.needles),
+        needles_lost=compared(evidence.needles)[0],
     )
+    reasons = gates.refusals(found)
+    if reasons:
+        return replace(found, sentence=f"failed: {'; '.join(reasons)}")
+    gate, used = gates.nearest(upper, mean, top1)
+    nearest = f"{words(found, gates.budget)}; nearest to its limit: {gate}, at {share(used)}"
+    return replace(found, passed=True, sentence=nearest)

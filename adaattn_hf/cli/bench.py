@@ -59,11 +59,7 @@ class Bench:
         return [name for name in self.baseline.split(",") if name]
 
     def page(self, output: Path) -> Path:
-        """Returns the path of the Markdown page for a JSON file.
-
-        Raises:
-            UsageError: It is the JSON file itself.
-        """
+        """Returns the path of the Markdown page for a JSON file; UsageError if it is that file itself."""
         page = self.table or output.with_suffix(".md")
         if page == output:
             better = output.with_suffix(".json")

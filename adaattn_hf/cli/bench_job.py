@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations
 from adaattn_hf.patches.registry import register
 
-from .._files import json_text, write_atomically
+from .._files import json_text, parse_json, write_atomically
 from ..errors import UsageError, unknown
 
 if TYPE_CHECKING:  # the command imports this module
@@ -35,11 +34,7 @@ _REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError
 
 
 def check_names(names: list[str]) -> None:
-    """Refuses names of implementations that do not exist; a known one that is not installed here is accepted.
-
-    Raises:
-        UsageError: For the first unknown name.
-    """
+    """Refuses unknown names of implementations (UsageError); a known one that is not installed here is accepted."""
     register(impossible=True)  # cells say what it lacks
     known = [*known_implementations(), *KERNELS]
     for name in names:
@@ -48,11 +43,7 @@ def check_names(names: list[str]) -> None:
 
 
 def choose_cells(data: Grid, only: str) -> list[Cell]:
-    """The cells whose title matches.
-
-    Raises:
-        UsageError: No title matches, or `only` is no regular expression.
-    """
+    """The cells whose title matches; UsageError if none does, or `only` is no regular expression."""
     try:
         pattern = re.compile(only)
     except re.error as error:
@@ -118,16 +109,12 @@ def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
 
 
 def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
-    """Returns cells of an earlier file that the same machine and versions measured in the same way.
-
-    Raises:
-        UsageError: They were measured differently, or the file is no report, and --overwrite is not given.
-    """
+    """Returns cells of an earlier file that were measured alike; UsageError for others without --overwrite."""
     if output is None or not output.exists():
         return {}
     here, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
     try:
-        old = json.loads(output.read_text(encoding="utf-8"))
+        old = parse_json(output.read_text(encoding="utf-8"))
         made, cells = old["provenance"], {cell["title"]: cell for cell in old["cells"]}
         changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
         if made.get("instructions", here["instructions"]) != here["instructions"]:  # older reports have none
@@ -207,7 +194,6 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
 
 
 def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Returns the largest difference outside padding, relative to the largest value."""
     mine, theirs = mine.float(), theirs.float()
     if cell.padding is not None and mine.ndim > 1 and mine.shape[1] == cell.keys > 1:
         keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)

@@ -25,6 +25,7 @@ from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Calibration, CalibrationSettings, Masking
 from ..calibration.state import FILE, RISKS_FILE, CalibrationState, Known
 from ..calibration.team import Team
+from ..plans.limits import unproven
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
 from ..policy.prices import PriceTable
@@ -237,7 +238,6 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
 
 
 def _stored(place: Path) -> dict[str, Any]:
-    """Returns plan and report of an already finished budget, as JSON."""
     failed = place / FAILED_FILE
     if failed.is_file():
         return dict(json.loads(failed.read_bytes()))
@@ -281,12 +281,11 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
 
 
 def _proven(directory: Path, weights: str) -> bool:
-    """Whether a directory holds a plan of these weights that passed on held-out text."""
     try:
         plan = Plan.from_pretrained(directory)
     except PlanError:
         return False
-    return plan.weight_hash == weights and plan.verified is not None and plan.verified.passed
+    return plan.weight_hash == weights and plan.verified is not None and unproven(plan) is None
 
 
 def evaluation(job: Job, dtype: str) -> str:

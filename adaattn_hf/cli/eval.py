@@ -142,7 +142,6 @@ def _run(
 
 
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:
-    """Runs of the given model, one per text; texts are checked before weights are loaded."""
     import torch
 
     from adaattn_hf.eval import corpora, tasks
@@ -170,7 +169,6 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
 
 
 def _out_of_memory(settings: Settings, output: Output, said: str) -> str:
-    """Returns the out-of-memory message: what would fit, and what is kept."""
     fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
     fits.append("shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}")
     return (

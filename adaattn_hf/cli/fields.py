@@ -96,7 +96,6 @@ def _name(field: dataclasses.Field[Any]) -> str:
 
 
 def _parameters(group: type[Any]) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters that typer reads."""
     types, helps, found = get_type_hints(group), described(group), []
     for field in _options(group):
         kind, default, says = types[field.name], field.default, helps.get(field.name, "")  # -OO has no docstrings

@@ -25,11 +25,7 @@ FEWEST = 6
 
 
 def opened(name: str, **source: Any) -> tuple[Encode, int | None]:
-    """Returns a checkpoint's tokenizer, and the most tokens that its configuration allows, None where it does not say.
-
-    Raises:
-        ModelUnavailable: If it cannot be read.
-    """
+    """Returns a checkpoint's tokenizer, and the most tokens that it allows, if known; else ModelUnavailable."""
     config = checkpoint.read_config(name, **source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)

@@ -14,11 +14,7 @@ FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
 
 @contextmanager
 def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
-    """Context manager: replaces an out-of-memory error of the allocator by the given sentence.
-
-    Raises:
-        OutOfMemory: The device or the machine has no room.
-    """
+    """Context manager: replaces an out-of-memory error of the allocator by OutOfMemory with the given sentence."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -28,7 +24,6 @@ def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """Returns what the allocator wanted, without its advice on fragmentation and source addresses."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
     for advice in (" Including non-PyTorch", " Of the allocated memory", " If reserved", " Error code"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .._files import parse_json
 from ..errors import UsageError
 
 PLAN_DIRECTORY = "adaattn-plan"
@@ -29,11 +29,7 @@ class Place:
     in_place: bool = False
 
     def directory(self, model: str | None) -> Path:
-        """Returns the directory to write to.
-
-        Raises:
-            UsageError: It is the model's directory without `in_place`, or must not be written to.
-        """
+        """Returns the directory to write to; UsageError for the model's without `in_place`, or one that must stay."""
         own = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
             target = self.output_dir or Path(PLAN_DIRECTORY)
@@ -57,11 +53,7 @@ class Place:
         return target
 
     def each(self, model: str | None, names: Sequence[str]) -> list[Path]:
-        """Returns the directory of each plan: subdirectories for several plans, `directory` itself for one.
-
-        Raises:
-            UsageError: As for `directory`, or several plans would go into a model.
-        """
+        """Returns the directory of each plan: subdirectories for several, else `directory`; raises as that."""
         target = self.directory(model)
         if len(names) < 2:
             return [target]
@@ -80,7 +72,6 @@ class Place:
 
 
 def _refuse_kept(target: Path, argument: str) -> None:
-    """Refuses a directory in the hub's cache, and files that are links or read-only, which a rename would replace."""
     whole = target.resolve()
     remedy = "copy the model to a directory of your own, or leave --in-place out"
     if argument == "output_dir":
@@ -113,11 +104,7 @@ def _refuse_checkpoint(target: Path) -> None:
 
 
 def refuse_other_plan(target: Path, model: Any) -> None:
-    """Refuses a directory that holds the plan of another model, before anything is measured.
-
-    Raises:
-        UsageError: It holds another model's plan.
-    """
+    """Refuses a directory that holds the plan of another model (UsageError), before anything is measured."""
     from adaattn_hf.patches.plans.hashes import model_hash
 
     file = target / "adaattn_plan.json"
@@ -125,7 +112,7 @@ def refuse_other_plan(target: Path, model: Any) -> None:
         return
     remedy = f"give another directory (--output-dir), or delete {target}"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
         known, held = found["weight_hash"], str(found["dtype"])
         protocol = found.get("protocol")
         name = protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from adaattn_hf.eval.progress import tell
 
-from .._files import write_atomically
+from .._files import parse_json, write_atomically
 from ..errors import UsageError
 from .interrupt import ending
 from .json_output import AsJson, print_json
@@ -126,6 +126,7 @@ def explore(
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report next to it.
     """
     from ..plans.plan import Plan, PlanError
+    from ..plans.store import text_file
     from ..plans.wording import at_most, rise, share, times
     from ..policy.table import SolverTable
     from .pictures.explorer import explorer
@@ -139,7 +140,7 @@ def explore(
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
         try:
-            found = json.loads(report.read_text(encoding="utf-8"))
+            found = parse_json(text_file(report))
             if not isinstance(found, dict) or "table" not in found:
                 raise ValueError("it holds no table of risks and prices; calibrate again with this version")
             data = explorer(SolverTable.from_dict(found["table"]), shown, buys, name)
@@ -159,7 +160,6 @@ def explore(
 
 
 def _place(path: Path | None) -> Path:
-    """Returns the plan that was named, or else the one that a calibration saved here."""
     from ..plans.store import PLAN_FILE
 
     own = Path(PLAN_DIRECTORY)
@@ -172,19 +172,19 @@ def _place(path: Path | None) -> Path:
 
 
 def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
-    """What a plan costs and buys: numbers, and the same as people read them."""
+    from ..plans.limits import unproven
     from ..plans.wording import allowed, at_most, in_nats, rise, times
     from .pictures.headline import speed_of
 
     def nats(value: float | None, percent: Callable[[float], str]) -> tuple[float | None, str]:
         return value, "none" if value is None else f"{percent(value)} ({in_nats(value)})"
 
-    speed = speed_of(plan) if plan.units else 1.0
+    speed, believed = speed_of(plan) if plan.units else 1.0, None if unproven(plan) else plan.verified
     changed = sum(not c.is_exact for layer in plan.layers for c in layer.choices)
     return {
         "budget, nats/token": nats(plan.budget, allowed),
         "predicted increase, nats/token": nats(plan.predicted_loss, rise),
-        "proved increase, at most, nats/token": nats(plan.verified.upper if plan.verified else None, at_most),
+        "verified increase, at most, nats/token": nats(believed.upper if believed else None, at_most),
         "attention of planned layers, times as fast": (speed, "none" if speed is None else times(speed)),
         "heads that are not exact": (changed, f"{changed:g}"),
     }

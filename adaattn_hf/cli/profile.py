@@ -146,7 +146,6 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
 
 
 def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
-    """Returns the tokens of each row or column of a map as text, shortened if long."""
     borders = [-(-place * len(ids) // bins) for place in range(bins + 1)]
     texts = [tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(borders)]
     return [text if len(text) <= 32 else f"{text[:31]}…" for text in texts]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .._files import printable
 from .evidence import MODEL
+from .limits import verdict_of
 from .wording import allowed
 
 if TYPE_CHECKING:
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
 
 
 def card(plan: Plan, repository: str) -> str:
-    """Returns the card of a directory or repository that holds a plan: whose it is, and what was proven."""
+    """Returns the card of a directory or repository that holds a plan: whose it is, and what was verified."""
     model = printable(str(plan.protocol.get(MODEL, plan.model_type)))
-    verdict = "It was never verified on held-out text." if plan.verified is None else plan.verified.sentence
     lengths = ", ".join(f"{length:,}" for length in plan.lengths) or "none"
     scoring = plan.protocol.get("scoring")
     masked = isinstance(scoring, Mapping) and "mask_share" in scoring
@@ -34,7 +34,7 @@ library_name: adaattn-hf
 # A plan of attention for {model}
 
 What each head of the model reads, and in which precision, within a budget of {allowed(plan.budget)} perplexity.
-{printable(verdict)}
+{printable(verdict_of(plan))}
 
 * It speaks for up to {plan.max_length:,} tokens, and was measured at {lengths}; what is longer is computed exactly.
 * It belongs to these weights in {printable(plan.dtype)}: other weights, dtypes and settings are refused.

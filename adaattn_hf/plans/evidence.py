@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from .record import PlanError, real, share, text, whole
+from .record import PlanError, read_record, real, share, text, whole
 
 MODEL = "model"
 """Key in a plan's protocol: the name of the model that it was made for."""
 SOURCES = "held_out_sources"
 """Key in a plan's protocol: how many sources of held-out text each keep the budget."""
+LEVEL = 0.95
+"""Least confidence level of a bound that is believed."""
+LOST = 0.5
+"""Largest share of the needles that a user may allow to be lost."""
 MOST_LAYERS, MOST_HEADS = 1 << 12, 1 << 12
 """More layers and key/value heads than any model has."""
+USUAL_NEEDLES, MOST_NEEDLES = 64, 1 << 12
+"""Needles that calibrations ask for by default, and more than any asks for."""
 SHORTEST = 1e-30
 """Shortest time in a plan, seconds, so that ratios of times stay finite."""
 
@@ -75,7 +83,9 @@ class Verified:
         activation: Share of (token, query head) pairs that the plan does not compute exactly.
         activation_keys: Share of pairs that see fewer keys, which perplexity on short text cannot test.
         predicted_kl: The sum of the risks, re-scaled.
-        sentence: The verdict in words.
+        sentence: The verdict in the calibration's words; what is shown of a stored verdict is told by its figures.
+        needles: Needles that were asked for; 0 in older files, which keep the shares alone.
+        needles_lost: Those that stock attention alone retrieves.
     """
 
     passed: bool
@@ -94,6 +104,8 @@ class Verified:
     activation_keys: float
     predicted_kl: float
     sentence: str
+    needles: int = 0
+    needles_lost: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type, out of range, or that contradict one another."""
@@ -109,6 +121,25 @@ class Verified:
                 share(getattr(self, name), f"verified.{name}")
         for name in ("kl", "kl_p999", "predicted_kl"):
             real(getattr(self, name), f"verified.{name}", 0.0)
+        whole(self.needles, "verified.needles", most=MOST_NEEDLES)
+        whole(self.needles_lost, "verified.needles_lost", most=MOST_NEEDLES)
+        lost, won, retrieved = self.compared
+        if lost > retrieved or won < 0 or lost + won > MOST_NEEDLES:
+            raise PlanError(f"verified.needles_lost is {lost}, expected a number that the shares retrieved allow")
         mean, upper = real(self.delta_nll, "verified.delta_nll"), real(self.upper, "verified.upper")
         if upper < mean:
             raise PlanError(f"verified.upper is {upper!r}, expected a bound of at least delta_nll, {mean!r}")
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str) -> Verified:
+        """Returns the verdict written by `asdict`, in older files without counts of needles; else a PlanError."""
+        known = {"needles": 0, "needles_lost": 0, **data} if isinstance(data, Mapping) else data
+        return cls(**read_record(cls, known, where))
+
+    @property
+    def compared(self) -> tuple[int, int, int]:
+        """How many needles only stock attention retrieves, how many only the plan, and how many stock attention."""
+        asked = self.needles or USUAL_NEEDLES
+        stock, plan = (round(asked * (one or 0.0)) for one in (self.retrieval_stock, self.retrieval_plan))
+        lost = self.needles_lost if self.needles else max(stock - plan, 0)
+        return lost, lost + plan - stock, stock

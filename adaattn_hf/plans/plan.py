@@ -20,7 +20,7 @@ from . import store
 from .card import card
 from .choices import EXACT, Choice
 from .evidence import MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
-from .record import PlanError, read_list, read_record, real, share, text, whole
+from .record import PlanError, read_list, read_record, real, text, whole
 
 __all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", "PlanError", "UnitRecord", "Verified"]
 
@@ -134,17 +134,16 @@ class Plan:
                 raise PlanError(f"{name} is {type(held).__name__}, expected a mapping")
         if not self.configuration:
             raise PlanError("configuration is empty, expected the model's settings; calibrate again")
-        settings = self.protocol.get("settings", {})
-        if not isinstance(settings, Mapping):
-            raise PlanError(f"protocol.settings is {type(settings).__name__}, expected a mapping")
-        if settings.get("alpha") is not None:
-            share(settings["alpha"], "protocol.settings.alpha")
-        _ = self.cache, self.exact_steps  # refused where they are malformed
-        if self.verified is not None and self.verified.passed and self.verified.upper > self.budget:
-            raise PlanError(
-                f"verified.passed is true with an upper bound of {self.verified.upper!r} nats/token, above the "
-                f"budget of {self.budget!r}: the plan contradicts its own verification; calibrate again"
-            )
+        for name in ("settings", "scoring"):
+            if not isinstance(self.protocol.get(name, {}), Mapping):
+                raise PlanError(f"protocol.{name} is {type(self.protocol[name]).__name__}, expected a mapping")
+        _ = self.exact_steps  # refused where it is malformed
+        for name, proof in (("verified", self.verified), ("protocol.cache.verified", self.cache_verified)):
+            if proof is not None and proof.passed and proof.upper > self.budget:
+                raise PlanError(
+                    f"{name}.passed is true with an upper bound of {proof.upper!r} nats/token, above the budget of "
+                    f"{self.budget!r}: the plan contradicts its own verification; calibrate again"
+                )
         indices, known = [layer.layer for layer in self.layers], list(self.attention_layers)
         for length in self.lengths:
             whole(length, "lengths", least=1)
@@ -152,11 +151,16 @@ class Plan:
             whole(index, "attention_layers", most=MOST_LAYERS)
         for name, rising in (("lengths", list(self.lengths)), ("layers", indices), ("attention_layers", known)):
             if rising != sorted(set(rising)):
-                raise PlanError(f"{name} are {rising}, expected rising numbers, each once")
+                raise PlanError(f"{name} are {rising!s:.200}, expected rising numbers, each once")
         if self.attention_layers and not set(indices) <= set(self.attention_layers):
             raise PlanError(
-                f"layers are {indices}, expected some of the model's {list(self.attention_layers)}; calibrate again"
+                f"layers are {indices!s:.200}, expected some of the model's {list(self.attention_layers)!s:.200}; "
+                "calibrate again"
             )
+
+    def __hash__(self) -> int:
+        """Equal plans have equal hashes; the mappings of a plan have none."""
+        return hash((self.weight_hash, self.budget, self.lengths, self.layers, self.tensors, self.verified))
 
     @property
     def predicted_loss(self) -> float:
@@ -184,6 +188,12 @@ class Plan:
                 "streaming, true or false"
             )
         return found["stored"], found["streaming"]
+
+    @property
+    def cache_verified(self) -> Verified | None:
+        """The verdict of held-out text on the plan over its cache, None without one; PlanError if it is malformed."""
+        kept = None if self.cache is None else self.protocol["cache"].get("verified")
+        return None if kept is None else Verified.from_dict(kept, "protocol.cache.verified")
 
     @property
     def exact_steps(self) -> bool:
@@ -241,7 +251,7 @@ class Plan:
             for index, item in enumerate(read_list(kwargs["units"], "units", MOST_UNITS))
         )
         if kwargs["verified"] is not None:
-            kwargs["verified"] = Verified(**read_record(Verified, kwargs["verified"], "verified"))
+            kwargs["verified"] = Verified.from_dict(kwargs["verified"], "verified")
         return cls(**kwargs)
 
     def to_json(self) -> str:

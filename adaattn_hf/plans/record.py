@@ -14,6 +14,9 @@ LARGEST = 2**31 - 1
 GREATEST = 1e12
 """Largest number in a plan, in nats, seconds or shares: sums and ratios of such numbers stay finite."""
 
+LONGEST = 4096
+"""Most characters of a text in a plan: hashes, versions and names, which messages repeat, and sentences."""
+
 Record = TypeVar("Record")
 
 
@@ -77,13 +80,15 @@ def _short(value: float) -> str:
     """A number in a message: Python refuses to write integers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value)
+    return f"{value!r:.60}"
 
 
 def text(value: Any, name: str) -> str:
     """Returns a string that can be written as UTF-8. Raises PlanError if it is not one."""
     if not isinstance(value, str):
-        raise PlanError(f"{name} is {value!r}, expected a string")
+        raise PlanError(f"{name} is {value!r:.60}, expected a string")
+    if len(value) > LONGEST:
+        raise PlanError(f"{name} has {len(value)} characters, expected at most {LONGEST}; it begins {value!r:.60}")
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise PlanError(f"{name} holds half of a character (a lone surrogate), expected text")
     return value

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._files import parse_json
@@ -20,8 +22,13 @@ CONFIG_KEY, CARRIED = "plan", "tensors"
 """Keys of a plan and of its tensors, in base64, in a configuration's settings."""
 MOST_BYTES = 1 << 24
 """Largest size of a plan file."""
+MOST_TENSORS = 1 << 28
+"""Largest size of a file of tensors: ten times those of a model of 70B parameters with ranks in every head."""
 MOST_CARRIED = 1 << 20
 """Largest size of tensors that are stored in a configuration; larger ones lie only in their file."""
+_SUCH = "layers.0.key_mean and layers.0.query_basis.0"
+_NAMED = re.compile(r"layers\.(\d{1,4})\.(?:key_mean|(query_basis|key_basis)\.(\d{1,4}))", re.ASCII)
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _tensors: dict[str, dict[str, Tensor]] = {}
 """Tensors of plans by their hash, those that were used last at the end."""
 _MOST = 64
@@ -81,19 +88,14 @@ def remember_tensors(tensors: dict[str, Tensor]) -> str:
 
     Those of the plans that were used last are kept; a plan whose tensors are gone needs its file again.
     """
-    if not tensors:
-        return ""
-    name = hashlib.sha256(file_of(tensors)).hexdigest()
-    _use(name, dict(tensors))
+    name = hashlib.sha256(file_of(tensors)).hexdigest() if tensors else ""
+    if tensors:
+        _use(name, dict(tensors))
     return name
 
 
 def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
-    """Returns a plan's tensors by their hash: from memory, from their file, or from settings that carry them.
-
-    Raises:
-        PlanError: They are nowhere, or others than the plan names.
-    """
+    """Returns a plan's tensors by their hash, from memory, their file or settings; PlanError if there are none."""
     if name in _tensors:
         return _use(name, _tensors[name])
     found = keep_held(name, source or "", raw)
@@ -112,35 +114,43 @@ def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerT
         data = file_of(tensors)
         if len(data) <= MOST_CARRIED:
             raw[CARRIED] = base64.b64encode(data).decode("ascii")
-    prefix = f"layers.{index}."
-    bases: dict[str, dict[int, Tensor]] = {"query_basis": {}, "key_basis": {}}
+    mean, bases = None, dict[str, dict[int, Tensor]](query_basis={}, key_basis={})
     for key, tensor in tensors.items():
-        if key.startswith(prefix):
-            kind, _, head = key.removeprefix(prefix).partition(".")
-            if kind in bases:
-                bases[kind][int(head)] = tensor
-    return LayerTensors(tensors.get(f"{prefix}key_mean"), bases["query_basis"], bases["key_basis"])
+        named = _NAMED.fullmatch(key)
+        if named is None:
+            raise PlanError(f"{TENSORS_FILE} holds {key!r:.60}, expected names such as {_SUCH}; calibrate again")
+        if int(named[1]) != index:
+            continue
+        if tensor.dtype not in _DTYPES or not bool(tensor.isfinite().all()):
+            raise PlanError(f"{key} is {tensor.dtype} or not finite, expected finite numbers; calibrate again")
+        if named[2] is None:
+            mean = tensor
+        else:
+            bases[named[2]][int(named[3])] = tensor
+    return LayerTensors(mean, bases["query_basis"], bases["key_basis"])
+
+
+def _read(file: Path, most: int) -> bytes:
+    """Returns what a file of a plan holds. Raises PlanError if it cannot be read, or is larger than any plan's."""
+    try:
+        size = file.stat().st_size
+        if size > most:
+            raise PlanError(f"{file} has {size} bytes, expected a plan of at most {most}")
+        return file.read_bytes()
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read ({error.strerror}); give a plan that can") from error
 
 
 def text_file(file: Path) -> str:
     """Returns the text of a plan or report. Raises PlanError if it cannot be read, is too large, or is not text."""
     try:
-        size = file.stat().st_size
-        if size > MOST_BYTES:
-            raise PlanError(f"{file} has {size} bytes, expected a plan of at most {MOST_BYTES}")
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{file} cannot be read ({error.strerror}); give a plan that can") from error
+        return _read(file, MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise PlanError(f"{file} is no UTF-8 text: {error}; expected a plan as JSON") from error
 
 
 def _beside(source: str | Path, name: str) -> Path | None:
-    """Returns a file of a directory, beside a file, or of a repository of the Hub; None where it is not there.
-
-    Raises:
-        PlanError: The Hub has no such repository, or cannot be reached.
-    """
+    """Returns a file of a directory, beside a file, or of the Hub (PlanError if it cannot be had); None where none."""
     path = Path(source)
     place = path.parent if path.is_file() else path
     words = str(source)
@@ -160,14 +170,14 @@ def _beside(source: str | Path, name: str) -> Path | None:
 def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | None:
     """Keeps and returns the tensors beside a plan or model, or in its settings; None where there are none.
 
-    Raises:
-        PlanError: They have another hash than the plan names.
+    PlanError if they are too large, or have another hash than the plan names, or are no tensors.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     path, carried = _beside(source, TENSORS_FILE), raw.get(CARRIED) if isinstance(raw, Mapping) else None
     if path is not None:
-        data, where = path.read_bytes(), str(path)
+        data, where = _read(path, MOST_TENSORS), str(path)
     elif isinstance(carried, str):
         where = f"config.adaattn[{CARRIED!r}]"
         try:
@@ -179,7 +189,10 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
     found = hashlib.sha256(data).hexdigest()
     if found != name:
         raise PlanError(f"{where} has hash {found[:12]}…, the plan names {name[:12]}…; calibrate again")
-    return _use(name, load(data))
+    try:
+        return _use(name, load(data))
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
+        raise PlanError(f"{where} is no safetensors file ({error}); calibrate again") from error
 
 
 def _use(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

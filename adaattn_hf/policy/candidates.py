@@ -86,7 +86,6 @@ def candidates(
 
 
 def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Candidates:
-    """The choices of these combinations of parts."""
     rows = [[float(part in chosen) for part in parts] for chosen in combinations]
     return Candidates(
         tuple(Choice.of(*chosen) if chosen else EXACT for chosen in combinations),
@@ -96,6 +95,5 @@ def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Cand
 
 
 def _all(kinds: Sequence[type[Part]], setting: Setting) -> list[Part]:
-    """The candidates of those kinds whose families were asked for, in order."""
     asked = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
     return list(chain.from_iterable(kind.candidates(setting) for kind in asked))

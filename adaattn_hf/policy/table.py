@@ -87,7 +87,6 @@ class SolverTable:
 
 
 def _finite(values: Array) -> Any:
-    """JSON values, null for infinite numbers."""
     nested = values.astype(object)
     nested[~np.isfinite(values)] = None
     return nested.tolist()

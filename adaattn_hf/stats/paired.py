@@ -10,6 +10,7 @@ Nielsen and Webb 2023, "Cluster-robust inference: A guide to empirical practice"
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -21,6 +22,8 @@ from scipy import stats
 
 Float = NDArray[np.float64]
 Flag = NDArray[np.bool_]
+DOCUMENTS = 8
+"""Documents of one size whose spread tells an error; where there are fewer, chunks of text are taken as independent."""
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,17 @@ def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
     changes = (values - mean * weights) / (total - weights)
     error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
     return Ratio(mean, error, clusters, total)
+
+
+def clustered(names: Sequence[str], sums: Sequence[float], tokens: Sequence[int]) -> tuple[Float, NDArray[np.int64]]:
+    """Returns sums and tokens per document, or per chunk of text where documents count for fewer than `DOCUMENTS`.
+
+    They count for as many of one size as (sum of chunks)^2 / sum of squares (Kish 1965, "Survey Sampling"): one book
+    with a few pages is one document, whose spread nobody knows.
+    """
+    chunks = np.array(list(Counter(names).values()))
+    enough = chunks.sum() ** 2 >= DOCUMENTS * np.square(chunks).sum()
+    keys = list(names) if enough else [str(index) for index in range(len(names))]
+    order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
+    clusters = [order[key] for key in keys]
+    return np.asarray(np.bincount(clusters, sums), dtype=np.float64), np.bincount(clusters, tokens).astype(np.int64)

@@ -62,7 +62,6 @@ def gram(query: Tensor, key: Tensor) -> Gram:
 
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The square root of a Gram matrix and its pseudo-inverse."""
     values, vectors = torch.linalg.eigh(matrix)
     kept = values > values.amax(-1, keepdim=True) * torch.finfo(matrix.dtype).eps * matrix.shape[-1]
     roots = [torch.where(kept, values.clamp(min=1e-300).pow(power), 0.0) for power in (0.5, -0.5)]

@@ -82,7 +82,6 @@ def on_device(calls: Mapping[K, Callable[[], Any]], host: bool = True) -> dict[K
 
 
 def _rounds(names: list[K]) -> Iterator[list[K]]:
-    """Names of calls, as often as there is patience for, another one first each time."""
     started = time.perf_counter()
     for number in range(ROUNDS):
         if number >= FEWER and time.perf_counter() - started > PATIENCE * number:

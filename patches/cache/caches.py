@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from adaattn_hf.plans.limits import unproven
+
 from ..models.families import family_of
 from ..plans.attach import plan_of
 from .growing import GROWTH, check_room
@@ -219,7 +221,8 @@ def made_for(model: PreTrainedModel) -> dict[str, Any]:
 def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str) -> tuple[str, bool]:
     """What a model's cache stores and whether heads stream: as asked, else as its plan was proven, else the default."""
     plan = plan_of(model) if stored is None else None
-    proven = (default, False) if plan is None or plan.cache is None else plan.cache
+    kept = None if plan is None or unproven(plan) else plan.cache
+    proven = kept or (default, False)
     return proven[0] if stored is None else stored, proven[1] if streaming is None else streaming
 
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import choose
+from adaattn_hf.plans.limits import unproven
 
 from ..plans.attach import plan_of
 
@@ -60,7 +61,7 @@ def plan_statistics(model: nn.Module) -> dict[str, float]:
     }
     if exact > 0:
         found["adaattn/plan/price"] = sum(unit.price for unit in plan.units) / exact
-    if plan.verified is not None:
+    if plan.verified is not None and unproven(plan) is None:
         found["adaattn/plan/verified_upper"] = plan.verified.upper
     return found
 

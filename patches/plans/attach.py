@@ -38,11 +38,7 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
 def programs_for(
     model: nn.Module, plan: Plan, *, unverified: bool
 ) -> tuple[dict[str, Any], dict[int, tuple[nn.Module, Program | None]]]:
-    """Returns the settings that give a model a plan, and by layer its attention module and that one's part of the plan.
-
-    Raises:
-        PlanError: As `attach` does.
-    """
+    """Returns the settings that give a model a plan, and by layer its module and its part of it; raises as `attach`."""
     modules = dict(attention_modules(model, plan.model_type))
     if not modules:
         own = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -51,7 +47,7 @@ def programs_for(
         )
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
-        raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
+        raise PlanError(f"the plan has layers {missing!s:.200}, the model's attention layers are {sorted(modules)}")
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
     programs = {index: (module, fit.resolve(module, plan, raw)) for index, module in modules.items()}
@@ -103,7 +99,8 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
         model: A model, as `from_pretrained` leaves it, or what holds one (a pipeline, PEFT, sentence-transformers).
         plan: A plan, the file or directory that holds it, or the id of a repository of the Hub (see
             `Plan.from_pretrained`); None for the one that the model carries.
-        unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
+        unverified: Run the plan though held-out text has not shown it good: it was never verified, failed, or
+                has figures that today's limits refuse.
 
     Returns:
         `model`; `plan_of(model)` is its plan.

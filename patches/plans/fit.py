@@ -16,6 +16,7 @@ from torch import nn
 
 from adaattn_hf.attention.tap import listening
 from adaattn_hf.config import settings_of
+from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
@@ -162,15 +163,21 @@ def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | 
     if index is None and (model := model_of(module)) is not None:
         number_layers(model)
         index = getattr(module, "layer_idx", None)
+    if not isinstance(raw[CONFIG_KEY], Allowed):
+        refuse_unproven(plan)
     layer, depth = plan.layer(index), getattr(config, "num_hidden_layers", None)
     if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
         raise PlanError(f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model")
     if layer is None:
         return None
-    if not isinstance(raw[CONFIG_KEY], Allowed):
-        refuse_unproven(plan)
     if not isinstance(raw[CONFIG_KEY], Trained):
         _refuse_other_layer(module, plan, layer)
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(module, "num_key_value_groups", 1)
+    if isinstance(heads, int) and isinstance(groups, int) and len(layer.choices) != heads // groups:
+        raise PlanError(
+            f"plan of layer {layer.layer}: made for {len(layer.choices)} key/value heads, the model has "
+            f"{heads // groups}; give the plan of this model, or calibrate again"
+        )
     source = getattr(config, "_name_or_path", None)
     found = layer_tensors(plan.tensors, layer.layer, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
@@ -186,18 +193,17 @@ def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | 
 
 
 def refuse_unproven(plan: Plan) -> None:
-    """Refuses a plan that held-out text has not shown good (PlanError: it was never verified, or failed)."""
-    if plan.verified is None or not plan.verified.passed:
-        why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
+    """Refuses a plan or cache format that held-out text has not shown good (PlanError says why)."""
+    reason = unproven(plan)
+    if reason is not None:
         raise PlanError(
-            f"the plan {why}, so it runs only if you allow it in this process: "
+            f"the plan {reason}, so it runs only if you allow it in this process: "
             "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
             "adaattn_hf.remove_plan(model)"
         )
 
 
 def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None:
-    """Refuses a module of another dtype or with other weights than a layer of the plan (PlanError)."""
     dtype = module_dtype(module)
     if dtype != plan.dtype:
         raise PlanError(
@@ -245,7 +251,6 @@ def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
 
 
 def _mark(model: nn.Module, name: str, data: Mapping[str, Any]) -> None:
-    """Keeps a plan under a name in a model and its attention."""
     for part in model.modules():
         if part is model or "config" in part.__dict__:
             part.__dict__[name] = data

@@ -37,11 +37,7 @@ def weight_hash(module: nn.Module) -> str:
 
 
 def model_hash(model: nn.Module) -> str:
-    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model.
-
-    Raises:
-        PlanError: As `weight_hash`.
-    """
+    """Returns a hash of all weights of a model but its head and pooler, which differ by class; raises as above."""
     inner = pretrained(model)
     prefix = getattr(inner, "base_model_prefix", "")
     base = getattr(inner, prefix, inner) if prefix else inner
@@ -78,7 +74,6 @@ def _contents(name: str, value: Any) -> list[bytes]:
 
 
 def _of_tensor(tensor: Tensor) -> list[bytes]:
-    """Returns shape and dtype of a tensor, and the sums of its bits along rows and columns."""
     about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     if hasattr(tensor, "full_tensor"):  # sharded: gathered first
         tensor = tensor.full_tensor()

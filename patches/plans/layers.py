@@ -12,11 +12,7 @@ from adaattn_hf.plans.plan import PlanError
 
 
 def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterator[tuple[int, nn.Module]]:
-    """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type if any.
-
-    Raises:
-        PlanError: If two of them claim the same index: a plan could not tell them apart.
-    """
+    """Yields the innermost modules with `layer_idx` and weights, of a tower if named; PlanError if two claim one."""
     number_layers(model)
     seen: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -34,7 +30,6 @@ def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterat
 
 
 def _holds_weights(module: nn.Module) -> bool:
-    """Whether a module has weights; quantised ones lie in buffers."""
     return any(True for held in (module.parameters(), module.buffers()) for _ in held)
 
 
@@ -85,5 +80,4 @@ def _holders(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _dictionaries(of: Sequence[Any]) -> list[dict[Any, Any]]:
-    """The dictionaries that refer to some objects."""
     return [one for one in gc.get_referrers(*of) if type(one) is dict]

@@ -38,7 +38,6 @@ def _listen() -> None:
 
 
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Called by torch before a child is registered."""
     before = parent._modules.get(name)
     if before is None or child is None or child is before:
         return

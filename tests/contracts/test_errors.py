@@ -32,11 +32,12 @@ from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.settings import Judged, Masking
 from adaattn_hf.calibration.state import Known
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
 from adaattn_hf.cli.verify import Proved
-from adaattn_hf.cli.verify_job import prove, settings_of, stored_proof
+from adaattn_hf.cli.verify_job import prove
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.layers import FullLayer
 from adaattn_hf.patches.call.batching import attend_requests
@@ -70,7 +71,6 @@ def attend(
     backend: str | None = None,
     **keywords: Any,
 ) -> Any:
-    """The registered function, on six tokens."""
     query = torch.zeros(batch, heads, 6, 4, requires_grad=keywords.pop("requires_grad", False))
     key = query if key_heads is None else torch.zeros(batch, key_heads, 6, 4)
     return attention_function(backend)(nn.Module(), query, key, key, mask, **keywords)
@@ -105,7 +105,6 @@ def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) 
 
 
 def step(*mask: Any, **keywords: Any) -> Any:
-    """A step of continuous batching, on six tokens."""
     return attend_requests(None, nn.Module(), ZEROS, ZEROS, ZEROS, *mask, **keywords)
 
 
@@ -157,7 +156,6 @@ EIGHT = StructuredMask(CallStructure(1, 8, 8, causal=True), torch.device("cpu"))
 
 
 def small_plan(**fields: Any) -> Plan:
-    """A plan of a tiny model."""
     return plan_for(fresh_pair("llama").ours, make_choice("window", window=2), **fields)
 
 
@@ -283,6 +281,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("load a plan that contradicts its own verification",
          lambda: with_plan(verified=asdict(replace(PROVEN, upper=9.0))),
          "verified.passed | upper bound of 9.0 | above the budget | calibrate again"),
+        ("run a plan whose verification is below today's limits",
+         lambda: with_plan(verified=asdict(replace(PROVEN, confidence=0.5))),
+         "the plan | the bound is at 50.00 %, below 95 % | only if you allow it | load_plan(model, unverified=True)"),
         ("run a plan that was never verified", lambda: with_plan(verified=None),
          "the plan | was never verified | only if you allow it | load_plan(model, unverified=True)"),
         ("run a plan under other settings of the model", lambda: with_plan(configuration={"rms_norm_eps": 0.5}),
@@ -322,12 +323,10 @@ CASES: dict[str, tuple[Case, ...]] = {
          "in_place | got owner/name | expected the directory of a model that is yours | leave --in-place out"),
         ("set --output-dir to the directory of the model", lambda: Place(output_dir=Path()).directory(str(Path())),
          "output_dir | . is the model's own directory | expected one for the plan alone | --in-place"),
-        ("verify a plan without text", lambda: prove("model", Proved(), Console()),
+        ("verify a plan without text", lambda: prove("model", Proved(), Judged(), Masking(), Console()),
          "data | is absent | expected text | --data FILE"),
-        ("verify a plan of another version", lambda: settings_of(small_plan(protocol={"settings": {"old_setting": 3}})),
-         "protocol.settings | got {'old_setting': 3} | expected those of a calibration | calibrate again"),
         ("verify a plan whose file is damaged",
-         lambda: stored_proof(small_plan(protocol={"cache": {**INT8, "verified": "yes"}})),
+         lambda: small_plan(protocol={"cache": {**INT8, "verified": "yes"}}),
          "protocol.cache.verified | is str | expected a mapping of Verified fields | calibrate again"),
     ),
 }  # fmt: skip

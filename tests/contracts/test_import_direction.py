@@ -59,7 +59,6 @@ def floor_of(name: str) -> int | None:
 
 
 def rising(modules: Mapping[str, Module]) -> list[str]:
-    """Imports from a lower floor of a higher one."""
     found = []
     for importer, imported, statement in arrows(modules):
         low, high = floor_of(importer), floor_of(imported)
@@ -110,7 +109,6 @@ def into_forbidden_rooms(modules: Mapping[str, Module]) -> list[str]:
 
 
 def of_transformers(modules: Mapping[str, Module]) -> list[str]:
-    """Imports of Transformers by the core."""
     return [
         f"{module.name}:{statement.line} imports {statement.target}"
         for module in modules.values()

@@ -19,7 +19,6 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """Its arguments, as they are written."""
     try:
         return str(inspect.signature(function))
     except ValueError:

@@ -58,7 +58,6 @@ def planned() -> Any:
 
 
 def shown(renderable: Any) -> str:
-    """What a terminal that knows no colour is sent."""
     console = Console(width=400, record=True, color_system=None)
     with console.capture() as captured:
         console.print(renderable, markup=False) if isinstance(renderable, str) else console.print(renderable)
@@ -66,7 +65,6 @@ def shown(renderable: Any) -> str:
 
 
 def printed(write: Callable[[Console], None]) -> str:
-    """What a command writes to such a terminal."""
     console = Console(width=400, color_system=None, file=io.StringIO())
     write(console)
     return str(console.file.getvalue())  # type: ignore[attr-defined]

@@ -21,7 +21,6 @@ MOST_BYTES = 300_000
 
 
 def execute(notebook: nbformat.NotebookNode, place: Path) -> None:
-    """Run all cells in a fresh kernel."""
     client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(place)}})
     client.execute()
 

@@ -101,7 +101,6 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def history() -> list[str]:
-    """Every commit behind this one."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout: a source archive has no history")
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":

@@ -13,7 +13,6 @@ SECOND = [*(f"A{number}" for number in range(1, 13)), *(f"B{number}" for number 
 
 
 def missing(page: str, root: Path) -> list[str]:
-    """Tests that a page names and nobody wrote."""
     lost = []
     for file, name in NAMED.findall(page):
         path = root / file

@@ -27,7 +27,6 @@ LOADED = re.compile(
 
 
 def navigation(entry: object) -> Iterator[str]:
-    """Pages that a part of the navigation names."""
     if isinstance(entry, str):
         yield entry
     elif isinstance(entry, dict):
@@ -39,7 +38,6 @@ def navigation(entry: object) -> Iterator[str]:
 
 
 def settings() -> dict[str, object]:
-    """mkdocs.yml."""
     read: dict[str, object] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     return read
 

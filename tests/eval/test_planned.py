@@ -44,7 +44,6 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
 
 @pytest.fixture
 def planned(llama: Path) -> checkpoint.Checkpoint:
-    """The tiny LLaMA with a window of 8 keys in one head of one layer."""
     loaded = checkpoint.load(llama, device="cpu")
     attach.attach(loaded.model, plan_of(loaded))
     return loaded

@@ -33,7 +33,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def reports(loaded: checkpoint.Checkpoint) -> dict[str, dict[str, Any]]:
-    """A report of each kind, as it comes back from its JSON."""
     corpus = {
         "pages": OWN_PAGES,
         "lastword": OWN_PASSAGES,

@@ -195,7 +195,6 @@ def split(model: Any) -> Any:
 
 
 def logits(model: Any, cache: Any, first: str, padded: bool) -> Tensor:
-    """Of a prompt and three steps behind it."""
     ids = torch.randint(0, 64, (2, 203), generator=torch.Generator().manual_seed(0)).to(first)
     mask = torch.ones_like(ids)
     mask[0, : 90 * padded] = 0

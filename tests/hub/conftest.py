@@ -16,7 +16,6 @@ from ..support import kernels
 
 @pytest.fixture(scope="session")
 def builder() -> dict[str, Any]:
-    """The names of `hub/build.py`."""
     return kernels.BUILDER
 
 
@@ -39,7 +38,6 @@ def load_kernel(repositories: Path) -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def flash(load_kernel: Callable[[str], ModuleType]) -> Any:
-    """The kernel `flash-adaattn`."""
     return load_kernel("flash-adaattn")
 
 

@@ -32,5 +32,4 @@ def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A text for models whose tokens are letters."""
     return [random_words(tmp_path_factory.mktemp("text") / "book.txt")]

@@ -19,7 +19,6 @@ from ..support.models import fresh_pair, tokens
 
 
 def bench(model: Any, length: int, batch: int = 1) -> Any:
-    """Inputs of one length, as far as timing needs them."""
     ids = tokens(1, length)
     sample = SimpleNamespace(joint=[None])
     reading = SimpleNamespace(tokens=ids)

@@ -80,7 +80,6 @@ OWN_CACHE = ("minimax",)
 
 
 def refuses_codes(model: Any) -> None:
-    """At every door, before a token is there."""
     for door in (
         lambda: AdaAttnCache(model, "int8"),
         lambda: AdaAttnCache(model, "k8v4"),

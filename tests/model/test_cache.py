@@ -157,7 +157,6 @@ class AgainstDynamicCache(RuleBasedStateMachine):
     @precondition(lambda self: not self.sliding and self.stock.get_seq_length() > 1)
     @rule(every=st.integers(2, 3))
     def prune(self, every: int) -> None:
-        """A user puts other tensors in."""
         for cache in self.both():
             for layer in cache.layers:
                 layer.keys, layer.values = layer.keys[:, :, ::every], layer.values[:, :, ::every] + 1

@@ -404,7 +404,6 @@ def test_labels_are_drawn_as_often_as_they_are_likely() -> None:
 
 
 def _measured(model: LlamaForCausalLM, tokens: Tensor, rows: int, labels: int) -> dict[int, Any]:
-    """Products and dropped mass by layer, of a window and of int8."""
     found: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(3)
     fisher.measure(
@@ -519,7 +518,6 @@ def _held(run: Callable[[], object]) -> list[int]:
 
 
 def _peak(run: Callable[[], object]) -> int:
-    """The most of them."""
     return max(_held(run))
 
 
@@ -598,7 +596,7 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     from adaattn_hf.calibration.verify import Evidence, judge
-    from adaattn_hf.policy.acceptance import Gates
+    from adaattn_hf.plans.limits import Gates
 
     evidence = Evidence()
     scores = TokenScores(np.zeros((2, 10)), np.zeros((1, 10)), np.ones((2, 10), bool), np.ones((1, 10), bool))

@@ -27,8 +27,8 @@ from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans.fit import program_of
 from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans.limits import Gates
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
-from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
@@ -96,7 +96,6 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
 
 
 def told(plan: Plan, stored: str) -> float:
-    """The share of the bytes by what `explain` counts."""
     model, length = lettered_llama(), MEMORY.lengths[0]
     ours = adaattn_hf.explain(model, cache=stored, streaming=True, plan=plan).cache
     plain = adaattn_hf.explain(model).cache
@@ -176,7 +175,6 @@ def test_the_page_of_budgets_shows_what_a_search_for_a_small_cache_takes(text: l
 
 
 def flat(*labels: str) -> PriceTable:
-    """Every choice takes the same time."""
     return price_table(MEMORY.lengths[0], dict.fromkeys(("exact", *labels), 1.0))
 
 

@@ -219,7 +219,6 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def trained(directory: Path, part: str) -> Any:
-    """The model of a directory with other weights in one place."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
         model.model.layers[0].get_submodule(part).weight.mul_(1.01)
@@ -227,7 +226,6 @@ def trained(directory: Path, part: str) -> Any:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts the passes that measure risks."""
     calls = Mock(side_effect=fisher.measure)
     monkeypatch.setattr(fisher, "measure", calls)
     return calls

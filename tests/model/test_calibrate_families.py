@@ -47,7 +47,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(family: str, tokenizer: Any) -> PreTrainedModel:
-    """Six layers with fresh weights, five of them with a window of their own."""
     kinds = ["full_attention" if place % 6 == 5 else "sliding_attention" for place in range(6)]
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,

@@ -27,7 +27,6 @@ def model() -> Any:
 
 
 def inputs(prompt: int = 20) -> dict[str, torch.Tensor]:
-    """Two prompts, the second of them padded."""
     ids = tokens_of(2, prompt)
     mask = torch.ones_like(ids)
     mask[1, : prompt // 4] = 0

@@ -30,7 +30,6 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """Greedy tokens."""
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, **settings}
     with torch.no_grad():
         found: torch.Tensor = model.generate(ids, **given)

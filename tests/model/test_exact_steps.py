@@ -50,7 +50,6 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
     tokens = torch.randint(0, 128, (1, LENGTH - 1), generator=torch.Generator().manual_seed(0))
 
     def run(plan: Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the whole sequence, and of its last step behind an exact prefill."""
         attach.remove_plan(model)
         with torch.no_grad():
             cache = model(tokens[:, :-1], use_cache=True).past_key_values
@@ -72,7 +71,6 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
 
 @pytest.fixture
 def request_() -> AttentionRequest:
-    """A call of grouped heads."""
     query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     return AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
 

@@ -35,7 +35,6 @@ def made(text: list[Path]) -> tuple[Measurement, Calibration]:
 
 @pytest.fixture(scope="module")
 def directory(made: tuple[Measurement, Calibration], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `adaattn calibrate` leaves."""
     path = tmp_path_factory.mktemp("plan")
     save_plan(lettered_llama(), made[1], path)
     (path / "adaattn_report.json").write_text(json.dumps(made[1].report), encoding="utf-8")

@@ -19,13 +19,11 @@ CALLS, MOST = 1000, 6 << 20
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def work() -> dict[str, Callable[[int], object]]:
-    """What is done again and again."""
     _, model = fresh_pair("llama")
     model.eval()
     _, trained = fresh_pair("llama")

@@ -170,7 +170,6 @@ def test_a_model_with_other_settings_is_refused_by_name(changes: dict[str, Any],
 
 
 def of(config: Any) -> Any:
-    """A model of a configuration, in evaluation."""
     auto = tf.AutoModelForMaskedLM if config.model_type == "bert" else tf.AutoModelForCausalLM
     return auto.from_config(config, attn_implementation="adaattn").eval()
 

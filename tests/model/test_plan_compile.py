@@ -65,7 +65,6 @@ def bases(heads: int) -> dict[str, torch.Tensor]:
 
 
 def planned(choice: Choice, family: str = "llama") -> Any:
-    """A small model of one layer with a choice in every head."""
     torch.manual_seed(0)
     heads = 2
     if family == "llama":

@@ -172,21 +172,6 @@ def test_layers_and_tensors_that_do_not_fit_are_refused_by_name() -> None:
     refused(rounded, "key_mean is", key_mean=torch.zeros(1, 1))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"lengths": 5}, {"lengths": ["128"]}, {"lengths": [True]}, {"lengths": [1.5]}, {"layers": None},
-        {"units": None}, {"transformers": 5}, {"seed": "x"}, {"protocol": 5}, {"budget": None},
-        {"verified": {"passed": 1}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_fields_of_another_type_are_refused(changes: dict[str, object]) -> None:
-    _, _, plan = planned_pair()
-    with pytest.raises(PlanError):
-        Plan.from_dict({**plan.to_dict(), **changes})
-
-
 @pytest.mark.parametrize("big", [2**31, 2**63, 10**30])
 def test_numbers_beyond_the_kernels_integers_are_refused(big: int) -> None:
     with pytest.raises(PlanError, match="expected an integer from 1 to 2147483647"):

@@ -139,7 +139,6 @@ def registered(name: str, function: Any) -> Iterator[None]:
 def ignores_padding(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention that forgets its mask."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = bool(getattr(module, "is_causal", False))

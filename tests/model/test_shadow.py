@@ -25,7 +25,6 @@ def run(model: Any, **keywords: Any) -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, backend: str, factor: float = 1.01) -> None:
-    """Lets a backend answer one per cent too much."""
     kind = type(select.BACKENDS[backend])
     right = kind.attend
 

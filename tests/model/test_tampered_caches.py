@@ -71,13 +71,11 @@ def bytes_of(cache: Any, model: Any) -> bytes:
 
 
 def parts(data: bytes) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a file, and what its header says."""
     length = int.from_bytes(data[:8], "little")
     return load(data), json.loads(json.loads(data[8 : 8 + length])["__metadata__"][disk._KEY])
 
 
 def forged(tensors: dict[str, Tensor], about: Any) -> bytes:
-    """A file whose checksum is right."""
     text = json.dumps(about)
     return save(tensors, {disk._KEY: text, disk._CHECKSUM: disk._checksum(text, tensors)})
 
@@ -155,7 +153,6 @@ def test_no_field_can_be_changed_without_the_checksum(kind: str, data: st.DataOb
 
 
 def tamper(about: Any, data: st.DataObject) -> None:
-    """Replaces or removes what the header says in one place."""
     path = data.draw(st.sampled_from(places(about)))
     holder = about
     for key in path[:-1]:

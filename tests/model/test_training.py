@@ -69,7 +69,6 @@ def model_of(family: str, implementation: str) -> Any:
 
 
 def losses(family: str, implementation: str, directory: Path, **changes: Any) -> list[float]:
-    """The training loss of every step."""
     trainer = tf.Trainer(
         model=model_of(family, implementation), args=arguments(directory, **changes), train_dataset=examples(64)
     )
@@ -78,13 +77,11 @@ def losses(family: str, implementation: str, directory: Path, **changes: Any) ->
 
 
 def largest(first: list[float], second: list[float]) -> float:
-    """Largest distance of two curves."""
     assert len(first) == len(second)
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 def apart(first: list[float], second: list[float]) -> float:
-    """Mean distance of two curves."""
     assert len(first) == len(second)
     return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
 

@@ -46,7 +46,6 @@ def trainer_of(family: str, implementation: str, directory: Path, **changes: Any
 
 
 def losses(trainer: Any) -> list[float]:
-    """The loss of every step."""
     trainer.train()
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(found) == 10

@@ -59,7 +59,6 @@ FAMILIES += ("llama4-chunked", "deepseek-mla", "gpt-neox", "bert", "roberta", "m
 
 
 def made(name: str) -> Pair:
-    """A stock model and ours, ours prepared."""
     if name in OTHER_FAMILIES:
         kind, cls, changes = OTHER_FAMILIES[name]
         found = build(cls, configured(kind, changes))

@@ -27,7 +27,6 @@ EXAMPLE = "examples/sentence_transformers_unpad.py"
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny encoder, saved."""
     return tiny_encoder(tmp_path_factory.mktemp("encoder"))
 
 

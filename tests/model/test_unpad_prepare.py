@@ -24,7 +24,6 @@ from .test_unpad import UNPADDED
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Number of hooks on all modules of a model."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 

@@ -47,7 +47,6 @@ class Case:
         return logits
 
     def runs(self) -> str:
-        """The name of the plan that the model runs by."""
         found = self.logits()
         return next(name for name, logits in self.expected.items() if torch.equal(logits, found))
 
@@ -59,7 +58,6 @@ def case() -> Case:
 
 @pytest.fixture
 def small() -> Case:
-    """Of one layer: graphs of it are traced soon."""
     return Case(layers=1)
 
 

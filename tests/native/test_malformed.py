@@ -117,7 +117,6 @@ def test_the_backward_refuses_them_as_well(name: str) -> None:
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What torch answers."""
     return F.scaled_dot_product_attention(query, key, value, scale=0.25, enable_gqa=True).transpose(1, 2)
 
 

@@ -21,13 +21,11 @@ CONDA_NAMES = {"torch": "pytorch"}
 
 
 def project() -> dict[str, Any]:
-    """pyproject.toml."""
     read: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return read
 
 
 def pythons() -> list[str]:
-    """Those of the classifiers, oldest first."""
     return re.findall(r"Python :: (3\.\d+)", "\n".join(project()["project"]["classifiers"]))
 
 
@@ -42,7 +40,6 @@ def recipe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The version as each file has it."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     heading = re.search(r"^## (\d\S*)", changelog, re.MULTILINE)
@@ -63,7 +60,6 @@ def test_the_version_is_written_in_one_place() -> None:
 
 
 def requirements(lines: list[str]) -> dict[str, set[str]]:
-    """Name of a requirement to its bounds."""
     found = {}
     for line in lines:
         name, bounds = re.fullmatch(r"([\w-]+)\s*(.*)", line.strip()).groups()  # type: ignore[union-attr]

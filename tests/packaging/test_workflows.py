@@ -20,7 +20,6 @@ WHOLE_SUITE = re.compile(r"make (test|cover)\b|pytest [^\n]*\btests( |$)")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A workflow; YAML reads its key `on` as true."""
     parsed: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     parsed["on"] = parsed.pop(True, parsed.get("on"))
     return parsed
@@ -50,7 +49,6 @@ def commands(workflow: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def findings(workflow: dict[str, Any]) -> Iterator[str]:
-    """Everything that is wrong with a workflow."""
     if "permissions" not in workflow:
         yield "no permissions: the token may do everything"
     for name, job in workflow["jobs"].items():

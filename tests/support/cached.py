@@ -35,7 +35,6 @@ MODELS = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
 
 
 def ids(batch: int, count: int, seed: int = 1) -> Tensor:
-    """Random tokens."""
     return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 

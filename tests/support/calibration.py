@@ -15,17 +15,14 @@ from adaattn_hf.policy.prices import Price, PriceTable
 
 
 def calibrate(model: Any, *given: Any, **more: Any) -> Calibration:
-    """The plan of a model for the budget of its settings."""
     return calibration.decided(calibration.measured(Subject(model), *given, **more))
 
 
 def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:
-    """`inputs.open_inputs` of a model."""
     return inputs.open_inputs(Subject(model), *given, **more)
 
 
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:
-    """`assemble.save_plan` beside a model."""
     assemble.save_plan(Subject(model), result, directory)
 
 

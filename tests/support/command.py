@@ -36,5 +36,4 @@ def leaves() -> dict[str, Any]:
 
 
 def options_of(command: Any) -> set[str]:
-    """All names of a command's options."""
     return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}

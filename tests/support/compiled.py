@@ -19,27 +19,22 @@ class Graphs:
         self.found: list[Any] = []
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        """Keeps a graph."""
         self.found.append(graph)
         return graph.forward
 
     def __deepcopy__(self, memo: Any) -> Graphs:
-        """Itself, since `generate` copies its settings."""
         return self
 
     @property
     def nodes(self) -> list[Any]:
-        """Those of all graphs."""
         return [node for graph in self.found for node in graph.graph.nodes]
 
     @property
     def called(self) -> list[str]:
-        """What the nodes call."""
         return [str(node.target) for node in self.nodes if node.op.startswith("call")]
 
     @property
     def asks_of_the_host(self) -> list[str]:
-        """Calls that a captured graph may not make."""
         asks = ("item", "tolist", "cpu", "nonzero")
         return [name for name in self.called if name.split(".")[-1] in asks or "local_scalar" in name]
 

@@ -150,7 +150,6 @@ def statistics() -> Iterator[tuple[str, Any]]:
 
 
 def digest(answer: Any) -> str:
-    """Of all tensors in an answer, with their dtypes."""
     if isinstance(answer, Tensor):
         data = answer.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return hashlib.sha256(f"{answer.dtype}{list(answer.shape)}".encode() + data).hexdigest()[:16]
@@ -161,7 +160,6 @@ def digest(answer: Any) -> str:
 
 
 def main(dtype: str) -> None:
-    """Prints the digests."""
     torch.set_num_threads(1)
     built: list[nn.Module] = [fresh_pair(name)[1] for name in ("bert", "gpt2", "llama")]
     windows = streaming.llama()

@@ -24,7 +24,6 @@ for _family in set(ROUTED_SINCE).difference(ROUTED):
 
 
 def configured(model_type: str, changes: dict[str, Any]) -> tf.PreTrainedConfig:
-    """A tiny configuration."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {tf.__version__} has no {model_type}")
     return sized(CONFIG_MAPPING[model_type], changes)

@@ -14,7 +14,6 @@ from .source_tree import ROOT
 
 
 def checkout_files(root: Path = ROOT) -> list[str]:
-    """Paths of all files of the checkout that git does not ignore, whether committed or not."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -71,7 +70,6 @@ def environment(place: Path) -> Path:
 
 
 def install(python: Path, *what: str | Path) -> None:
-    """`pip install` without an index and without dependencies."""
     run(
         [
             python,

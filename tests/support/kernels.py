@@ -47,7 +47,6 @@ def load(repository: Path) -> ModuleType:
 
 @cache
 def kernel(name: str) -> ModuleType:
-    """The module of a kernel that is built for this process alone."""
     out = Path(tempfile.mkdtemp(prefix="kernels"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
     return load(build(name, out))

@@ -48,7 +48,6 @@ def lettered_llama(layers: int = 2, seed: int = 0, **changes: Any) -> LlamaForCa
 
 
 def encode(text: str) -> list[int]:
-    """A token per letter."""
     return [ord(character) % 128 for character in text]
 
 

@@ -61,20 +61,17 @@ class Call(Shown):
     default: torch.dtype = torch.float32
 
     def __repr__(self) -> str:
-        """The call without its numbers."""
         shown = {n: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for n, v in self.given.items()}
         return f"Call({self.backend}, {shown}, {self.changes}, default {self.default})"
 
 
 def freed(tensor: Tensor) -> Tensor:
-    """A copy whose storage is gone, as sharded training leaves it."""
     copy = tensor + 0
     copy.untyped_storage().resize_(0)
     return copy
 
 
 def spotted(tensor: Tensor, number: float) -> Tensor:
-    """A copy with one number in its middle."""
     copy = tensor.clone().contiguous()
     if copy.numel() and copy.is_floating_point():
         copy.view(-1)[copy.numel() // 2] = number
@@ -260,7 +257,6 @@ def raised_here(error: BaseException) -> bool:
 
 
 def asked(call: Call, backend: str | None) -> Tensor:
-    """What the package answers."""
     given = dict(call.given)
     query, key, value, mask = (given.pop(name) for name in ("query", "key", "value", "attention_mask"))
     with torch.no_grad(), default_dtype(call.default):

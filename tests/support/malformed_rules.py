@@ -47,7 +47,6 @@ class NativeCall(Shown):
     before: Any
 
     def __repr__(self) -> str:
-        """The call without its numbers."""
         value = getattr(self.rules, self.changed)
         shown = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else value
         return f"NativeCall({[list(t.shape) for t in self.tensors]}, {self.changed} {self.how}: {shown})"
@@ -55,7 +54,6 @@ class NativeCall(Shown):
 
 @st.composite
 def native_calls(draw: st.DrawFn) -> NativeCall:
-    """A valid call of the kernels after one change of its rules."""
     batch, kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     q_len, kv_len = draw(st.sampled_from([1, 3, 40])), draw(st.sampled_from([1, 5, 64, 70]))
     dim, heads = draw(st.sampled_from([1, 7, 32])), kv_heads * groups
@@ -145,14 +143,12 @@ class Stored(Shown):
     how: str
 
     def __repr__(self) -> str:
-        """The call without its numbers."""
         shown = {n: f"{t.dtype}{list(t.shape)}" for n, t in self.parts.items() if isinstance(t, Tensor)}
         return f"Stored({shown}, {self.how})"
 
 
 @st.composite
 def stored_calls(draw: st.DrawFn) -> Stored:
-    """Tokens to store, after one change."""
     bits = draw(st.sampled_from([8, 4]))
     batch, heads, n = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
     dim = 32 if bits == 4 else draw(st.sampled_from([1, 7, 32]))

@@ -145,7 +145,6 @@ def config_of(name: str) -> tf.PreTrainedConfig:
 
 
 def build(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, implementation: str = "adaattn") -> Pair:
-    """Two fresh models with equal, wide weights, in evaluation mode."""
     torch.manual_seed(1)
     stock = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     ours = cls._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
@@ -179,14 +178,12 @@ def fresh_pair(name: str, implementation: str = "adaattn", **config_changes: Any
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Take the randomness out of training mode."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
 
 
 def checkpointed(model: Any, reentrant: bool) -> None:
-    """Switch checkpointing on, by the name that the installed Transformers has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
 
@@ -197,7 +194,6 @@ def cacheless(name: str) -> dict[str, Any]:
 
 
 def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
-    """Random token numbers `[batch, length]` without special tokens."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -219,13 +215,11 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | Non
 
 @torch.no_grad()
 def logits(model: Any, length: int = LENGTH) -> Tensor:
-    """What a model makes of random tokens."""
     found: Tensor = model(input_ids=tokens(length=length)).logits
     return found
 
 
 def main_output(output: Any) -> Tensor:
-    """What a model is run for: logits, or the last hidden state."""
     for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
         if getattr(output, name, None) is not None:
             found: Tensor = getattr(output, name)
@@ -241,7 +235,6 @@ class OfTensors(nn.Module):
         self.model, self.options = model, cacheless(name)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The main output."""
         return main_output(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options))
 
 

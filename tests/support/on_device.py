@@ -57,7 +57,6 @@ class Kernel:
         self.arg_names, self.log, self._compiled = arg_names, list[Any](), compiled
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """Notes that Triton looked at a launch."""
 
         def launch(*arguments: Any, **constants: Any) -> Any:
             self.log.append(("looked", grid, arguments, constants))

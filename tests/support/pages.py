@@ -39,7 +39,6 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """All fenced blocks of a page that name a language, in order."""
     found = []
     for match in BLOCK.finditer(text):
         indent, mark = len(match["indent"]), match["mark"] or ""

@@ -49,7 +49,6 @@ class Planned(Shown):
     default: torch.dtype = torch.float32
 
     def __repr__(self) -> str:
-        """The plan and the call without their numbers."""
         labels = [choice.label for choice in self.program.plan.choices]
         more = f"{words_of(self.request)}, default {self.default}"
         return f"Planned({labels}, {self.program.max_length}, {self.backend}, {more})"

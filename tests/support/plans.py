@@ -55,7 +55,6 @@ def plan_for(
 
 
 def give(model: Any, choice: Choice, **where: Any) -> Plan:
-    """Writes such a plan into a model's configuration."""
     plan = plan_for(model, choice, **where)
     model.config.adaattn = {"plan": plan.to_dict()}
     return plan
@@ -70,7 +69,6 @@ def lora(model: Any, *targets: str, **more: Any) -> Any:
 
 
 def stepped(model: Any, steps: int = 3) -> Any:
-    """The model after some steps of training."""
     model.train()
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     for _ in range(steps):
@@ -81,5 +79,4 @@ def stepped(model: Any, steps: int = 3) -> Any:
 
 
 def said(heard: pytest.LogCaptureFixture, words: str) -> int:
-    """How many logged sentences hold some words."""
     return sum(words in record.getMessage() for record in heard.records)

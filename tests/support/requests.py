@@ -38,7 +38,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """A source of numbers of its own."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -118,7 +117,6 @@ def requests(
 
 
 def words_of(request: AttentionRequest) -> str:
-    """A call without its numbers."""
     r = request
     shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
     more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
@@ -126,7 +124,6 @@ def words_of(request: AttentionRequest) -> str:
 
 
 def refuses(name: str, request: AttentionRequest) -> bool:
-    """A backend says that it cannot serve a call."""
     backend = ON_CPU[name]
     return bool(backend.missing() or backend.refusals(CallSpec.of(request)))
 

@@ -40,7 +40,6 @@ def tiny_encoder(directory: Path) -> Path:
 
 
 def embedder(path: Path, implementation: str) -> Any:
-    """The model of a directory, with sentence-transformers' own mean pooling."""
     return pytest.importorskip("sentence_transformers").SentenceTransformer(
         str(path), model_kwargs={"attn_implementation": implementation, "dtype": torch.float32}, device="cpu"
     )

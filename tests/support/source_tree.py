@@ -40,13 +40,11 @@ class Module:
 
     @property
     def tree(self) -> ast.Module:
-        """Its syntax."""
         return parsed(self.path.read_text(encoding="utf-8"))
 
 
 @cache
 def parsed(text: str) -> ast.Module:
-    """The syntax of a text, for many tests once."""
     return ast.parse(text)
 
 
@@ -56,7 +54,6 @@ def _imports_of(text: str, base: tuple[str, ...]) -> tuple[Import, ...]:
 
 
 def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[str, Module]:
-    """Every module of the mapped directories, by installed name."""
     found: dict[str, Module] = {}
     for directory, package in mapped.items():
         for path in sorted((root / directory).rglob("*.py")):

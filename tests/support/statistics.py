@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Returns the signal-to-quantisation-noise ratio in dB; infinite when both are equal."""
     signal = reference.double().square().sum()
     noise = (reference.double() - approximation.double()).square().sum()
     if float(noise) == 0.0:

@@ -33,12 +33,10 @@ if importlib.util.find_spec("accelerate"):
 
 
 def model() -> Any:
-    """The same tiny model in every process."""
     return fresh_pair("llama").ours.train()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Four padded rows."""
     ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, 10:] = mask[2, :5] = 0
@@ -155,7 +153,6 @@ class Stage(torch.nn.Module):
             self.inner.norm, self.head = torch.nn.Identity(), torch.nn.Identity()
 
     def forward(self, given: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Tokens to hidden states, or those to logits; the mask is every stage's own."""
         given_as = {"input_ids" if self.first else "inputs_embeds": given}
         out: torch.Tensor = self.head(self.inner(**given_as, attention_mask=mask, use_cache=False).last_hidden_state)
         return out
@@ -188,7 +185,6 @@ def pipeline_stages(rank: int) -> None:
 
 
 def worker(rank: int, port: int, directory: str) -> None:
-    """One process."""
     place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", **place)
     torch.set_num_threads(1)

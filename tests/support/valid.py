@@ -27,14 +27,12 @@ class Valid(Shown):
     default: torch.dtype
 
     def __repr__(self) -> str:
-        """The call without its numbers."""
         words = f"{words_of(self.request)}, default {self.default}"
         return f"Valid({self.backend}, {words}, gradient={self.gradient})"
 
 
 @st.composite
 def calls(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, "native", "sdpa", "eager")) -> Valid:
-    """Any request, for any backend of this processor, or for another door."""
     backend = draw(st.sampled_from(doors))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, *HALF]))
     request = draw(requests(dtype=dtype, longest=70))
@@ -44,7 +42,6 @@ def calls(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, "native", "sdp
 
 
 def answer(request: AttentionRequest, backend: str | None) -> Tensor:
-    """What the attention function gives."""
     given = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
     out: Tensor = door(backend)(
         Layer(1), request.query, request.key, request.value,

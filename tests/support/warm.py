@@ -38,7 +38,6 @@ class WarmInterpreter:
     """Runs programs one after the other, each in a copy of a process that has run none; leave it to end the process."""
 
     def __init__(self, scratch: Path) -> None:
-        """`scratch`: directory for what programs print."""
         self._written = scratch / "program"
         self._server = subprocess.Popen(
             [sys.executable, "-P", "-c", SERVER.format(seconds=SECONDS)],
@@ -56,7 +55,6 @@ class WarmInterpreter:
         self._server.communicate(timeout=60)
 
     def run(self, code: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a program in a directory, as `python -P -c CODE ARGUMENTS` does."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         asked = [code, str(place), str(self._written), arguments]

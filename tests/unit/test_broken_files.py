@@ -24,7 +24,6 @@ import resource
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """A disk on which no file may be longer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -42,7 +42,6 @@ def nothing_remembered() -> Iterator[None]:
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many calls went the long way."""
     way, calls = interface.attend_extended, [0]
 
     def counted(*arguments: Any) -> Any:

@@ -20,7 +20,7 @@ from adaattn_hf.calibration.search import LEAST_KL, Found, Joint
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.stock import StockDistance
 from adaattn_hf.calibration.team import Team
-from adaattn_hf.policy.acceptance import Gates
+from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy.aim import Observation
 from adaattn_hf.policy.knapsack import Allocation
 
@@ -88,7 +88,8 @@ def simulate(
         settings=SETTINGS, samples={LENGTH: sample}, scoring=scoring, arms=None, other_source=False, sources=1,
         team=Team(), readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None,
     )  # fmt: skip
-    layers = SimpleNamespace(indices=(0,), kv_heads=1, seconds={LENGTH: 1.0}, units=[(0, 0)])
+    bound = SimpleNamespace(dtype="bfloat16")
+    layers = SimpleNamespace(indices=(0,), kv_heads=1, seconds={LENGTH: 1.0}, units=[(0, 0)], bound=bound)
     met, broken, used = 0, 0, []
     for world in worlds:
         state["world"] = world

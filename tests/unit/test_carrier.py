@@ -20,7 +20,6 @@ def mask(**rules: object) -> StructuredMask:
 
 
 def written_out() -> Tensor:
-    """The rules of `mask`, entry by entry."""
     rows = [[[bool(PADDING[b, j]) and j <= i + 1 for j in range(4)] for i in range(3)] for b in range(2)]
     return torch.tensor(rows)[:, None]
 

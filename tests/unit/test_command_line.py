@@ -38,7 +38,6 @@ assert not heavy, heavy
 
 
 def fresh(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python process of its own."""
     return subprocess.run(
         [sys.executable, "-P", *words],
         env={**os.environ, **environment},
@@ -50,7 +49,6 @@ def fresh(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Code in a fresh interpreter."""
     return fresh("-c", code, **environment)
 
 
@@ -167,7 +165,6 @@ sys.exit(7)
 
 
 def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command, in a process of its own."""
     return fresh("-m", "adaattn_hf", *words, **environment)
 
 

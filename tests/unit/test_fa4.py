@@ -236,7 +236,6 @@ REFUSALS = {
 
 
 def found(name: str) -> ModuleSpec:
-    """Of a module that is installed."""
     return ModuleSpec(name, None, origin=f"{name}/__init__.py")
 
 

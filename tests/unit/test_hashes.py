@@ -24,7 +24,6 @@ DTYPES = [
 
 
 def holder(**tensors: Any) -> Any:
-    """A module with these buffers."""
     made: Any = nn.Module()
     for name, tensor in tensors.items():
         made.register_buffer(name, tensor)

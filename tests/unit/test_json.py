@@ -42,7 +42,6 @@ def test_every_command_that_prints_has_the_option_and_a_run_here() -> None:
 
 
 def run(name: str) -> Result:
-    """A command with its words."""
     return CliRunner().invoke(main.app, [*name.split(), *RUNS[name].split(), "--json"])
 
 

@@ -34,7 +34,6 @@ MaskFunction = Callable[..., Any]
 
 
 def every_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """A rule of nobody's making."""
     return (query - key) % 3 == 0
 
 

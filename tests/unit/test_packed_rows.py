@@ -56,7 +56,6 @@ REFUSED = {
 
 
 def loop(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    """What the kernel is documented to do."""
     assert query.ndim == key.ndim == value.ndim == 3
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -79,7 +78,6 @@ def draw(structure: CallStructure, heads: int = 4, kv_heads: int = 2) -> tuple[T
 
 @pytest.fixture
 def walking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors here are served as if on CUDA."""
     monkeypatch.setattr(packed, "walks_runs", lambda *_: True)
     monkeypatch.setattr(packed, "_efficient", loop)
 

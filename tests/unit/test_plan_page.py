@@ -40,7 +40,6 @@ def wide_plan(heads: int, layers: int = 3) -> Plan:
 
 
 def embedded(page: str) -> Any:
-    """The data of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     return json.loads(found[1])
@@ -60,7 +59,7 @@ def test_a_page_holds_the_plan_and_asks_for_nothing_from_elsewhere() -> None:
     words = "perplexity +0.010 %, at most +0.051 %, allowed +0.1 %"
     assert (data["title"], data["headline"]) == ("</script><b>", None)
     assert stop["verdict"] == f"{words} · attention of the planned layers 1.50 times as fast"
-    proof = {"mean": 1e-4, "upper": 5e-4, "sentence": "Confidence of the bound: 98 %, held-out text."}
+    proof = {"mean": 1e-4, "upper": 5e-4, "sentence": "Confidence of the bound: 95 %, held-out text."}
     assert stop["proof"] == proof
     assert embedded(plan_page(make_plan(layers=(), units=())))["rows"] == []
 
@@ -165,9 +164,9 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
 
     plan = replace(wide_plan(heads), protocol={"model": "owner/name", "held_out_sources": 2})
     text = printed(plan)
-    assert text.startswith("owner/name: perplexity +0.010 %, at most +0.051 %, allowed +0.1 % (98 %, held-out text")
+    assert text.startswith("owner/name: perplexity +0.010 %, at most +0.051 %, allowed +0.1 % (95 %, held-out text")
     assert text.splitlines()[1] == "layers by key/value heads"
-    assert "(98 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n" in text
+    assert "(95 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n" in text
     exact = printed(replace(plan, layers=(), units=(), verified=None))
     assert exact == "owner/name: every layer is exact: perplexity and speed of the model\n"
     cached = replace(plan, protocol={"cache": {"stored": "int8", "streaming": False, "share": 0.5641}})

@@ -50,7 +50,6 @@ def planned(layers: tuple[int, ...] = (0, 1, 2, 3), choice: Any = WINDOW, depth:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many calls went the long way."""
     long, calls = interface.attend_extended, [0]
 
     def counted(*arguments: Any) -> Any:

@@ -79,7 +79,6 @@ def mask_for(model: Any) -> Any:
 
 
 def attended(model: Any, mask: Any, *tensors: Tensor) -> list[Tensor]:
-    """What each layer makes of the same tensors."""
     attend = attention_function("triton")
     with torch.no_grad():
         return [attend(module, *tensors, mask, scaling=0.2)[0] for module in modules(model)]
@@ -87,7 +86,6 @@ def attended(model: Any, mask: Any, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Windows of the launches that were made."""
     called: list[Any] = []
     real = prefill.run
 

@@ -24,15 +24,15 @@ from rich.console import Console
 from adaattn_hf.calibration.search import REHEARSED
 from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.plans.choices import EXACT
+from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.acceptance import Gates, clustered
 from adaattn_hf.policy.aim import CAUTION, LossLaw, Observation
 from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes
 from adaattn_hf.policy.silence import silenced
-from adaattn_hf.stats.paired import Ratio, clustered_ratio, student_quantile
+from adaattn_hf.stats.paired import Ratio, clustered, clustered_ratio, student_quantile
 
 from ..support.choices import make_choice, precision_of
 

@@ -37,7 +37,6 @@ def drawn(length: int) -> list[Tensor]:
 
 
 def said(call: Callable[[], Any]) -> str:
-    """The message of the error that a call raises."""
     with pytest.raises(ValueError, match="got") as caught:
         call()
     return str(caught.value)

@@ -23,7 +23,6 @@ def drawn(draw: st.DrawFn) -> CallStructure:
 
 
 def of_segments(structure: CallStructure) -> torch.Tensor:
-    """`[batch, q_len, kv_len]` from the runs alone."""
     seen = torch.zeros(structure.batch, structure.q_len, structure.kv_len, dtype=torch.bool)
     for row, q_start, q_len, k_start, k_len, offset in structure.segments() or ():
         local = CallStructure(

@@ -33,7 +33,6 @@ ANYTHING = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path to every value in nested lists and mappings."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = [path] if path else []
     return found + [place for key, one in inner for place in places(one, (*path, key))]
@@ -43,7 +42,6 @@ PLACES = places(GOOD)
 
 
 def tampered(path: tuple[Any, ...], value: Any, remove: bool = False) -> dict[str, Any]:
-    """The plan with another value in one place, or without it."""
     data = copy.deepcopy(GOOD)
     holder: Any = data
     for key in path[:-1]:

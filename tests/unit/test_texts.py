@@ -16,12 +16,10 @@ from adaattn_hf.eval import corpora
 
 
 def calibrated(path: Path) -> list[str]:
-    """What calibration reads."""
     return ["".join(pieces) for _, pieces in read_documents([path])]
 
 
 def evaluated(path: Path) -> list[str]:
-    """What evaluation reads."""
     return [document.text for document in corpora.load(str(path)).documents]
 
 

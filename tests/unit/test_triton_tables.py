@@ -146,7 +146,6 @@ def test_another_stream_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def dealt(structure: CallStructure, dealing: Dealing, windows: HeadWindows) -> list[list[list[int]]]:
-    """The items of each program."""
     _, items, programs = tables.find_items(structure, CPU, Cut("queries", 64), dealing, windows)
     turns = items.view(-1, programs, 3)
     found = []

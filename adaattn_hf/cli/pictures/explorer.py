@@ -22,13 +22,9 @@ BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lea
 
 
 def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
-    """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was proved.
+    """Returns the data of a calibration's page: the solver's plan at every budget, and the calibration's own plan.
 
-    Args:
-        table: Prices and risks that the solver chose from.
-        plan: The plan of the calibration.
-        buys: What the report beside the plan says that it buys.
-        name: Name of the model in the heading; the plan's own if absent.
+    The report beside it says what it `buys`; `name` is that of the model in the heading, the plan's own if absent.
     """
     exact = np.zeros(len(table.units), dtype=np.int64)
     base = evaluate(exact, table.prices, table.risks, table.launches)
@@ -72,11 +68,7 @@ def _short(values: Array) -> list[list[float | None]]:
 
 
 def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
-    """Column indices of a plan's choices in the table.
-
-    Raises:
-        ValueError: The table lacks a choice or a head of the plan: they come from different calibrations.
-    """
+    """Column indices of a plan's choices in the table; a ValueError if it comes from another calibration."""
     chosen = {(layer.layer, head): choice.label for layer in plan.layers for head, choice in enumerate(layer.choices)}
     strange = sorted({name for name in chosen.values() if name not in table.choices})
     if strange or not set(chosen) <= set(table.units):
@@ -88,7 +80,6 @@ def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
 
 
 def _stop(name: str, table: SolverTable, allocation: Allocation, base: float) -> dict[str, Any]:
-    """One plan of the page's slider."""
     exact = np.zeros_like(allocation.picks)
     units = np.arange(len(exact))
     price, full = (shared_prices(picks, table.prices, table.launches) for picks in (allocation.picks, exact))

@@ -18,9 +18,11 @@ from adaattn_hf.eval.progress import tell
 
 from ..._files import printable
 from ...plans.choices import EXACT, Choice
+from ...plans.evidence import LEVEL
+from ...plans.limits import unproven, verdict_of
 from ...plans.plan import Plan
 from ...plans.wording import allowed, in_nats, legend, quotient, rise, share, times
-from .headline import Bought, headline, level_of, name_of, speed_of, verdict
+from .headline import Bought, headline, name_of, speed_of, verdict
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -79,12 +81,13 @@ def details(plan: Plan) -> list[str]:
             f"the planned layers {times(speed)} times as fast as exact, by the prices measured for it"
         )
     if plan.verified is not None:
-        level, every = plan.verified.confidence, level_of(plan)
-        lines.append(plan.verified.sentence)
-        lines.append(
-            f"{share(level, 2)}: this look at this plan may err by {share(1.0 - level, 2)}, all looks at all plans by "
-            f"{share(1.0 - every)}"
-        )
+        level = plan.verified.confidence
+        lines.append(verdict_of(plan))
+        if unproven(plan) is None:
+            lines.append(
+                f"{share(level, 2)}: this look at this plan may err by {share(1.0 - level, 2)}, all looks at all plans "
+                f"by {share(1.0 - LEVEL)}"
+            )
     return [printable(line) for line in lines]
 
 
@@ -100,7 +103,8 @@ def heat_map(plan: Plan) -> Table:
     for head in range(0 if codes else width):
         table.add_column(str(head), justify="center")
     for index, row in zip(layers_of(plan), choices, strict=True):
-        cells = [_cell(codes[c] if codes else f" {c.label} ", c) for c in row]
+        named = [(codes[choice] if codes else f" {choice.label} ", choice.colour) for choice in row]
+        cells = [Text(words, style=f"white on rgb({','.join(map(str, colour))})") for words, colour in named]
         table.add_row(str(index), *([Text().join(cells)] if codes else cells))
     return table
 
@@ -117,12 +121,7 @@ def below(plan: Plan) -> list[str]:
 def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
     """Prints a plan: in one line what it comes to, then its picture and what its labels mean.
 
-    Args:
-        console: Where it goes.
-        plan: The plan.
-        buys: What the report beside it says that it buys.
-        verbose: Whether nats, levels and versions are printed, too.
-        instead: What is said in place of the headline, where no plan passed.
+    `verbose` prints nats, levels and versions, too; `instead` is said in place of the headline, where no plan passed.
     """
     tell(console, f"{name_of(plan)}: {instead or headline(plan, buys)}")
     if not plan.is_exact:
@@ -136,10 +135,6 @@ def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
     """A letter for each choice of a picture, capitals first; exact is a dot."""
     letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
     return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
-
-
-def _cell(words: str, choice: Choice) -> Text:
-    return Text(words, style=f"white on rgb({','.join(map(str, choice.colour))})")
 
 
 def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]]:
@@ -196,5 +191,4 @@ def png(plan: Plan, buys: Bought | None = None) -> bytes:
 
 
 def _folded(*lines: str) -> str:
-    """Lines as wide as a picture."""
     return "\n".join(textwrap.fill(line, 56) for line in lines)

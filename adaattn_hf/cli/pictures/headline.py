@@ -7,15 +7,15 @@ byte wherever it is made from the same prices.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import printable
-from ...plans.evidence import MODEL, SOURCES
+from ..._files import parse_json, printable
+from ...plans.evidence import LEVEL, MODEL, SOURCES
+from ...plans.limits import unproven
 from ...plans.plan import Plan, PlanError
 from ...plans.store import PLAN_FILE, text_file
 from ...plans.wording import allowed, at_most, counted, quotient, rise, share, times
@@ -39,33 +39,28 @@ class Bought:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Bought:
-        """Returns what a report says.
-
-        Raises:
-            PlanError: A figure in it is none.
-        """
-        ratios = [_figure(one, "ratio") for one in _records(report.get("whole_forward", []))]
+        """Returns what a report says; PlanError if a figure in it is none."""
+        passes = report.get("whole_forward", [])
+        if not isinstance(passes, list) or not all(isinstance(one, Mapping) for one in passes):
+            raise PlanError(f"whole_forward is {type(passes).__name__}, expected a list of measured passes")
+        ratios = [_figure(one, "ratio") for one in passes]
         prices = "price_exact_seconds", "price_plan_seconds"
         exact, price = (_figure(report, name) if name in report else 0.0 for name in prices)
         return cls((min(ratios), max(ratios)) if ratios else None, quotient([exact], [price]))
 
 
 def bought(plan: Path) -> Bought:
-    """Returns what the report beside a plan says of it; nothing where there is none, or one of another plan.
+    """Returns what the report beside a plan, its file or directory, says of it; PlanError if it is no report.
 
-    Args:
-        plan: The plan's file, or the directory that it lies in.
-
-    Raises:
-        PlanError: The report is none.
+    Nothing where there is no report, or one of another plan.
     """
     directory = plan if plan.is_dir() else plan.parent
     report, file = directory / REPORT_FILE, plan / PLAN_FILE if plan.is_dir() else plan
     if not report.is_file() or not file.is_file():
         return Bought()
     try:
-        found = json.loads(text_file(report))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text_file(report))
+    except ValueError as error:
         raise PlanError(f"{report} is no report: {error}; delete it, or calibrate again") from error
     if not isinstance(found, Mapping) or found.get(PLAN_HASH) != digest(file.read_bytes()):
         return Bought()
@@ -88,10 +83,10 @@ def name_of(plan: Plan) -> str:
 
 def headline(plan: Plan, buys: Bought | None = None) -> str:
     """Returns what a plan was verified to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
-    rests = "" if plan.is_exact or plan.verified is None else f" ({grounds(plan)})"
+    rests = "" if plan.is_exact or unproven(plan) else f" ({grounds(plan)})"
     words = [cost(plan) + rests, ", ".join(_speeds(plan, buys or Bought()))]
     cache = plan.protocol.get("cache")
-    part = cache.get("share") if isinstance(cache, Mapping) else None
+    part = cache.get("share") if isinstance(cache, Mapping) and not unproven(plan) else None
     if isinstance(part, int | float) and math.isfinite(part):
         words.append(f"cache {part:.2g} of the bytes")
     return " · ".join(filter(None, words))
@@ -122,13 +117,13 @@ def speed_of(plan: Plan) -> float | None:
 
 def cost(plan: Plan) -> str:
     """Returns what a plan was verified to cost: `perplexity +0.51 %, at most +0.90 %, allowed +1 %`."""
-    if plan.is_exact:
+    proof, reason = plan.verified, unproven(plan)
+    if plan.is_exact and reason is None:
         number = len(plan.attention_layers)
         layers = f" ({counted(number, 'layer')})" if number else ""
         return f"every layer is exact{layers}: perplexity and speed of the model"
-    proof = plan.verified
-    if proof is None:
-        return "not verified on held-out text"
+    if proof is None or (proof.passed and reason is not None):
+        return f"not verified: the plan {reason}"
     failed = "" if proof.passed else "failed: "
     return f"{failed}perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed {allowed(plan.budget)}"
 
@@ -137,22 +132,7 @@ def grounds(plan: Plan) -> str:
     """Returns what a verdict rests on: `95 %, held-out text, two sources`."""
     number = plan.protocol.get(SOURCES)
     sources = f", {counted(number, 'source')}" if isinstance(number, int) and number > 1 else ""
-    return f"{share(level_of(plan))}, held-out text{sources}"
-
-
-def level_of(plan: Plan) -> float:
-    """Returns the level that all tests of a calibration keep together; that of the bound where it is not recorded."""
-    settings = plan.protocol.get("settings")
-    alpha = settings.get("alpha") if isinstance(settings, Mapping) else None
-    if isinstance(alpha, float) and 0.0 < alpha < 1.0:
-        return 1.0 - alpha
-    return 0.0 if plan.verified is None else plan.verified.confidence
-
-
-def _records(data: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(data, list) or not all(isinstance(one, Mapping) for one in data):
-        raise PlanError(f"whole_forward is {type(data).__name__}, expected a list of measured passes")
-    return data
+    return f"{share(LEVEL)}, held-out text{sources}"
 
 
 def _figure(data: Mapping[str, Any], name: str) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from adaattn_hf.eval.pages import filled
 
 from ...plans.choices import EXACT, Choice
+from ...plans.limits import unproven
 from ...plans.plan import Plan
 from ...plans.wording import legend
 from .grid import details, grid, layers_of, notes, time_shares
@@ -31,12 +32,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def plan_page(plan: Plan, buys: Bought | None = None) -> str:
-    """Returns the page of one plan.
-
-    Args:
-        plan: The plan.
-        buys: What the report beside it says that it buys.
-    """
+    """Returns the page of one plan, with what the report beside it says that it buys."""
     return _pages([("the plan", buys, plan)], None, details(plan))
 
 
@@ -47,7 +43,7 @@ def compared(plans: Sequence[tuple[str, Bought | None, Plan]], line: str) -> str
 
 def proof(plan: Plan) -> dict[str, Any] | None:
     """Returns the verdict of held-out text on a plan, nats/token, and in words."""
-    if plan.verified is None:
+    if plan.verified is None or unproven(plan) is not None:
         return None
     return {
         "mean": _finite(plan.verified.delta_nll),
