@@ -22,12 +22,26 @@ class Runs(CallStructure):
 
     one_offset: ClassVar[bool] = False
     runs: tuple[Segment, ...] = ()
+    firsts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> Runs:
-        """The structure of some runs in a call of these extents."""
+    def of(
+        cls,
+        runs: Sequence[Segment],
+        batch: int,
+        q_len: int,
+        kv_len: int,
+        causal: bool,
+        window: int | None,
+        firsts: Sequence[int] | None = None,
+    ) -> Runs:
+        """The structure of some runs in a call of these extents.
+
+        `firsts` are the places of each run's first query in its sequence, where a cache dropped tokens before its keys.
+        """
         documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
-        return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs))
+        firsts = tuple(run.offset for run in runs) if firsts is None else tuple(firsts)
+        return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs), firsts=firsts)
 
     @property
     def plain(self) -> bool:
@@ -37,8 +51,13 @@ class Runs(CallStructure):
     @property
     def places(self) -> tuple[int, int] | None:
         """The first place in its sequence at which a query stands, and the one after the last."""
-        ends = [(run.offset, run.offset + run.q_len) for run in self.runs] or [(0, 0)]
-        return min(first for first, _ in ends), max(last for _, last in ends)
+        lasts = [first + run.q_len for first, run in zip(self.firsts, self.runs, strict=True)]
+        return min(self.firsts, default=0), max(lasts, default=0)
+
+    @property
+    def longest(self) -> int:
+        """At most so many tokens have the sequences."""
+        return self.places[1]
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs."""
@@ -55,11 +74,10 @@ class Runs(CallStructure):
         )
 
     def positions(self, device: torch.device | str) -> Tensor:
-        """`[batch, q_len]`: how many keys of its run stand before each query."""
+        """`[batch, q_len]`: how many tokens of its sequence stand before each query."""
         found = torch.zeros(self.batch, self.q_len, dtype=torch.long, device="cpu")
-        for run in self.runs:
-            places = torch.arange(run.offset, run.offset + run.q_len, device="cpu")
-            found[run.row, run.q_start : run.q_start + run.q_len] = places
+        for first, run in zip(self.firsts, self.runs, strict=True):
+            found[run.row, run.q_start : run.q_start + run.q_len] = torch.arange(first, first + run.q_len, device="cpu")
         return found.to(device)
 
     def visible(

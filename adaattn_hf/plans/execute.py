@@ -90,19 +90,18 @@ def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
     """
     padding, few = structure.key_padding, structure.q_len < PRECISE_ROWS
     padded = padding is not None
-    if structure.kv_len <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
+    if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
         return None
     if not (structure.with_changes(key_padding=None) if padded else structure).plain:
         return None
-    least, most = structure.derived(_starts) if padded else (0, 0)
-    first, last = (min(max(limit - structure.offset() + start, 0), structure.q_len) for start in (least, most))
+    first, last = (min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.derived(_starts))
     return None if not few and 0 < last < PRECISE_ROWS else (first, last)
 
 
 def _starts(structure: CallStructure) -> tuple[int, int]:
-    """Returns the least and the largest place of a row's first real key; asks the device once for all layers."""
-    assert structure.key_padding is not None
-    least, most = structure.key_padding.int().argmax(1).aminmax()
+    """Returns the least and the largest key index of a row's first token; asks the device once for all layers."""
+    padding = structure.key_padding
+    least, most = structure.first_token("cpu" if padding is None else padding.device)[:, 0].aminmax()
     return int(least), int(most)
 
 
@@ -168,7 +167,7 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
 
 def all_within(structure: CallStructure, limit: int) -> bool | None:
     """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
-    if structure.kv_len <= limit:
+    if structure.longest <= limit:
         return True
     if structure.causal and (places := structure.places) is not None:
         first, last = places
@@ -264,13 +263,14 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
     f"{_NAMESPACE}::planned",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt program, str? backend, "
-    f"SymInt? own_window, float scaling, float? softcap, {OPERANDS}) -> Tensor",
+    f"SymInt? own_window, float scaling, float? softcap, SymInt dropped, Tensor? dropped_by_row, {OPERANDS}) -> Tensor",
     **_TAGS,
 )
 def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
-    bias, sink_logits, program, backend, own_window, scaling, softcap, *operands = inputs
+    bias, sink_logits, program, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
+    structure = structure.with_changes(dropped=dropped if by_row is None else by_row)
     found = PROGRAMS.get(program)
     if found is None:
         raise RuntimeError(
@@ -293,12 +293,15 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequest | None:
     """A step of a preallocated cache as one request, None where its heads need several."""
-    if request.bias is not None or request.structure.mask is not None or not request.structure.causal:
+    structure = request.structure
+    if request.bias is not None or structure.mask is not None or not structure.causal:
         return None
+    if isinstance(structure.dropped, Tensor) or structure.dropped:
+        return None  # the rules end by places among the keys that are held
     if not _is_whole(program.handle, request.key.shape[1]):
         return None
     asked = program.requests[True]
-    within = request.structure.kv_len <= program.max_length
+    within = structure.kv_len <= program.max_length
     return replace(request, per_head=asked.rules if within else asked.ending)
 
 
@@ -334,8 +337,10 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
         step = _in_one_launch(program, request)
         if step is not None and select.serving(CallSpec.of(step), backend) is not None:
             return select.attend(step, backend).out
+    dropped = request.structure.dropped
     out: Tensor = planned_op(
         request.query, request.key, request.value, request.bias, request.sink_logits,
-        program.handle, backend, window, request.scaling, request.softcap, *request.structure.operands(),
+        program.handle, backend, window, request.scaling, request.softcap,
+        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *request.structure.operands(),
     )  # fmt: skip
     return out
