@@ -97,6 +97,37 @@ class Runs(CallStructure):
         return keep[:, :, start:stop] if rows is None else keep[:, :, rows.to(device)]
 
 
+def own_rows(structure: CallStructure) -> Tensor:
+    """`[batch or 1, q_len]`, on the host: how many queries of its sequence come with each; padding does not count."""
+    if isinstance(structure, Runs):
+        found = torch.zeros(structure.batch, structure.q_len, dtype=torch.long, device="cpu")
+        for run in structure.runs:
+            found[run.row, run.q_start : run.q_start + run.q_len] = run.q_len
+        return found
+    numbers, real = torch.zeros(1, structure.q_len, dtype=torch.long, device="cpu"), structure.padding_on_host()
+    if structure.k_segments is not None:
+        numbers = structure.on_host(structure.k_segments if structure.q_segments is None else structure.q_segments)
+    counted = numbers >= 0
+    if real is not None:
+        places = torch.arange(structure.q_len, device="cpu") + structure.offset()
+        counted = counted & real[:, places.clamp(0, structure.kv_len - 1)]
+    number = torch.nn.functional.pad((numbers.diff() != 0).cumsum(1), (1, 0)).expand(counted.shape)
+    return torch.zeros_like(number).scatter_add(1, number, counted.long()).gather(1, number)
+
+
+def only(structure: CallStructure, chosen: Tensor) -> CallStructure:
+    """The structure in which sequences see nothing whose queries are not `chosen` `[batch or 1, q_len]`."""
+    if isinstance(structure, Runs):
+        kept = [(run, n) for run, n in zip(structure.runs, structure.firsts, strict=True) if chosen[run.row, run.q_start]]
+        return structure.with_changes(runs=tuple(run for run, _ in kept), firsts=tuple(n for _, n in kept))
+    if structure.k_segments is not None:
+        numbers = structure.k_segments if structure.q_segments is None else structure.q_segments
+        # no key has a number below 0
+        return structure.with_changes(q_segments=torch.where(chosen.to(numbers.device), numbers, ~numbers))
+    assert structure.key_padding is not None
+    return structure.with_changes(key_padding=structure.key_padding & chosen[:, :1].to(structure.key_padding.device))
+
+
 def aligned_runs(
     cu_q: Sequence[int], cu_k: Sequence[int], q_total: int, k_total: int, causal: bool
 ) -> tuple[Segment, ...]:

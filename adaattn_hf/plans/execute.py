@@ -17,11 +17,12 @@ from torch import Tensor
 from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.legible import legible
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.runs import only
 from ..attention.structure import OPERANDS, CallStructure
 from ..backends import select
 from ..backends.base import spec_of
 from ..backends.eager import attention_weights
-from .choices import PRECISE_ROWS, Choice
+from .choices import PRECISE_ROWS, Choice, few_rows
 from .program import PROGRAMS, Program, head_rules
 
 
@@ -70,16 +71,32 @@ def attend(
         program = program.over_stored
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
+    few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
+    if isinstance(few, Tensor):
+        one, other = (attend(program, _only(request, chosen), backend) for chosen in (few, ~few))
+        lse = _chosen(few, one.lse, other.lse, 2) if request.need_lse else None
+        return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
+    if few and program.exact_steps:
+        return select.attend(request, backend)
     ranges = _ranges(structure, limit)
     within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
         return select.attend(request, backend)
-    few = rows < PRECISE_ROWS
     if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
         return _one_way(program, request, backend)
     if within is True and (ranges is None or ranges[0] == rows):
         return _planned(program, request, backend)
     return _in_ranges(program, request, ranges or (0, rows), backend)
+
+
+def _only(request: AttentionRequest, chosen: Tensor) -> AttentionRequest:
+    return replace(request, structure=only(request.structure, chosen))
+
+
+def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
+    """The `rows` `[batch or 1, q_len]` of one tensor, whose queries lie in `dim`, and all others of the other one."""
+    rows = rows.to(one.device)
+    return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
 
 
 def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
@@ -88,14 +105,14 @@ def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
     None where that is not known without a look at each row, where a step would have to ask a device, and where so few
     rows are within that a call of their own would compute them in another precision.
     """
-    padding, few = structure.key_padding, structure.q_len < PRECISE_ROWS
+    padding, few = structure.key_padding, few_rows(structure)
     padded = padding is not None
     if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
         return None
     if not (structure.with_changes(key_padding=None) if padded else structure).plain:
         return None
     first, last = (min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.derived(_starts))
-    return None if not few and 0 < last < PRECISE_ROWS else (first, last)
+    return None if not few and 0 < min(last, limit) < PRECISE_ROWS else (first, last)
 
 
 def _starts(structure: CallStructure) -> tuple[int, int]:
@@ -117,8 +134,7 @@ def _in_ranges(
     def joined(one: Tensor, other: Tensor, dim: int) -> Tensor:
         parts, both = [one.narrow(dim, 0, first)], last - first
         if isinstance(within, Tensor):
-            chosen = within[:, first:last, None, None] if dim == 1 else within[:, None, first:last]
-            parts.append(torch.where(chosen, one.narrow(dim, first, both), other.narrow(dim, 0, both)))
+            parts.append(_chosen(within[:, first:last], one.narrow(dim, first, both), other.narrow(dim, 0, both), dim))
         return torch.cat([*parts, other.narrow(dim, both, rows - last)], dim)
 
     if planned.lse is None or exact.lse is None:
@@ -151,6 +167,12 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if program.is_exact_for(request.query.shape[2]):
         return attention_weights(request)
     request = _read_mask(program, request)
+    few = few_rows(request.structure) if program.counts_rows else False
+    if isinstance(few, Tensor):
+        one, other = (weights(program, _only(request, chosen)) for chosen in (few, ~few))
+        return torch.where(few[:, None, :, None].to(one.device), one, other)
+    if few and program.exact_steps:
+        return attention_weights(request)
     within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
         return attention_weights(request)
@@ -205,7 +227,7 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
     """Computes all heads of a layer: in one request those that a backend serves together, else in one per choice."""
-    asked = program.requests[request.query.shape[2] < PRECISE_ROWS]
+    asked = program.requests[few_rows(request.structure) is True]
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
         together = replace(some_heads(request, asked.heads), per_head=asked.rules)

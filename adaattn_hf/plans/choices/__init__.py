@@ -1,7 +1,19 @@
 """The choices of a plan, one file a kind."""
 
 from .base import EXACT, Choice
-from .part import KINDS, PRECISE_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
+from .part import (
+    KINDS,
+    PRECISE_ROWS,
+    Colour,
+    Keys,
+    Operands,
+    Part,
+    Setting,
+    all_keys,
+    all_operands,
+    few_rows,
+    register,
+)
 from .precision import Precision
 from .rank import Rank
 from .window import Window
@@ -21,5 +33,6 @@ __all__ = [
     "Window",
     "all_keys",
     "all_operands",
+    "few_rows",
     "register",
 ]
