@@ -118,7 +118,9 @@ def own_rows(structure: CallStructure) -> Tensor:
 def only(structure: CallStructure, chosen: Tensor) -> CallStructure:
     """The structure in which sequences see nothing whose queries are not `chosen` `[batch or 1, q_len]`."""
     if isinstance(structure, Runs):
-        kept = [(run, n) for run, n in zip(structure.runs, structure.firsts, strict=True) if chosen[run.row, run.q_start]]
+        kept = [
+            (run, n) for run, n in zip(structure.runs, structure.firsts, strict=True) if chosen[run.row, run.q_start]
+        ]
         return structure.with_changes(runs=tuple(run for run, _ in kept), firsts=tuple(n for _, n in kept))
     if structure.k_segments is not None:
         numbers = structure.k_segments if structure.q_segments is None else structure.q_segments

@@ -49,8 +49,7 @@ class CallStructure:
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
             whatever `causal` and `window` say.
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
-        dropped: Tokens of each sequence before key 0, which a cache holds no longer; `[batch]` where padding on the left
-            makes them differ.
+        dropped: Tokens of each sequence before key 0, which a cache holds no longer; `[batch]` where rows differ.
         one_offset: Whether `q_offset` is that of every query.
         facts: What kinds of calls need to know of it, by device type and whether a backend was named; no copy has it.
     """
@@ -134,7 +133,7 @@ class CallStructure:
 
     @property
     def places(self) -> tuple[int, int] | None:
-        """The first place in a sequence at which a query stands, and the one after the last; None where tensors say it."""
+        """The first place of a query in its sequence, and the one after the last; None where tensors say it."""
         if not self.plain:
             return None
         least, most = self.derived(CallStructure._fewest_and_most_dropped)

@@ -111,7 +111,9 @@ def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
         return None
     if not (structure.with_changes(key_padding=None) if padded else structure).plain:
         return None
-    first, last = (min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.derived(_starts))
+    first, last = (
+        min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.derived(_starts)
+    )
     return None if not few and 0 < min(last, limit) < PRECISE_ROWS else (first, last)
 
 

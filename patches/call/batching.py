@@ -68,7 +68,7 @@ def attend_requests(
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
     program = program_of(module)
     limit = None if program is None else program.max_length
-    # a layer that slides holds no key by which a request's length could be told
+    # the keys of a layer that slides do not tell how long a request is
     positions = None if limit is None or window is None else kwargs["position_ids"]
     parts = _parts(kwargs["cu_seq_lens_q"], borders, positions, q_len, kv_len, window, limit)
     alone = len(parts) == 1 and parts[0].structure.batch * parts[0].structure.q_len == q_len
@@ -151,10 +151,7 @@ class Part(NamedTuple):
 def _parts(
     cu_q: Tensor, cu_k: Tensor, positions: Tensor | None, q_len: int, kv_len: int, window: int | None, limit: int | None
 ) -> tuple[Part, ...]:
-    """The parts of a step by running sums `[requests + 1]`, made once for all layers; beyond a limit they are apart.
-
-    `positions` `[1, q_len]` are those of the queries, where they do not follow from the number of their keys.
-    """
+    """The parts of a step by running sums `[requests + 1]`, made once for all layers; beyond a limit they are apart."""
     (queries, known), (keys, _) = _read(cu_q), _read(cu_k)
     asked = id(keys), kv_len, window, limit
     if asked not in known:
@@ -181,7 +178,7 @@ def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _part(found: Sequence[tuple[Segment, int]], kv_len: int, window: int | None, device: torch.device) -> Part:
-    """One batch row for each request if they are decode steps, else one row for all; with each its first place."""
+    """One batch row for each request if they are decode steps, else one row for all; all with their first places."""
     group, firsts = zip(*found, strict=True)
     steps, runs, count = group[0].q_len == 1, [], 0
     for run in group:

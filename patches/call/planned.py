@@ -71,11 +71,11 @@ def program_for(
     """Returns what a module does about a call, None where it is exact, and the call as that needs it."""
     module, positions = call.module, call.kwargs.get("position_ids")
     program = program_of(module, compiling)
-    if program is not None and call.sliding_window is not None and isinstance(call.attention_mask, Tensor):
+    dense = isinstance(call.attention_mask, Tensor) and positions is not None and positions.dim() == 2
+    if program is not None and dense and call.sliding_window is not None:
         # a dense mask does not say how many tokens a cache dropped
-        if positions is not None and positions.dim() == 2:
-            dropped = (positions[:, -1] - request.structure.kv_len + 1).clamp_min(0)
-            request = replace(request, structure=request.structure.with_changes(dropped=dropped))
+        dropped = (positions[:, -1] - request.structure.kv_len + 1).clamp_min(0)
+        request = replace(request, structure=request.structure.with_changes(dropped=dropped))
     if compiling:
         if program is not None and program.is_exact_for(request.query.shape[2]):
             program = None

@@ -13,28 +13,38 @@ import adaattn_hf
 from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.plans.choices import Choice, Window
 
-from ..support.models import VOCABULARY, build, sized, tokens
+from ..support.models import VOCABULARY, build, tokens
 from ..support.plans import plan_for
 from .test_batching import one_by_one, together
 
-SLIDING = ["sliding_attention"] * 2
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None, sliding_window=12,
+)  # fmt: skip
+NONE: dict[str, Any] = {}
+SLIDING = {"layer_types": ["sliding_attention"] * 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("phi3", "mistral", "starcoder2"), {}),
-    **dict.fromkeys(("ministral", "gemma2", "gemma3_text", "cohere2", "olmo3", "gpt_oss"), {"layer_types": SLIDING}),
+    **dict.fromkeys(("phi3", "mistral", "starcoder2"), NONE),
+    **dict.fromkeys(("ministral", "gemma2", "gemma3_text", "cohere2", "olmo3"), SLIDING),
+    "gpt_oss": {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": VOCABULARY},
-    "llama4_text": {"attention_chunk_size": 12, "layer_types": ["chunked_attention"] * 2, "intermediate_size_mlp": 48},
-}
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8, "global_head_dim": 8, "num_kv_shared_layers": 0,
+    },
+    "llama4_text": {
+        "attention_chunk_size": 12, "layer_types": ["chunked_attention"] * 2, "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+    },
+}  # fmt: skip
 LIMIT, LENGTH = 30, 60
 CUTS = {"steps": [8, *[1] * 52], "pieces": [7] * 8 + [4], "chunks": [25, 25, 10], "both": [17, 30, 1, 12]}
 
 
 def planned(family: str) -> Any:
     """A model whose layers slide, and a plan for far fewer tokens than it reads."""
-    changes = {"sliding_window": 12, **FAMILIES[family]}
-    config = tf.AutoConfig.for_model(family)
-    known = {name: value for name, value in changes.items() if hasattr(config, name) or name in FAMILIES[family]}
-    _, ours = build(tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], sized(type(config), known))
+    config = tf.AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
+    _, ours = build(tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     attach(ours, plan_for(ours, Choice.of(Window(4, sinks=1)), layers=(0,), lengths=(LIMIT,)), unverified=True)
     return ours
 
@@ -90,11 +100,7 @@ def test_generate_in_chunks_and_continuous_batching_agree_with_one_pass(family: 
 @pytest.mark.parametrize("stored", ["int8", "k8v4"])
 def test_rows_beyond_the_lengths_are_those_of_no_plan_over_codes(stored: str) -> None:
     """A plan of the last layer leaves all keys and values as they are."""
-    config = tf.MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        num_hidden_layers=2, sliding_window=24,
-    )  # fmt: skip
-    _, model = build(tf.MistralForCausalLM, config)
+    _, model = build(tf.MistralForCausalLM, tf.MistralConfig(**{**SMALL, "head_dim": 32}))
     attach(model, plan_for(model, Choice.of(Window(4, sinks=1)), layers=(1,), lengths=(LIMIT,)), unverified=True)
     ids, found = tokens(2, LENGTH), []
     for _ in range(2):
