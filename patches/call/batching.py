@@ -69,7 +69,12 @@ def attend_requests(
     program = program_of(module)
     limit = None if program is None else program.max_length
     # the keys of a layer that slides do not tell how long a request is
-    positions = None if limit is None or window is None else kwargs["position_ids"]
+    positions = None if limit is None or window is None else kwargs.get("position_ids", query)
+    if positions is query:
+        raise ValueError(
+            f"position_ids: got none from {type(module).__name__}, which slides under a plan in a step of continuous "
+            "batching, expected the place of each token; remove the plan with adaattn_hf.remove_plan(model)"
+        )
     parts = _parts(kwargs["cu_seq_lens_q"], borders, positions, q_len, kv_len, window, limit)
     alone = len(parts) == 1 and parts[0].structure.batch * parts[0].structure.q_len == q_len
     out = query if alone else query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
@@ -178,7 +183,7 @@ def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _part(found: Sequence[tuple[Segment, int]], kv_len: int, window: int | None, device: torch.device) -> Part:
-    """One batch row for each request if they are decode steps, else one row for all; all with their first places."""
+    """One batch row for each request if they are decode steps, else one row for all."""
     group, firsts = zip(*found, strict=True)
     steps, runs, count = group[0].q_len == 1, [], 0
     for run in group:

@@ -23,8 +23,8 @@ from ..tensors import LayerTensors
 Colour = tuple[int, int, int]
 
 PRECISE_ROWS = 16
-"""Sequences of fewer query rows than this are computed in the model's precision: a decode step reads the cache once, and
-rounding it anew would cost more than it saves. It is never less exact."""
+"""Sequences of fewer query rows than this are computed in the model's precision: a decode step reads the cache once,
+and rounding it anew would cost more than it saves. It is never less exact."""
 
 
 def few_rows(structure: CallStructure) -> bool | Tensor:
