@@ -23,24 +23,13 @@ class Runs(CallStructure):
     one_offset: ClassVar[bool] = False
     runs: tuple[Segment, ...] = ()
     firsts: tuple[int, ...] = ()
+    """The place of each run's first query in its sequence, of which a cache may have dropped the first tokens."""
 
     @classmethod
-    def of(
-        cls,
-        runs: Sequence[Segment],
-        batch: int,
-        q_len: int,
-        kv_len: int,
-        causal: bool,
-        window: int | None,
-        firsts: Sequence[int] | None = None,
-    ) -> Runs:
-        """The structure of some runs in a call of these extents.
-
-        `firsts` are the places of each run's first query in its sequence, where a cache dropped tokens before its keys.
-        """
+    def of(cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> Runs:
+        """The structure of some runs in a call of these extents."""
         documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
-        firsts = tuple(run.offset for run in runs) if firsts is None else tuple(firsts)
+        firsts = tuple(run.offset for run in runs)
         return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs), firsts=firsts)
 
     @property

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from .segments import Segment, find_segments
+from .segments import Facts, Segment, find_segments
 
 __all__ = ["OPERANDS", "CallStructure", "Facts", "Segment"]
 
@@ -136,15 +136,15 @@ class CallStructure:
         """The first place of a query in its sequence, and the one after the last; None where tensors say it."""
         if not self.plain:
             return None
-        least, most = self.derived(CallStructure._fewest_and_most_dropped)
+        least, most = self.derived(CallStructure._dropped)
         return self.offset() + least, self.offset() + self.q_len + most
 
     @property
     def longest(self) -> int:
         """At most so many tokens have the sequences, those counted that a cache dropped; padding is not looked at."""
-        return self.kv_len + self.derived(CallStructure._fewest_and_most_dropped)[1]
+        return self.kv_len + self.derived(CallStructure._dropped)[1]
 
-    def _fewest_and_most_dropped(self) -> tuple[int, int]:
+    def _dropped(self) -> tuple[int, int]:
         if not isinstance(self.dropped, Tensor):
             return self.dropped, self.dropped
         least, most = self.on_host(self.dropped).aminmax()
@@ -292,9 +292,8 @@ class CallStructure:
     def first_token(self, device: torch.device | str) -> Tensor:
         """`[batch or 1, kv_len]`: the same of its first token, which is negative where a cache dropped that."""
         start, dropped = self._sequence_start(device), self.dropped
-        if not isinstance(dropped, Tensor):
-            return start if dropped == 0 else torch.where(start == 0, -dropped, start)
-        return torch.where(start == 0, -dropped.to(device)[:, None], start)
+        gone = -dropped.to(device)[:, None] if isinstance(dropped, Tensor) else -dropped
+        return torch.where(start == 0, gone, start)
 
     def _sequence_start(self, device: torch.device | str) -> Tensor:
         """`[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to."""
@@ -369,48 +368,3 @@ class CallStructure:
 
     def _read_offset(self) -> int:
         return int(self.on_host(self.q_offset) if isinstance(self.q_offset, Tensor) else self.q_offset)
-
-
-def keys_class(keys: int) -> int:
-    """A number of keys, rounded down to what choices depend on: a power of two, or 384."""
-    return 384 if 384 <= keys < 512 else 1 << keys.bit_length() >> 1
-
-
-class Facts(NamedTuple):
-    """What a structure says of the kind of its calls; fields are those of `CallSpec`.
-
-    `sinks_at_runs` is that of the structure; `keys` are rounded whatever the device.
-    """
-
-    kind: str
-    windowed: bool
-    window_sinks: bool
-    decode: bool
-    holes: bool | None
-    packed: int
-    aligned: bool
-    sinks_at_runs: bool
-    keys: int
-
-    @classmethod
-    def of(cls, structure: CallStructure, look: bool) -> Facts:
-        """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
-        kind, holes, packed, aligned = structure.kind, None, 0, True
-        batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
-        known = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
-        if look and kind == "ragged" and known:
-            runs = structure.segments()
-            holes = runs is None
-            if runs is None:
-                kind = "irregular"  # kernels that walk runs are no better off than with a dense mask
-            else:
-                ends = all(run.offset + run.q_len == run.k_len for run in runs)
-                aligned = ends or not (structure.causal or structure.window is not None)
-                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (batch * q_len, batch * keys):
-                    packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
-        # a compiled graph would be guarded by the class of its lengths
-        fixed = known and not torch.compiler.is_compiling()
-        return cls(
-            kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
-            holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
-        )  # fmt: skip

@@ -22,7 +22,8 @@ from ..attention.structure import OPERANDS, CallStructure
 from ..backends import select
 from ..backends.base import spec_of
 from ..backends.eager import attention_weights
-from .choices import PRECISE_ROWS, Choice, few_rows
+from .choices import PRECISE_ROWS, Choice
+from .choices.part import few_rows
 from .program import PROGRAMS, Program, head_rules
 
 
@@ -73,7 +74,8 @@ def attend(
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
     few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
     if isinstance(few, Tensor):
-        one, other = (attend(program, _only(request, chosen), backend) for chosen in (few, ~few))
+        parts = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
+        one, other = (attend(program, part, backend) for part in parts)
         lse = _chosen(few, one.lse, other.lse, 2) if request.need_lse else None
         return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
     if few and program.exact_steps:
@@ -87,10 +89,6 @@ def attend(
     if within is True and (ranges is None or ranges[0] == rows):
         return _planned(program, request, backend)
     return _in_ranges(program, request, ranges or (0, rows), backend)
-
-
-def _only(request: AttentionRequest, chosen: Tensor) -> AttentionRequest:
-    return replace(request, structure=only(request.structure, chosen))
 
 
 def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
@@ -171,7 +169,8 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     request = _read_mask(program, request)
     few = few_rows(request.structure) if program.counts_rows else False
     if isinstance(few, Tensor):
-        one, other = (weights(program, _only(request, chosen)) for chosen in (few, ~few))
+        parts = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
+        one, other = (weights(program, part) for part in parts)
         return torch.where(few[:, None, :, None].to(one.device), one, other)
     if few and program.exact_steps:
         return attention_weights(request)

@@ -173,7 +173,7 @@ def _parts(
 
 
 def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
-    """Running sums (or positions) of a step, for which the host waits once, and what was made of them for all layers."""
+    """Running sums or positions of a step, for which the host waits once, and what was made of them for all layers."""
     # tensors made in inference mode do not count writes: these are taken to be made anew for every step
     version = 0 if sums.is_inference() else sums._version
     held = sums.__dict__.get(_KNOWN)
@@ -195,4 +195,6 @@ def _part(found: Sequence[tuple[Segment, int]], kv_len: int, window: int | None,
         places = [torch.arange(run.q_start, run.q_start + run.q_len, device="cpu") for run in group]
         rows = torch.cat(places).to(device)
     batch, q_len = (count, 1) if steps else (1, count)
-    return Part(rows, Runs.of(runs, batch, q_len, kv_len, True, window, firsts))
+    structure = Runs.of(runs, batch, q_len, kv_len, True, window)
+    structure.firsts = firsts
+    return Part(rows, structure)

@@ -12,7 +12,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Listening
 from adaattn_hf.config import settings_in
-from adaattn_hf.plans.choices import PRECISE_ROWS, few_rows
+from adaattn_hf.plans.choices.part import PRECISE_ROWS, few_rows
 from adaattn_hf.plans.execute import all_within
 from adaattn_hf.plans.program import Program
 

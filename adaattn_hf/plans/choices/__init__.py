@@ -1,19 +1,7 @@
 """The choices of a plan, one file a kind."""
 
 from .base import EXACT, Choice
-from .part import (
-    KINDS,
-    PRECISE_ROWS,
-    Colour,
-    Keys,
-    Operands,
-    Part,
-    Setting,
-    all_keys,
-    all_operands,
-    few_rows,
-    register,
-)
+from .part import KINDS, PRECISE_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
 from .precision import Precision
 from .rank import Rank
 from .window import Window
@@ -33,6 +21,5 @@ __all__ = [
     "Window",
     "all_keys",
     "all_operands",
-    "few_rows",
     "register",
 ]
