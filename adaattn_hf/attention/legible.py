@@ -64,7 +64,9 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     last = torch.where(visible, index, -1).amax(2)
     offset = int((last - torch.arange(q_len, device=visible.device))[rows].max())
     padding = None if bool(seen.all()) else seen
-    causal = CallStructure(batch, q_len, kv_len, causal=True, q_offset=offset, key_padding=padding)
+    causal = CallStructure(
+        batch, q_len, kv_len, causal=True, q_offset=offset, key_padding=padding, dropped=structure.dropped
+    )
     both = CallStructure(batch, q_len, kv_len, key_padding=padding)
     if q_len > 1 and bool((last == last[:, :1])[rows].all()):
         yield both  # no query sees a key that another one does not

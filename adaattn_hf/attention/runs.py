@@ -22,12 +22,15 @@ class Runs(CallStructure):
 
     one_offset: ClassVar[bool] = False
     runs: tuple[Segment, ...] = ()
+    firsts: tuple[int, ...] = ()
+    """The place of each run's first query in its sequence, of which a cache may have dropped the first tokens."""
 
     @classmethod
     def of(cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> Runs:
         """The structure of some runs in a call of these extents."""
         documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
-        return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs))
+        firsts = tuple(run.offset for run in runs)
+        return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs), firsts=firsts)
 
     @property
     def plain(self) -> bool:
@@ -37,8 +40,13 @@ class Runs(CallStructure):
     @property
     def places(self) -> tuple[int, int] | None:
         """The first place in its sequence at which a query stands, and the one after the last."""
-        ends = [(run.offset, run.offset + run.q_len) for run in self.runs] or [(0, 0)]
-        return min(first for first, _ in ends), max(last for _, last in ends)
+        lasts = [first + run.q_len for first, run in zip(self.firsts, self.runs, strict=True)]
+        return min(self.firsts, default=0), max(lasts, default=0)
+
+    @property
+    def longest(self) -> int:
+        """At most so many tokens have the sequences."""
+        return self.places[1]
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs."""
@@ -55,11 +63,10 @@ class Runs(CallStructure):
         )
 
     def positions(self, device: torch.device | str) -> Tensor:
-        """`[batch, q_len]`: how many keys of its run stand before each query."""
+        """`[batch, q_len]`: how many tokens of its sequence stand before each query."""
         found = torch.zeros(self.batch, self.q_len, dtype=torch.long, device="cpu")
-        for run in self.runs:
-            places = torch.arange(run.offset, run.offset + run.q_len, device="cpu")
-            found[run.row, run.q_start : run.q_start + run.q_len] = places
+        for first, run in zip(self.firsts, self.runs, strict=True):
+            found[run.row, run.q_start : run.q_start + run.q_len] = torch.arange(first, first + run.q_len, device="cpu")
         return found.to(device)
 
     def visible(
@@ -77,6 +84,39 @@ class Runs(CallStructure):
             queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
             keep[run.row, 0, queries, keys] = own.visible(device=device)[0, 0]
         return keep[:, :, start:stop] if rows is None else keep[:, :, rows.to(device)]
+
+
+def own_rows(structure: CallStructure) -> Tensor:
+    """`[batch or 1, q_len]`, on the host: how many queries of its sequence come with each; padding does not count."""
+    if isinstance(structure, Runs):
+        found = torch.zeros(structure.batch, structure.q_len, dtype=torch.long, device="cpu")
+        for run in structure.runs:
+            found[run.row, run.q_start : run.q_start + run.q_len] = run.q_len
+        return found
+    numbers, real = torch.zeros(1, structure.q_len, dtype=torch.long, device="cpu"), structure.padding_on_host()
+    if structure.k_segments is not None:
+        numbers = structure.on_host(structure.k_segments if structure.q_segments is None else structure.q_segments)
+    counted = numbers >= 0
+    if real is not None:
+        places = torch.arange(structure.q_len, device="cpu") + structure.offset()
+        counted = counted & real[:, places.clamp(0, structure.kv_len - 1)]
+    number = torch.nn.functional.pad((numbers.diff() != 0).cumsum(1), (1, 0)).expand(counted.shape)
+    return torch.zeros_like(number).scatter_add(1, number, counted.long()).gather(1, number)
+
+
+def only(structure: CallStructure, chosen: Tensor) -> CallStructure:
+    """The structure in which sequences see nothing whose queries are not `chosen` `[batch or 1, q_len]`."""
+    if isinstance(structure, Runs):
+        kept = [
+            (run, n) for run, n in zip(structure.runs, structure.firsts, strict=True) if chosen[run.row, run.q_start]
+        ]
+        return structure.with_changes(runs=tuple(run for run, _ in kept), firsts=tuple(n for _, n in kept))
+    if structure.k_segments is not None:
+        numbers = structure.k_segments if structure.q_segments is None else structure.q_segments
+        # no key has a number below 0
+        return structure.with_changes(q_segments=torch.where(chosen.to(numbers.device), numbers, ~numbers))
+    assert structure.key_padding is not None
+    return structure.with_changes(key_padding=structure.key_padding & chosen[:, :1].to(structure.key_padding.device))
 
 
 def aligned_runs(

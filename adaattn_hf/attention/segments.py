@@ -140,3 +140,48 @@ def _chunks(chunk: int, origin: int, offset: int, q: Run, k: Run) -> list[tuple[
         if b > a and d > c:
             pieces.append((a, b, c, d))
     return pieces
+
+
+def keys_class(keys: int) -> int:
+    """A number of keys, rounded down to what choices depend on: a power of two, or 384."""
+    return 384 if 384 <= keys < 512 else 1 << keys.bit_length() >> 1
+
+
+class Facts(NamedTuple):
+    """What a structure says of the kind of its calls; fields are those of `CallSpec`.
+
+    `sinks_at_runs` is that of the structure; `keys` are rounded whatever the device.
+    """
+
+    kind: str
+    windowed: bool
+    window_sinks: bool
+    decode: bool
+    holes: bool | None
+    packed: int
+    aligned: bool
+    sinks_at_runs: bool
+    keys: int
+
+    @classmethod
+    def of(cls, structure: CallStructure, look: bool) -> Facts:
+        """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
+        kind, holes, packed, aligned = structure.kind, None, 0, True
+        batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
+        known = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
+        if look and kind == "ragged" and known:
+            runs = structure.segments()
+            holes = runs is None
+            if runs is None:
+                kind = "irregular"  # kernels that walk runs are no better off than with a dense mask
+            else:
+                ends = all(run.offset + run.q_len == run.k_len for run in runs)
+                aligned = ends or not (structure.causal or structure.window is not None)
+                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (batch * q_len, batch * keys):
+                    packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
+        # a compiled graph would be guarded by the class of its lengths
+        fixed = known and not torch.compiler.is_compiling()
+        return cls(
+            kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
+            holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
+        )  # fmt: skip

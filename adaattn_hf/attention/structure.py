@@ -4,19 +4,20 @@ A dense `[batch, 1, q_len, kv_len]` mask costs memory and time in proportion to 
 one of a handful of shapes. `CallStructure` holds the shape. `visible` turns it (or any band of its rows) into a boolean
 tensor, which is the definition; `segments` turns it into contiguous runs that a kernel can walk, when that is possible.
 
-Coordinates: key `j` has index `j`; query `i` stands at key index `i + q_offset`.
+Coordinates: key `j` has index `j`; query `i` stands at key index `i + q_offset`. A cache may have dropped a sequence's
+first tokens: `dropped` says how many, so that its places and its sinks are counted from its first token all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from .segments import Segment, find_segments
+from .segments import Facts, Segment, find_segments
 
 __all__ = ["OPERANDS", "CallStructure", "Facts", "Segment"]
 
@@ -48,6 +49,7 @@ class CallStructure:
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
             whatever `causal` and `window` say.
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
+        dropped: Tokens of each sequence before key 0, which a cache holds no longer; `[batch]` where rows differ.
         one_offset: Whether `q_offset` is that of every query.
         facts: What kinds of calls need to know of it, by device type and whether a backend was named; no copy has it.
     """
@@ -66,6 +68,7 @@ class CallStructure:
     k_segments: Tensor | None = None
     spans: Tensor | None = None
     mask: Tensor | None = None
+    dropped: int | Tensor = 0
     one_offset: ClassVar[bool] = True
     facts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -130,8 +133,22 @@ class CallStructure:
 
     @property
     def places(self) -> tuple[int, int] | None:
-        """The first place at which a query stands, and the one after the last; None where tensors say it."""
-        return (self.offset(), self.offset() + self.q_len) if self.plain else None
+        """The first place of a query in its sequence, and the one after the last; None where tensors say it."""
+        if not self.plain:
+            return None
+        least, most = self.derived(CallStructure._dropped)
+        return self.offset() + least, self.offset() + self.q_len + most
+
+    @property
+    def longest(self) -> int:
+        """At most so many tokens have the sequences, those counted that a cache dropped; padding is not looked at."""
+        return self.kv_len + self.derived(CallStructure._dropped)[1]
+
+    def _dropped(self) -> tuple[int, int]:
+        if not isinstance(self.dropped, Tensor):
+            return self.dropped, self.dropped
+        least, most = self.on_host(self.dropped).aminmax()
+        return int(least), int(most)
 
     def mask_covers(self, heads: int) -> bool:
         """Whether the dense mask, if there is one, covers a call of so many heads: kernels read it by its strides."""
@@ -193,6 +210,8 @@ class CallStructure:
             return None if t is None else t.expand(batch, *t.shape[1:])
 
         tensors = {name: rows(getattr(self, name)) for name in ("key_padding", "spans", "chunk_start")}
+        if isinstance(self.dropped, Tensor):
+            tensors["dropped"] = rows(self.dropped)
         return self.with_changes(batch=batch, **tensors)
 
     # ------------------------------------------------------------------ the definition
@@ -235,7 +254,7 @@ class CallStructure:
         if self.window is not None:
             near = (j_ > p_ - self.window) if self.causal else ((p_ - j_).abs() < self.window)
             if self.sinks:
-                near = near | (j_ - self._sequence_start(device)[:, None, None, :] < self.sinks)
+                near = near | (j_ - self.first_token(device)[:, None, None, :] < self.sinks)
             keep = both(keep, near)
         if self.chunk is not None:
             origin = self._chunk_origin(device)
@@ -265,10 +284,16 @@ class CallStructure:
         return keep.expand(keep.shape[0], keep.shape[1], count, self.kv_len)
 
     def positions(self, device: torch.device | str) -> Tensor:
-        """`[batch or 1, q_len]`: how many keys of its sequence stand before each query."""
+        """`[batch or 1, q_len]`: how many tokens of its sequence stand before each query, dropped ones counted."""
         place = torch.arange(self.q_len, device=device) + self.q_offset
-        start = self._sequence_start(device)
+        start = self.first_token(device)
         return place - start.gather(1, place.clamp(0, self.kv_len - 1)[None].expand(start.shape[0], -1))
+
+    def first_token(self, device: torch.device | str) -> Tensor:
+        """`[batch or 1, kv_len]`: the same of its first token, which is negative where a cache dropped that."""
+        start, dropped = self._sequence_start(device), self.dropped
+        gone = -dropped.to(device)[:, None] if isinstance(dropped, Tensor) else -dropped
+        return torch.where(start == 0, gone, start)
 
     def _sequence_start(self, device: torch.device | str) -> Tensor:
         """`[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to."""
@@ -322,7 +347,7 @@ class CallStructure:
         return tensor if tensor.is_cpu or tensor.is_meta else self.derived(CallStructure._fetch)[id(tensor)]
 
     def _fetch(self) -> dict[int, Tensor]:
-        given = (self.q_offset, self.chunk_start, self.key_padding, self.q_segments, self.k_segments)
+        given = (self.q_offset, self.chunk_start, self.key_padding, self.q_segments, self.k_segments, self.dropped)
         tensors = {id(t): t for t in given if isinstance(t, Tensor)}
         found = {key: t.to("cpu", non_blocking=t.is_cuda) for key, t in tensors.items()}
         for device in {t.device for t in tensors.values() if t.is_cuda}:
@@ -343,48 +368,3 @@ class CallStructure:
 
     def _read_offset(self) -> int:
         return int(self.on_host(self.q_offset) if isinstance(self.q_offset, Tensor) else self.q_offset)
-
-
-def keys_class(keys: int) -> int:
-    """A number of keys, rounded down to what choices depend on: a power of two, or 384."""
-    return 384 if 384 <= keys < 512 else 1 << keys.bit_length() >> 1
-
-
-class Facts(NamedTuple):
-    """What a structure says of the kind of its calls; fields are those of `CallSpec`.
-
-    `sinks_at_runs` is that of the structure; `keys` are rounded whatever the device.
-    """
-
-    kind: str
-    windowed: bool
-    window_sinks: bool
-    decode: bool
-    holes: bool | None
-    packed: int
-    aligned: bool
-    sinks_at_runs: bool
-    keys: int
-
-    @classmethod
-    def of(cls, structure: CallStructure, look: bool) -> Facts:
-        """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
-        kind, holes, packed, aligned = structure.kind, None, 0, True
-        batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
-        known = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
-        if look and kind == "ragged" and known:
-            runs = structure.segments()
-            holes = runs is None
-            if runs is None:
-                kind = "irregular"  # kernels that walk runs are no better off than with a dense mask
-            else:
-                ends = all(run.offset + run.q_len == run.k_len for run in runs)
-                aligned = ends or not (structure.causal or structure.window is not None)
-                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (batch * q_len, batch * keys):
-                    packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
-        # a compiled graph would be guarded by the class of its lengths
-        fixed = known and not torch.compiler.is_compiling()
-        return cls(
-            kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
-            holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
-        )  # fmt: skip

@@ -17,11 +17,13 @@ from torch import Tensor
 from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.legible import legible
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.runs import only
 from ..attention.structure import OPERANDS, CallStructure
 from ..backends import select
 from ..backends.base import spec_of
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
+from .choices.part import few_rows
 from .program import PROGRAMS, Program, head_rules
 
 
@@ -70,16 +72,29 @@ def attend(
         program = program.over_stored
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
+    few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
+    if isinstance(few, Tensor):
+        parts = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
+        one, other = (attend(program, part, backend) for part in parts)
+        lse = _chosen(few, one.lse, other.lse, 2) if request.need_lse else None
+        return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
+    if few and program.exact_steps:
+        return select.attend(request, backend)
     ranges = _ranges(structure, limit)
     within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
         return select.attend(request, backend)
-    few = rows < PRECISE_ROWS
     if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
         return _one_way(program, request, backend)
     if within is True and (ranges is None or ranges[0] == rows):
         return _planned(program, request, backend)
     return _in_ranges(program, request, ranges or (0, rows), backend)
+
+
+def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
+    """The `rows` `[batch or 1, q_len]` of one tensor, whose queries lie in `dim`, and all others of the other one."""
+    rows = rows.to(one.device)
+    return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
 
 
 def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
@@ -88,21 +103,22 @@ def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
     None where that is not known without a look at each row, where a step would have to ask a device, and where so few
     rows are within that a call of their own would compute them in another precision.
     """
-    padding, few = structure.key_padding, structure.q_len < PRECISE_ROWS
+    padding, few = structure.key_padding, few_rows(structure)
     padded = padding is not None
-    if structure.kv_len <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
+    if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
         return None
     if not (structure.with_changes(key_padding=None) if padded else structure).plain:
         return None
-    least, most = structure.derived(_starts) if padded else (0, 0)
-    first, last = (min(max(limit - structure.offset() + start, 0), structure.q_len) for start in (least, most))
-    return None if not few and 0 < last < PRECISE_ROWS else (first, last)
+    first, last = (
+        min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.derived(_starts)
+    )
+    return None if not few and 0 < min(last, limit) < PRECISE_ROWS else (first, last)
 
 
 def _starts(structure: CallStructure) -> tuple[int, int]:
-    """Returns the least and the largest place of a row's first real key; asks the device once for all layers."""
-    assert structure.key_padding is not None
-    least, most = structure.key_padding.int().argmax(1).aminmax()
+    """Returns the least and the largest key index of a row's first token; asks the device once for all layers."""
+    padding = structure.key_padding
+    least, most = structure.first_token("cpu" if padding is None else padding.device)[:, 0].aminmax()
     return int(least), int(most)
 
 
@@ -118,8 +134,7 @@ def _in_ranges(
     def joined(one: Tensor, other: Tensor, dim: int) -> Tensor:
         parts, both = [one.narrow(dim, 0, first)], last - first
         if isinstance(within, Tensor):
-            chosen = within[:, first:last, None, None] if dim == 1 else within[:, None, first:last]
-            parts.append(torch.where(chosen, one.narrow(dim, first, both), other.narrow(dim, 0, both)))
+            parts.append(_chosen(within[:, first:last], one.narrow(dim, first, both), other.narrow(dim, 0, both), dim))
         return torch.cat([*parts, other.narrow(dim, both, rows - last)], dim)
 
     if planned.lse is None or exact.lse is None:
@@ -152,6 +167,13 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if program.is_exact_for(request.query.shape[2]):
         return attention_weights(request)
     request = _read_mask(program, request)
+    few = few_rows(request.structure) if program.counts_rows else False
+    if isinstance(few, Tensor):
+        parts = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
+        one, other = (weights(program, part) for part in parts)
+        return torch.where(few[:, None, :, None].to(one.device), one, other)
+    if few and program.exact_steps:
+        return attention_weights(request)
     within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
         return attention_weights(request)
@@ -168,7 +190,7 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
 
 def all_within(structure: CallStructure, limit: int) -> bool | None:
     """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
-    if structure.kv_len <= limit:
+    if structure.longest <= limit:
         return True
     if structure.causal and (places := structure.places) is not None:
         first, last = places
@@ -206,7 +228,7 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
     """Computes all heads of a layer: in one request those that a backend serves together, else in one per choice."""
-    asked = program.requests[request.query.shape[2] < PRECISE_ROWS]
+    asked = program.requests[few_rows(request.structure) is True]
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
         together = replace(some_heads(request, asked.heads), per_head=asked.rules)
@@ -264,13 +286,14 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
     f"{_NAMESPACE}::planned",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt program, str? backend, "
-    f"SymInt? own_window, float scaling, float? softcap, {OPERANDS}) -> Tensor",
+    f"SymInt? own_window, float scaling, float? softcap, SymInt dropped, Tensor? dropped_by_row, {OPERANDS}) -> Tensor",
     **_TAGS,
 )
 def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
-    bias, sink_logits, program, backend, own_window, scaling, softcap, *operands = inputs
+    bias, sink_logits, program, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
+    structure = structure.with_changes(dropped=dropped if by_row is None else by_row)
     found = PROGRAMS.get(program)
     if found is None:
         raise RuntimeError(
@@ -293,12 +316,15 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequest | None:
     """A step of a preallocated cache as one request, None where its heads need several."""
-    if request.bias is not None or request.structure.mask is not None or not request.structure.causal:
+    structure = request.structure
+    if request.bias is not None or structure.mask is not None or not structure.causal:
         return None
+    if isinstance(structure.dropped, Tensor) or structure.dropped:
+        return None  # the rules end by places among the keys that are held
     if not _is_whole(program.handle, request.key.shape[1]):
         return None
     asked = program.requests[True]
-    within = request.structure.kv_len <= program.max_length
+    within = structure.kv_len <= program.max_length
     return replace(request, per_head=asked.rules if within else asked.ending)
 
 
@@ -334,8 +360,10 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
         step = _in_one_launch(program, request)
         if step is not None and select.serving(CallSpec.of(step), backend) is not None:
             return select.attend(step, backend).out
+    dropped = request.structure.dropped
     out: Tensor = planned_op(
         request.query, request.key, request.value, request.bias, request.sink_logits,
-        program.handle, backend, window, request.scaling, request.softcap, *request.structure.operands(),
+        program.handle, backend, window, request.scaling, request.softcap,
+        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *request.structure.operands(),
     )  # fmt: skip
     return out

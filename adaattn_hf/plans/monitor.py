@@ -173,8 +173,8 @@ def _tightened(counters: LayerStatistics, program: Program) -> Program:
 def _count(counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
     batch, heads, q_len, _ = request.query.shape
     group, structure = batch * heads // request.key.shape[1], request.structure
-    offset = structure.q_offset
-    first = offset if isinstance(offset, int) else max(structure.kv_len - q_len, 0)
+    places = structure.places
+    first = max(structure.kv_len - q_len, 0) if places is None else places[0]
     stop = min(first + q_len, program.max_length)
     if not structure.causal:
         stop = first + q_len if structure.kv_len <= program.max_length else first

@@ -48,7 +48,7 @@ class Program:
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
         own: Key/value heads of this process under tensor parallelism; empty without it.
-        exact_steps: Whether decode steps, calls of fewer than `PRECISE_ROWS` query rows, are exact.
+        exact_steps: Whether decode steps, sequences of fewer than `PRECISE_ROWS` query rows, are exact.
         dtype: Name of the dtype that it was proven in.
         handle: Number by which traced graphs refer to the program.
     """
@@ -121,13 +121,18 @@ class Program:
         return self.exact_steps and q_len < PRECISE_ROWS
 
     @cached_property
+    def counts_rows(self) -> bool:
+        """Whether it depends on the query rows of a sequence what is computed."""
+        return self.exact_steps or any(choice.operands for choice in self.plan.choices)
+
+    @cached_property
     def has_gradient(self) -> bool:
         """Whether gradients flow through every choice."""
         return all(choice.has_gradient for choice, _ in self.launches)
 
     @cached_property
     def requests(self) -> Mapping[bool, Requests]:
-        """The requests of calls with fewer than `PRECISE_ROWS` query rows (True), and of all others (False)."""
+        """The requests of sequences with fewer than `PRECISE_ROWS` query rows (True), and of all others (False)."""
         return {few: self._requests(few) for few in (True, False)}
 
     def _requests(self, few: bool) -> Requests:

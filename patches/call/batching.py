@@ -66,7 +66,16 @@ def attend_requests(
     if isinstance(borders, dict):
         borders = borders["full_attention" if window is None else "sliding_attention"]
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
-    parts = _parts(kwargs["cu_seq_lens_q"], borders, q_len, kv_len, window, _limit(module))
+    program = program_of(module)
+    limit = None if program is None else program.max_length
+    # the keys of a layer that slides do not tell how long a request is
+    positions = None if limit is None or window is None else kwargs.get("position_ids", query)
+    if positions is query:
+        raise ValueError(
+            f"position_ids: got none from {type(module).__name__}, which slides under a plan in a step of continuous "
+            "batching, expected the place of each token; remove the plan with adaattn_hf.remove_plan(model)"
+        )
+    parts = _parts(kwargs["cu_seq_lens_q"], borders, positions, q_len, kv_len, window, limit)
     alone = len(parts) == 1 and parts[0].structure.batch * parts[0].structure.q_len == q_len
     out = query if alone else query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
     for rows, structure in parts:
@@ -137,12 +146,6 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
     return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
 
 
-def _limit(module: nn.Module) -> int | None:
-    """Position in a request up to which the module's plan speaks; None without one."""
-    program = program_of(module)
-    return None if program is None else program.max_length
-
-
 class Part(NamedTuple):
     """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
 
@@ -151,25 +154,26 @@ class Part(NamedTuple):
 
 
 def _parts(
-    cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, window: int | None, limit: int | None
+    cu_q: Tensor, cu_k: Tensor, positions: Tensor | None, q_len: int, kv_len: int, window: int | None, limit: int | None
 ) -> tuple[Part, ...]:
     """The parts of a step by running sums `[requests + 1]`, made once for all layers; beyond a limit they are apart."""
     (queries, known), (keys, _) = _read(cu_q), _read(cu_k)
     asked = id(keys), kv_len, window, limit
     if asked not in known:
-        alike: dict[tuple[bool, bool, bool], list[Segment]] = {}
+        places = None if positions is None else _read(positions)[0][0]
+        alike: dict[tuple[bool, bool, bool], list[tuple[Segment, int]]] = {}
         for run in aligned_runs(queries, keys, q_len, kv_len, True):
-            within = limit is None or run.offset + run.q_len <= limit
-            beyond = limit is not None and run.offset >= limit
-            alike.setdefault((run.q_len == 1, within, beyond), []).append(run)
+            first = run.offset if places is None else places[run.q_start]
+            within, beyond = limit is None or first + run.q_len <= limit, limit is not None and first >= limit
+            alike.setdefault((run.q_len == 1, within, beyond), []).append((run, first))
         parts = tuple(_part(group, kv_len, window, cu_q.device) for group in alike.values())
         known[asked] = keys, parts  # the lengths are kept so that their identity stays theirs
     found: tuple[Part, ...] = known[asked][1]
     return found
 
 
-def _read(sums: Tensor) -> tuple[list[int], dict[Any, Any]]:
-    """Running sums of a step, for which the host waits once, and what was made of them for all layers."""
+def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
+    """Running sums or positions of a step, for which the host waits once, and what was made of them for all layers."""
     # tensors made in inference mode do not count writes: these are taken to be made anew for every step
     version = 0 if sums.is_inference() else sums._version
     held = sums.__dict__.get(_KNOWN)
@@ -178,8 +182,9 @@ def _read(sums: Tensor) -> tuple[list[int], dict[Any, Any]]:
     return held[1], held[2]
 
 
-def _part(group: Sequence[Segment], kv_len: int, window: int | None, device: torch.device) -> Part:
+def _part(found: Sequence[tuple[Segment, int]], kv_len: int, window: int | None, device: torch.device) -> Part:
     """One batch row for each request if they are decode steps, else one row for all."""
+    group, firsts = zip(*found, strict=True)
     steps, runs, count = group[0].q_len == 1, [], 0
     for run in group:
         runs.append(run._replace(row=count, q_start=0) if steps else run._replace(q_start=count))
@@ -190,4 +195,6 @@ def _part(group: Sequence[Segment], kv_len: int, window: int | None, device: tor
         places = [torch.arange(run.q_start, run.q_start + run.q_len, device="cpu") for run in group]
         rows = torch.cat(places).to(device)
     batch, q_len = (count, 1) if steps else (1, count)
-    return Part(rows, Runs.of(runs, batch, q_len, kv_len, True, window))
+    structure = Runs.of(runs, batch, q_len, kv_len, True, window)
+    structure.firsts = firsts
+    return Part(rows, structure)

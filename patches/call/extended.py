@@ -43,7 +43,7 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
         from ..observe import shadow
         from .planned import program_for
 
-        program, request = program_for(module, request, config, compiling, heard)
+        program, request = program_for(call, request, config, compiling, heard)
     if heard.tap is not None:
         request.layer = module.__dict__.get("layer_idx")
         out = heard.tap(module, request.widened())

@@ -12,7 +12,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Listening
 from adaattn_hf.config import settings_in
-from adaattn_hf.plans.choices import PRECISE_ROWS
+from adaattn_hf.plans.choices.part import PRECISE_ROWS, few_rows
 from adaattn_hf.plans.execute import all_within
 from adaattn_hf.plans.program import Program
 
@@ -22,6 +22,8 @@ from ..plans.fit import program_of, resolved
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
     from adaattn_hf.attention.stored import StoredKV
+
+    from .arguments import Call
 
 
 def rules_of(
@@ -37,8 +39,13 @@ def rules_of(
     known = None if module.training else resolved(module.__dict__, raw)
     if known is None:
         return None
-    program, few = known.program, query.shape[2] < PRECISE_ROWS
-    if program is None or (program.exact_steps and few):
+    program = known.program
+    if program is None:
+        return (None,)
+    few = few_rows(structure) if program.counts_rows else query.shape[2] < PRECISE_ROWS
+    if isinstance(few, Tensor):
+        return None
+    if program.exact_steps and few:
         return (None,)
     within = all_within(structure, program.max_length)
     if within is False:
@@ -59,10 +66,16 @@ def rules_of(
 
 
 def program_for(
-    module: nn.Module, request: AttentionRequest, config: Any, compiling: bool, heard: Listening
+    call: Call, request: AttentionRequest, config: Any, compiling: bool, heard: Listening
 ) -> tuple[Program | None, AttentionRequest]:
     """Returns what a module does about a call, None where it is exact, and the call as that needs it."""
+    module, positions = call.module, call.kwargs.get("position_ids")
     program = program_of(module, compiling)
+    dense = isinstance(call.attention_mask, Tensor) and positions is not None and positions.dim() == 2
+    if program is not None and dense and call.sliding_window is not None:
+        # a dense mask does not say how many tokens a cache dropped
+        dropped = (positions[:, -1] - request.structure.kv_len + 1).clamp_min(0)
+        request = replace(request, structure=request.structure.with_changes(dropped=dropped))
     if compiling:
         if program is not None and program.is_exact_for(request.query.shape[2]):
             program = None

@@ -101,7 +101,8 @@ def adaattn_mask(
     rules = {"mask": stock()} if rules is None else {"key_padding": padding, **rules}
     # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
     offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
-    structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, **rules)
+    dropped = _dropped(attention_mask, kv_offset)
+    structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
         remember(key, structure)
     structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
@@ -143,8 +144,9 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
     if raw_settings(config) is not None:
         known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
     return CallStructure(
-        batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=known, mask=structure.visible(device=device)
-    )
+        batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=known, mask=structure.visible(device=device),
+        dropped=structure.dropped,
+    )  # fmt: skip
 
 
 def _is_read(structure: CallStructure, device: str, config: Any) -> bool:
@@ -165,6 +167,13 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
         and attention_mask.shape[1] >= length
         and bool(attention_mask.all())
     )
+
+
+def _dropped(attention_mask: Tensor | None, kv_offset: int) -> int | Tensor:
+    """How many tokens stood before this call's first key, `[batch]` where padding before them is not counted."""
+    if attention_mask is None or kv_offset == 0:
+        return kv_offset
+    return (kv_offset - attention_mask.int().argmax(1)).clamp_min(0)
 
 
 def _padding_of_keys(attention_mask: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> Tensor | None:

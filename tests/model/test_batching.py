@@ -261,7 +261,8 @@ def test_lengths_are_read_once_in_a_forward_pass(name: str, planned: bool, monke
     with adaattn_hf.continuous_batching(ours):
         together(ours, PROMPTS)
     assert len(passes) > NEW
-    assert len(reads) == len(passes) * (2 if name == "llama" else 3)
+    # under a plan a layer that slides reads where its tokens stand, too
+    assert len(reads) == len(passes) * (2 if name == "llama" else 3 + planned)
 
 
 def test_lengths_that_are_written_again_are_read_again() -> None:

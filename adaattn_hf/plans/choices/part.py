@@ -16,14 +16,32 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
+from ...attention.runs import own_rows
 from ...attention.structure import CallStructure
 from ..tensors import LayerTensors
 
 Colour = tuple[int, int, int]
 
 PRECISE_ROWS = 16
-"""Fewer query rows than this are computed in the model's precision: a decode step reads the cache once, and rounding it
-anew would cost more than it saves. It is never less exact."""
+"""Sequences of fewer query rows than this are computed in the model's precision: a decode step reads the cache once,
+and rounding it anew would cost more than it saves. It is never less exact."""
+
+
+def few_rows(structure: CallStructure) -> bool | Tensor:
+    """Whether the sequences of a call have fewer than `PRECISE_ROWS` query rows; `[batch or 1, q_len]` where some have.
+
+    Each sequence counts its own: what else is in the call must not decide how it is rounded.
+    """
+    if structure.q_len < PRECISE_ROWS or (structure.key_padding is None and structure.k_segments is None):
+        return structure.q_len < PRECISE_ROWS
+    return structure.derived(_few_rows)
+
+
+def _few_rows(structure: CallStructure) -> bool | Tensor:
+    rows = own_rows(structure)
+    few = rows < PRECISE_ROWS
+    kinds = few[rows > 0].unique().tolist()  # where no query is real, none has to be computed
+    return few if len(kinds) == 2 else kinds == [True]
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class Part(ABC):
         """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `precision`.
 
         Args:
-            few: Whether the call has fewer than `PRECISE_ROWS` query rows.
+            few: Whether sequences have fewer than `PRECISE_ROWS` query rows in the call.
 
         Returns:
             None if `HeadRules` cannot express it; such heads get a request of their own.

@@ -14,7 +14,7 @@ from ...attention.rounding import through_dtype, through_int8
 from ...errors import unknown
 from ..record import PlanError
 from ..tensors import LayerTensors
-from .part import PRECISE_ROWS, Colour, Operands, Setting, register
+from .part import Colour, Operands, Setting, few_rows, register
 
 _NAMES = ("bf16", "int8")
 
@@ -22,7 +22,7 @@ _NAMES = ("bf16", "int8")
 @register
 @dataclass(frozen=True)
 class Precision(Operands):
-    """Products in fewer bits, in calls of at least `PRECISE_ROWS` query rows.
+    """Products in fewer bits, of sequences with at least `PRECISE_ROWS` query rows.
 
     Attributes:
         precision: `bf16` rounds queries, keys, weights and values to bfloat16; `int8` quantises queries, smoothed
@@ -87,7 +87,7 @@ class Precision(Operands):
     def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Queries, keys and values rounded, in their own dtype."""
         query, key, value = request.query, request.key, request.value
-        if query.shape[2] < PRECISE_ROWS:
+        if few_rows(request.structure) is True:
             return request
         if self.precision == "bf16":
             query, key, value = (through_dtype(tensor, torch.bfloat16) for tensor in (query, key, value))
@@ -102,7 +102,7 @@ class Precision(Operands):
 
     def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Cast where torch computes in it, rounded where it does not."""
-        if self.precision != "bf16" or request.query.shape[2] < PRECISE_ROWS:
+        if self.precision != "bf16" or few_rows(request.structure) is True:
             return self.defined(request, heads, layer)
         low = torch.bfloat16
         return replace(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention.request import AttentionRequest
 from ..record import whole
 from ..tensors import LayerTensors
-from .part import PRECISE_ROWS, Colour, Operands, Setting, register
+from .part import Colour, Operands, Setting, few_rows, register
 
 
 @register
@@ -88,7 +88,7 @@ class Rank(Operands):
         groups = query.shape[1] // key.shape[1]
         query_basis = torch.stack([layer.query_basis[head][:, : self.rank] for head in heads]).to(query)
         key_basis = torch.stack([layer.key_basis[head][:, : self.rank] for head in heads]).to(query)
-        if query.shape[2] < PRECISE_ROWS:
+        if few_rows(request.structure) is True:
             fold = (query_basis @ key_basis.mT).repeat_interleave(groups, dim=0)
             return replace(request, query=query @ fold)
         return replace(request, query=query @ query_basis.repeat_interleave(groups, dim=0), key=key @ key_basis)

@@ -255,15 +255,12 @@ int64_t prepare(const ada_args &a, Job &job) {
   return a.compute == ADA_COMPUTE_I8 && job.shape.compute != ADA_I8 ? -3 : 0;
 }
 
-// Whether all segments have few query rows and keys and values that can be read where they lie.
-bool few(const ada_args &a, const Job &job) {
+// Whether a segment has few query rows, and keys and values that can be read where they lie. Each is asked for itself: what
+// else is in the call must not decide which kernel computes it, whose rounding is another.
+bool few(const ada_args &a, const Job &job, int64_t segment) {
+  if (a.compute == ADA_COMPUTE_I8) return false;
   if (a.ks[3] != 1 || a.vs[3] != 1 || (a.kv_dtype == ADA_I8) != (a.k_scale && a.v_scale)) return false;
-  const int64_t segments = a.segments ? a.n_segments : a.batch;
-  for (int64_t s = 0; s < segments; ++s) {
-    const int64_t rows = segment_field(a, s, 2);
-    if (rows * job.shape.group > job.k->few) return false;
-  }
-  return true;
+  return segment_field(a, segment, 2) * job.shape.group <= job.k->few;
 }
 
 int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
@@ -277,8 +274,8 @@ int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
   job.shape.scratch = job.k->decode_scratch(a, job.shape);
   int64_t floats = 0;
   double flops = 0;
-  // The number of parts depends on the extents alone, never on the number of threads: results must not.
-  const int64_t wanted = (64 + total - 1) / (total ? total : 1);
+  // The number of parts depends on a unit's extents alone, never on threads or other segments: results must not.
+  const int64_t wanted = (64 + a.kv_heads - 1) / a.kv_heads;
   for (int64_t i = 0; i < total; ++i) {
     AdaUnit &u = job.units[i];
     fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
@@ -287,10 +284,11 @@ int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
     u.split = ((u.kn + parts - 1) / parts + ADA_KEYS - 1) / ADA_KEYS * ADA_KEYS;
     if (u.split < ADA_KEYS) u.split = ADA_KEYS;
     u.splits = u.kn ? (u.kn + u.split - 1) / u.split : 1;
-    u.tasks = u.qn ? u.splits : 0;
+    u.tasks = u.qn && few(a, job, i / a.kv_heads) ? u.splits : 0;
     u.first_task = job.tasks;
     job.tasks += u.tasks;
     new (&job.packed[i]) std::atomic<int64_t>(0);
+    if (!u.tasks) u.splits = 1;
     if (u.splits > 1) floats += u.splits * u.qn * job.shape.group * (a.dim_v + 2);
     flops += 2.0 * static_cast<double>(u.qn * job.shape.group + 4) * static_cast<double>(u.kn) *
              static_cast<double>(a.dim + a.dim_v);
@@ -332,7 +330,14 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   int64_t covered = 0;
   for (int64_t s = 0; s < segments; ++s) covered += segment_field(a, s, 2);
   if (covered < a.batch * a.q_len) clear(a);
-  if (a.compute != ADA_COMPUTE_I8 && few(a, job)) return forward_few(a, job, segments);
+  int64_t short_ones = 0;
+  for (int64_t s = 0; s < segments; ++s) short_ones += few(a, job, s);
+  if (short_ones || !segments) {
+    const AdaShape shape = job.shape;
+    const int64_t error = forward_few(a, job, segments);
+    if (error || short_ones == segments) return error;
+    job.shape = shape;
+  }
   // Units go through in waves, so that the packed copy stays within bounds however long the context is.
   const int64_t total = segments * a.kv_heads;
   int64_t at = 0;
@@ -356,6 +361,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     for (int64_t i = 0; i < count; ++i) {
       AdaUnit &u = job.units[i];
       fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
+      if (few(a, job, (at + i) / a.kv_heads)) u.qn = u.kn = u.tasks = u.tiles = u.to = 0;  // computed above
       if (own_bytes(a, job.shape, u) > job.unit_bytes) job.unit_bytes = own_bytes(a, job.shape, u);
       u.first_task = job.tasks;
       job.tasks += u.tasks;
