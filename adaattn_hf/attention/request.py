@@ -216,6 +216,14 @@ def broadcast_to_scores(name: str, bias: Tensor, extents: tuple[int, ...]) -> Te
     return bias if bias.dim() == 4 else bias.reshape(shape)
 
 
+def narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that are added to scores, in a dtype; finite ones stay finite there, as an infinite one hides a key."""
+    most = torch.finfo(dtype).max
+    if torch.finfo(numbers.dtype).max > most:
+        numbers = torch.where(numbers.isinf(), numbers, numbers.clamp(-most, most))
+    return numbers.to(dtype)
+
+
 def holds_no_memory(*tensors: Tensor) -> bool:
     """Whether a tensor is of a subclass that traces, wraps or shards: it has a shape, and nothing that can be read."""
     return any(
