@@ -19,7 +19,8 @@ from .layout import PackedLayout, PackedPrefill
 
 IGNORED_LABEL = -100
 _REPLACED = (
-    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "logits_to_keep",  # of a base model that computes the last columns alone: a packed row has no columns
 )  # fmt: skip
 _WEIGHTS = ("output_attentions", "output_router_logits")
 PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
