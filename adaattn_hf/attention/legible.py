@@ -16,14 +16,15 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
     """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
-    exactly the mask that was given. A bias that only hides keys counts as a mask. Where a structure knows the padding
-    besides the mask, nothing else is taken for padding. Looks at data. `window` is that which the layer says it has:
+    exactly the mask that was given. A bias that only hides keys counts as a mask; a row's finite numbers hide keys if
+    it sees another one. Where a structure knows the padding besides the mask, nothing else is taken for padding. Looks
+    at data. `window` is that which the layer says it has:
     one row of a mask cannot tell it from padding.
     """
     structure, bias = request.structure, request.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
         hides = bias <= torch.finfo(bias.dtype).min / 2
-        if not bool((hides | (bias == 0)).all()):
+        if not bool((hides | (bias == 0)).all()) or numbers_alone(request) is not None:
             return request
         structure = structure.with_changes(mask=~hides[(None,) * (4 - hides.dim())])
         request = replace(request, structure=structure, bias=None)
@@ -31,6 +32,15 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
         return request
     found = structure.derived(_read, window)
     return None if found is None else replace(request, structure=found)
+
+
+def numbers_alone(request: AttentionRequest) -> Tensor | None:
+    """Which rows `[batch or 1, heads or 1, q_len or 1, 1]` see large negative numbers and no other; None for none."""
+    bias = request.bias
+    if bias is None:
+        return None
+    rows = (bias <= torch.finfo(bias.dtype).min / 2).all(3, keepdim=True) & ~bias.isneginf().all(3, keepdim=True)
+    return rows if bool(rows.any()) else None
 
 
 def _read(structure: CallStructure, window: int | None) -> CallStructure | None:

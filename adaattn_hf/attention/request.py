@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .structure import CallStructure, Facts
@@ -65,6 +66,8 @@ class AttentionRequest:
                 f"query, key, value: got {self.query.dtype}, {self.key.dtype} and {self.value.dtype}, expected one "
                 "dtype; cast them to the query's, key.to(query.dtype)"
             )
+        if not self.query.shape[3] and not self.key.shape[3]:  # every product is 0, as of one channel of zeros
+            self.query, self.key = F.pad(self.query, (0, 1)), F.pad(self.key, (0, 1))
         batch, heads, q_len, dim = self.query.shape
         _, kv_heads, kv_len, key_dim = self.key.shape
         if not kv_heads or heads % kv_heads:
@@ -158,7 +161,7 @@ def head_dim_of(value: Tensor) -> int:
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse tensors that are not dense `[batch, heads, length, head_dim]`, and heads without a channel."""
+    """Refuse tensors that are not dense `[batch, heads, length, head_dim]`."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]")
@@ -167,11 +170,6 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name}: got a tensor of layout {tensor.layout}, expected a dense one (torch.strided); make it one "
                 "with .to_dense()"
             )
-    if not query.shape[3]:
-        raise ValueError(
-            f"query: got shape {tuple(query.shape)}, expected a head_dim of at least 1: no key could be told from "
-            "another"
-        )
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
@@ -214,6 +212,14 @@ def broadcast_to_scores(name: str, bias: Tensor, extents: tuple[int, ...]) -> Te
             "[batch, heads, q_len, kv_len]"
         )
     return bias if bias.dim() == 4 else bias.reshape(shape)
+
+
+def narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that are added to scores, in a dtype; finite ones stay finite there, as an infinite one hides a key."""
+    most = torch.finfo(dtype).max
+    if torch.finfo(numbers.dtype).max > most:
+        numbers = torch.where(numbers.isinf(), numbers, numbers.clamp(-most, most))
+    return numbers.to(dtype)
 
 
 def holds_no_memory(*tensors: Tensor) -> bool:

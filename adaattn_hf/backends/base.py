@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of, narrowed
 from ..attention.structure import Facts
 from ..attention.tap import autocast_device
 
@@ -292,7 +292,7 @@ def softmax_parts(
         if request.softcap is not None:
             scores = request.softcap * torch.tanh(scores / request.softcap)
         if bias is not None:
-            scores = scores + bias.to(wide)
+            scores = scores + narrowed(bias, wide)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         top = scores.detach().amax(dim=3, keepdim=True)

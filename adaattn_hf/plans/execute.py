@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.heads import joined_heads, some_heads, some_range
-from ..attention.legible import legible
+from ..attention.legible import legible, numbers_alone
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..attention.runs import only
 from ..attention.structure import OPERANDS, CallStructure
@@ -70,6 +70,9 @@ def attend(
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
+    if (rows := numbers_alone(request)) is not None:
+        planned, exact = attend(program, _hidden(request, rows), backend, window).out, select.attend(request, backend).out
+        return AttentionResult(torch.where(rows.transpose(1, 2), exact, planned))
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
     few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
@@ -142,6 +145,12 @@ def _in_ranges(
     return AttentionResult(joined(planned.out, exact.out, 1), joined(planned.lse, exact.lse, 2))
 
 
+def _hidden(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
+    """Returns a request without rows of large numbers alone: they are exact, and would see nothing by any rules."""
+    assert request.bias is not None
+    return replace(request, bias=request.bias.masked_fill(rows, -torch.inf))
+
+
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
     """Replaces a dense mask by the rules that it follows; ValueError if it follows none and a choice counts keys."""
     if (read := legible(request, window)) is not None:
@@ -166,6 +175,8 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     program = program.of_call(request.key.shape[1])
     if program.is_exact_for(request.query.shape[2]):
         return attention_weights(request)
+    if (rows := numbers_alone(request)) is not None:
+        return torch.where(rows, attention_weights(request), weights(program, _hidden(request, rows)))
     request = _read_mask(program, request)
     few = few_rows(request.structure) if program.counts_rows else False
     if isinstance(few, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +151,13 @@ def with_keywords(
             )
         cu_k = kwargs.get("cu_seq_lens_k")
         told = structure, cu_q, cu_q if cu_k is None else cu_k
-        structure = with_documents(*told) if mask is None else mask.once(with_documents, *told)
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and structure.q_len != structure.kv_len:
+            raise ValueError(
+                f"cu_seq_lens_q: got packed documents beside an attention_mask of {structure.q_len} queries and "
+                f"{structure.kv_len} keys, which does not tell where the queries stand; pass one of the two alone"
+            )
+        cut = 0 if mask is None else mask.cut
+        structure = with_documents(*told) if mask is None else mask.once(partial(with_documents, cut=cut), *told)
     elif mask is not None and mask.by_positions and kwargs.get("position_ids") is not None:
         structure = mask.once(with_restarts, structure, kwargs["position_ids"])
     return with_selected_keys(module, structure, heads, kwargs)

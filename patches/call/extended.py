@@ -102,7 +102,7 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
             added = with_bias(bias, added, query, structure.kv_len)
         bias = added
     if scaling is None:
-        scaling = query.shape[3] ** -0.5
+        scaling = (query.shape[3] or 1) ** -0.5
     return AttentionRequest(
         query, key, value, structure, scaling, call.dropout, call.softcap, call.sink_logits, bias, stored=call.stored
     )

@@ -11,35 +11,42 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import tracing
 
 
-def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
+def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: int = 0) -> CallStructure:
     """Returns the structure with document borders: no query sees another document, whatever the mask says.
+
+    Tokens of a cache belong to all documents if the lengths of queries and keys are equal, else to the first one, whose
+    keys are then so many more.
 
     Args:
         structure: The rules of the mask.
-        cu_q, cu_k: `[documents + 1]` cumulative lengths, starting with 0. Tokens behind the last one are a document of
-            their own. Values are checked on the CPU alone: a GPU would have to be waited for.
+        cu_q, cu_k: `[documents + 1]` integers, cumulative lengths, starting with 0. Tokens behind the last one are a
+            document of their own. Values are checked on the CPU alone: a GPU would have to be waited for.
+        cut: So many first tokens of the call have no queries in this layer; `cu_q` counts them.
 
     Raises:
-        ValueError: More than one batch row, or lengths that fall or pass the tokens.
+        ValueError: More than one batch row, or lengths that fall, pass the tokens or do not fit one another.
     """
     if structure.batch != 1:
         raise ValueError(
             f"cu_seq_lens_q: packed documents lie in one batch row, got a batch of {structure.batch}; "
             "flatten the batch or leave cu_seq_lens_q out"
         )
-    square = structure.q_len == structure.kv_len
-    if cu_q is not cu_k and structure.causal and not square:
-        raise ValueError(
-            "cu_seq_lens_q: causal documents need as many keys as queries, "
-            f"got {structure.q_len} and {structure.kv_len}"
-        )
-    for name, cu, length in (("q", cu_q, structure.q_len), ("k", cu_k, structure.kv_len)):
-        if cu.device.type == "cpu" and not tracing():
-            _check(f"cu_seq_lens_{name}", cu.tolist(), length)
-    q_documents = _numbers(cu_q, structure.q_len)
-    k_documents = q_documents if cu_k is cu_q and square else _numbers(cu_k, structure.kv_len)
-    if structure.mask is not None or (structure.spans is not None and not square):
-        same = q_documents[:, None, :, None] == k_documents[:, None, None, :]
+    tokens, look = cut + structure.q_len, not tracing() and cu_q.is_cpu and cu_k.is_cpu
+    past = (structure.offset() if look else structure.q_offset) - cut
+    behind = not (type(past) is int and past == 0)
+    _check("cu_seq_lens_q", cu_q, tokens)
+    _check("cu_seq_lens_k", cu_k, None if behind and structure.windowed else structure.kv_len)
+    _check_fit(structure, cu_q, cu_k, past, look)
+    q_documents = _numbers(cu_q, tokens)[:, cut:]
+    if behind:
+        k_documents = _numbers(cu_q, structure.kv_len, past)
+        k_documents = torch.where((cu_q == cu_k).all(), k_documents, k_documents.clamp(min=1))
+    else:
+        alike = cu_k is cu_q and structure.q_len == structure.kv_len
+        k_documents = q_documents if alike else _numbers(cu_k, structure.kv_len)
+    if behind or structure.mask is not None or (structure.spans is not None and tokens != structure.q_len):
+        keys = k_documents[:, None, None, :]
+        same = (q_documents[:, None, :, None] == keys) | (keys == 0)
         return structure.with_changes(mask=same if structure.mask is None else structure.mask & same)
     changes: dict[str, Tensor] = {}
     # combine old number and document into one number that still grows along the row
@@ -77,16 +84,43 @@ def with_restarts(structure: CallStructure, positions: Tensor) -> CallStructure:
     return structure.with_changes(q_segments=documents, k_segments=documents)
 
 
-def _check(name: str, found: list[int], length: int) -> None:
-    if found[:1] != [0] or found != sorted(found) or found[-1] > length:
-        shown = found if len(found) < 9 else [*found[:8], "…"]
+def _check(name: str, cu: Tensor, most: int | None) -> None:
+    """Refuses what are no cumulative lengths of up to `most` tokens."""
+    kind = cu.ndim != 1 or cu.is_floating_point() or cu.dtype is torch.bool or cu.shape[0] < 2
+    sums = [] if kind or tracing() or not cu.is_cpu else cu.tolist()
+    if kind or (sums and (sums[0] != 0 or sums != sorted(sums) or (most is not None and sums[-1] > most))):
+        shown = f"{cu.dtype}, shape {tuple(cu.shape)}" if kind else sums if len(sums) < 9 else [*sums[:8], "…"]
         raise ValueError(
-            f"{name}: got {shown}, expected cumulative lengths of the documents, from 0 to at most {length}, the "
+            f"{name}: got {shown}, expected cumulative lengths of the documents, integers from 0 to at most {most}, the "
             "tokens of the call; make them with cumsum"
         )
 
 
-def _numbers(cu: Tensor, length: int) -> Tensor:
-    """Returns `[1, length]`, the number of each position's document."""
-    positions = torch.arange(length, device=cu.device, dtype=cu.dtype)
+def _check_fit(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, past: int | Tensor, look: bool) -> None:
+    """Refuses lengths of queries and keys that speak of other documents, and a cache that a layer cannot share."""
+    fit = cu_q.shape == cu_k.shape
+    equal = cu_q is cu_k or (fit and look and torch.equal(cu_q, cu_k))
+    if fit and look and not equal and (structure.causal or past):
+        more = (cu_k - cu_q)[1:]  # a layer with a window may have lost some of the cache
+        fit = bool((more == more[0]).all()) and bool(more[0] >= past if structure.windowed else more[0] == past)
+    if not fit:
+        shown = [cu.tolist() if look and cu.shape[0] < 9 else f"{cu.shape[0] - 1} documents" for cu in (cu_q, cu_k)]
+        also = (
+            f", so that every document sees the cache, or the same with the cached tokens ({past}) added to all but the "
+            "0, so that the first one does"
+        )
+        raise ValueError(
+            f"cu_seq_lens_k: got {shown[1]} for cu_seq_lens_q {shown[0]}, expected the same"
+            f"{also if type(past) is not int or past else ', document by document'}"
+        )
+    if equal and type(past) is int and past and (structure.windowed or structure.chunk is not None):
+        raise ValueError(
+            "cu_seq_lens_q: got documents that all continue what a cache holds in a layer with a window, which counts "
+            "tokens along the row; run the documents one by one, each with a copy of the cache"
+        )
+
+
+def _numbers(cu: Tensor, length: int, past: int | Tensor = 0) -> Tensor:
+    """Returns `[1, length]`, the number of each position's document, from 1; 0 for the first `past` positions."""
+    positions = torch.arange(length, device=cu.device, dtype=cu.dtype) - past
     return torch.searchsorted(cu, positions, right=True)[None]

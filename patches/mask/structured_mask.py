@@ -29,14 +29,20 @@ class StructuredMask:
     dtype = torch.bool
 
     def __init__(
-        self, structure: CallStructure, device: torch.device, by_positions: bool = False, fixed_chunks: bool = False
+        self,
+        structure: CallStructure,
+        device: torch.device,
+        by_positions: bool = False,
+        fixed_chunks: bool = False,
+        cut: int = 0,
     ) -> None:
         """`device` is the device of the dense mask; for `by_positions` see `told.Told`.
 
-        With `fixed_chunks` chunks that count from the row's first key are in the dense mask, and no longer told.
+        With `fixed_chunks` chunks that count from the row's first key are in the dense mask, and no longer told. `cut`
+        first queries of the call were sliced off.
         """
         self.structure, self.device, self.by_positions = structure, device, by_positions
-        self.fixed_chunks = fixed_chunks
+        self.fixed_chunks, self.cut = fixed_chunks, cut
         self._made: dict[tuple[int, ...], tuple[tuple[Tensor, ...], CallStructure]] = {}
 
     @property
@@ -78,7 +84,7 @@ class StructuredMask:
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
         moved = _moved(structure, there) if grows else structure.derived(_moved, there)
-        return StructuredMask(moved, there, self.by_positions, self.fixed_chunks)
+        return StructuredMask(moved, there, self.by_positions, self.fixed_chunks, self.cut)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask."""
@@ -90,9 +96,23 @@ class StructuredMask:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.dense(), name)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        """Slice of the dense mask."""
-        return self.dense()[index]
+    def __getitem__(self, index: Any) -> Any:
+        """The mask of the last queries, as layers that share keys slice it; else a slice of the dense mask."""
+        every = slice(None)
+        if type(index) is not tuple or len(index) != 4 or any(index[i] != every for i in (0, 1, 3)):
+            return self.dense()[index]
+        rows, structure = index[2], self.structure
+        if type(rows) is not slice or rows.start is None or rows.stop is not None or rows.step is not None:
+            return self.dense()[index]
+        first = max(rows.start + structure.q_len, 0) if rows.start < 0 else rows.start
+        changes: dict[str, Any] = {"q_len": structure.q_len - first, "q_offset": structure.q_offset + first}
+        if structure.k_segments is not None:
+            queries = structure.k_segments if structure.q_segments is None else structure.q_segments
+            changes["q_segments"] = queries[:, first:]
+        if structure.mask is not None and structure.mask.shape[-2] > 1:
+            changes["mask"] = structure.mask[..., first:, :]
+        last = structure.with_changes(**changes)
+        return StructuredMask(last, self.device, self.by_positions, self.fixed_chunks, self.cut + first)
 
     def __and__(self, other: Any) -> Tensor:
         """Conjunction with a dense mask."""

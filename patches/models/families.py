@@ -41,7 +41,7 @@ splinter xlm-roberta xlm-roberta-xl xmod
 _DENSE = """
 axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
 nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
-siglip2 gemma4 gemma4_unified diffusion_gemma
+siglip2 diffusion_gemma
 """
 _BORDERLESS = """
 afmoe biogpt gpt_oss nemotron opt stablelm

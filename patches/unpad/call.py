@@ -19,7 +19,8 @@ from .layout import PackedLayout, PackedPrefill
 
 IGNORED_LABEL = -100
 _REPLACED = (
-    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "logits_to_keep",  # of a base model that computes the last columns alone: a packed row has no columns
 )  # fmt: skip
 _WEIGHTS = ("output_attentions", "output_router_logits")
 PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
@@ -53,8 +54,11 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
     return named
 
 
-def read_layout(arguments: Mapping[str, Any], config: Any, *, pools_first: bool = False) -> PackedLayout | Pass:
-    """The layout of a call's real tokens, or why the call is not packed."""
+def read_layout(arguments: Mapping[str, Any], config: Any, *, pools: str = "") -> PackedLayout | Pass:
+    """The layout of a call's real tokens, or why the call is not packed.
+
+    `pools` is what a head reads of each row: its `first` place, the `last` one whose id is not that of padding, `all`.
+    """
     inputs = arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
     mask, past = arguments.get("attention_mask"), cache_in(arguments)
@@ -87,14 +91,25 @@ def read_layout(arguments: Mapping[str, Any], config: Any, *, pools_first: bool 
         asked = arguments.get(name)
         if asked if asked is not None else getattr(config, name, False):
             return Pass(f"{name} asks for what only the padded form has")
-    if pools_first and not layout.from_first:
+    if pools == "first" and not layout.from_first:
         return Pass("a row does not begin with a real token, and its first place is pooled")
+    if pools == "all" or (pools == "last" and not _last_is_real(arguments, mask, config)):
+        return Pass("its head reads a place that the mask hides")
     if not layout.contiguous and _has_window(config):
         return Pass("padding between real tokens, where a window counts columns")
     for name, value in arguments.items():
         if isinstance(value, Tensor) and not _known_shape(name, value, layout):
             return Pass(f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]")
     return layout
+
+
+def _last_is_real(arguments: Mapping[str, Any], mask: Tensor, config: Any) -> bool:
+    """Whether the mask shows the last token that Transformers' heads find: they look at ids and know no mask."""
+    ids, pad = arguments.get("input_ids"), config.get_text_config().pad_token_id
+    if ids is None or pad is None:
+        return bool(mask[:, -1].all())
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    return bool(mask.gather(1, (columns * (ids != pad)).argmax(1, keepdim=True).to(mask.device)).all())
 
 
 def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
@@ -159,10 +174,15 @@ def pack_call(
 
 
 def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | None:
-    """Why the loss needs outputs at padding positions, which only the padded form has; None if it does not."""
-    mask = arguments.get("attention_mask")
+    """Why a call needs outputs at padding positions, which only the padded form has; None if it does not."""
+    mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
+    inputs = arguments.get("input_ids")
+    inputs = arguments.get("inputs_embeds") if inputs is None else inputs
+    several = inputs is not None and inputs.shape[1] > 1  # a step looks at no data
+    if several and isinstance(keep, int) and keep and not bool(mask[:, -keep:].any(1).all()):
+        return Pass("all logits to keep of a row are at padding")
     if arguments.get("start_positions") is not None:
         return Pass("the loss of start_positions is over padding positions, too")
     pads = ~mask.bool()

@@ -29,7 +29,7 @@ logger = logging.getLogger("adaattn_hf")
 UNPADDED = "unpadded"
 # Suffixes of classes whose head treats every token alike; True if label t + 1 is scored at t.
 _TOKEN_WISE = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
-# Suffixes of classes whose head reads every token; other heads of encoders read position 0 of each row.
+# Suffixes of classes whose head reads every token.
 _EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -83,7 +83,10 @@ class Unpadding:
         pooled = getattr(trunk, "pooler", None) is not None
         self.token_wise = ending is not None and top is not trunk and not pooled
         reads_all = type(top).__name__.endswith((*_TOKEN_WISE, *_EVERY_TOKEN))
-        self.pools_first = pooled or (top is not trunk and not reads_all and not has_cache(self.config))
+        # a head that summarises says how; others of encoders read position 0, of decoders the last token
+        summary = next((m.summary_type for m in top.modules() if hasattr(m, "summary_type")), "first")
+        self.pools = "" if top is trunk or reads_all else "last" if has_cache(self.config) else "first"
+        self.pools = "all" if self.pools == "first" and summary != "first" else "first" if pooled else self.pools
         self._shifted = ending is not None and _TOKEN_WISE[ending]
         self._handles: list[RemovableHandle] = []
         self._said: set[str] = set()
@@ -131,7 +134,7 @@ class Unpadding:
             frame.blocked = scored_padding(arguments, shifted=self._shifted)
             if frame.blocked is not None or not (self.token_wise and _keeps_all_logits(arguments)):
                 return None
-        layout = read_layout(arguments, self.config, pools_first=self.pools_first)
+        layout = read_layout(arguments, self.config, pools=self.pools)
         if not isinstance(layout, Pass) and frame.blocked is not None:
             layout = frame.blocked
         if isinstance(layout, Pass):

@@ -28,8 +28,9 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
     # tensors for offloaded weights are sent where they belong by accelerate's hooks
     device = "cpu" if embeddings.weight.is_meta else embeddings.weight.device
     ids = _token_ids(embeddings.num_embeddings, getattr(unpadding.config, "pad_token_id", None)).to(device)
-    last = [1] * 5 + [0] * 2 if unpadding.pools_first else [0] * 2 + [1] * 5
+    last = [1] * 5 + [0] * 2 if unpadding.pools == "first" else [0] * 2 + [1] * 5
     mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], dtype=torch.int64, device=device)
+    pools, unpadding.pools = unpadding.pools, ""  # all tokens of the base model, whatever its head reads
     training = {module: module.training for module in target.modules()}
     target.eval()
     try:
@@ -40,6 +41,7 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
             packed = target(input_ids=ids, attention_mask=mask, **keywords)
     finally:
         unpadding.remove()
+        unpadding.pools = pools
         for module, was in training.items():
             module.training = was
         unpadding.calls.clear()

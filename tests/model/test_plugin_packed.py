@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from adaattn_hf.patches.models.cache_keyword import with_cache
+from adaattn_hf.patches.prepare import prepare
 
 from ..property.test_memory import Largest
 from ..support.families import LISTED, models
-from ..support.models import Pair, assert_same, main_output, pair, tokens
+from ..support.models import Pair, assert_same, build, main_output, pair, tokens
 from ..support.versions import needs_tracing
 
 BORDER = 4
@@ -245,3 +247,57 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
             said = {"attention_mask": mask} if masked else {"position_ids": positions}
             expected = pair.stock(input_ids=ids, use_cache=False, **said).logits
         assert_same(expected, found, mask if masked else None)
+
+
+def sharing(name: str) -> Pair:
+    """A model of four layers, of which the last two read the keys of those before."""
+    if not hasattr(tf, f"{name}TextConfig"):
+        pytest.skip(f"transformers {tf.__version__} has no {name}")
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(head_dim=16, global_head_dim=16, num_global_key_value_heads=2, sliding_window=5, pad_token_id=0)
+    sizes |= dict(vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, num_hidden_layers=4)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = getattr(tf, f"{name}TextConfig")(**sizes, num_kv_shared_layers=2, layer_types=kinds, eos_token_id=None)
+    return build(getattr(tf, f"{name}ForCausalLM"), config)
+
+
+@needs_tracing
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "graph"])
+def test_documents_where_shared_keys_leave_the_last_queries_alone(name: str, compiled: bool) -> None:
+    """From the first layer that shares keys on, Gemma 4 computes the rows of `logits_to_keep` and no other."""
+    stock, ours = sharing(name)
+    ids, expected = tokens(batch=1), one_by_one(stock, tokens(batch=1))
+    run = torch.compile(ours, backend="eager", fullgraph=True, dynamic=False) if compiled else ours
+    for keep in (0, 1, 3, 9, torch.tensor([2, 10])):
+        with torch.no_grad():
+            found = run(input_ids=ids, position_ids=POSITIONS, **borders(), use_cache=False, logits_to_keep=keep).logits
+        assert_same(expected[:, -keep:] if isinstance(keep, int) else expected[:, keep], found)
+    if not compiled:
+        mask = torch.ones(2, 11, dtype=torch.long)
+        mask[0, :6] = 0
+        flow = dict(attention_mask=mask, max_new_tokens=4, do_sample=False)
+        assert torch.equal(stock.generate(tokens(batch=2), **flow), prepare(ours).generate(tokens(batch=2), **flow))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["all see the cache", "the first does"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_documents_behind_a_filled_cache(name: str, shared: bool) -> None:
+    stock, ours = pair(name)
+    ids, past = tokens(batch=1), 5
+    first, prompt, cache = ids[:, :past], tokens(batch=1).flip(1), DynamicCache(config=ours.config)
+    lengths = torch.tensor([0, BORDER, 11], dtype=torch.int32)
+    keys, starts = lengths.clone(), [past, past if shared else 0]
+    keys[1:] += 0 if shared else past
+    positions = torch.cat([torch.arange(n) + at for n, at in zip((BORDER, 11 - BORDER), starts, strict=True)])[None]
+    with torch.no_grad():
+        ours(input_ids=first, past_key_values=cache)
+        told = dict(position_ids=positions, past_key_values=cache, cu_seq_lens_q=lengths, cu_seq_lens_k=keys)
+        if shared and name == "mistral-window":
+            with pytest.raises(ValueError, match="continue what a cache holds in a layer with a window"):
+                ours(input_ids=prompt, **told)
+            return
+        found = ours(input_ids=prompt, **told).logits
+        for part, at in ((slice(0, BORDER), past), (slice(BORDER, 11), starts[1])):
+            whole = torch.cat([first[:, :at], prompt[:, part]], 1)
+            assert_same(stock(input_ids=whole).logits[:, at:], found[:, part])

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, DynamicCache
 
 import adaattn_hf
 from adaattn_hf.patches.unpad import PackedLayout
 
-from ..support.families import configured
+from ..support.families import configured, models
 from ..support.models import (
     BATCH,
     BERT_HEADS,
@@ -374,6 +374,32 @@ def test_few_logits_are_kept_from_the_padded_form() -> None:
     assert actual.shape == (BATCH, 2, VOCABULARY)
     assert_same(expected, actual)
     assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
+    with torch.no_grad():
+        expected, actual = (m(tokens(), attention_mask=mask.flip(1), logits_to_keep=1).logits for m in (stock, ours))
+    assert_same(expected, actual)
+    assert adaattn_hf.unpad_calls(ours)["all logits to keep of a row are at padding"] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "electra"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_heads_that_pool_at_hidden_places_read_what_an_unprepared_model_has_there(family: str, side: str) -> None:
+    """Transformers pools where the last id is not that of padding, or at the end of embeddings; Electra may average."""
+    mask, encoder = padding(side), family == "electra"
+    auto = AutoModelForMultipleChoice if encoder else AutoModelForSequenceClassification
+    changes: dict[str, Any] = {"pad_token_id": 0, "num_labels": 3, **({"summary_type": "mean"} if encoder else {})}
+    stock, ours = models(family, changes, auto)
+    adaattn_hf.prepare(ours)
+    for ids in (tokens(), tokens() * mask):
+        calls: list[dict[str, Tensor]] = [{"input_ids": ids, "attention_mask": mask}]
+        if encoder:
+            calls = [{name: given[:, None] for name, given in calls[0].items()}]
+        else:
+            calls += [{"inputs_embeds": stock.get_input_embeddings()(ids).detach(), "attention_mask": mask}]
+        for call in calls:
+            with torch.no_grad():
+                assert_same(stock(**call).logits, ours(**call).logits)
+    packed = {"llama": 1, "gpt2": 1, "electra": 0}[family] if side == "right" else 4 if not encoder else 0
+    assert adaattn_hf.unpad_calls(ours).get(UNPADDED, 0) == packed
 
 
 # ---------------------------------------------------------------- graphs

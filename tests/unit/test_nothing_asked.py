@@ -60,11 +60,19 @@ def test_the_attention_function_answers_each_layer(
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "native", None])
 @pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}, {"output_attentions": True}])
-def test_heads_without_a_channel_or_without_keys_are_refused(backend: str | None, keywords: dict[str, Any]) -> None:
+def test_keys_without_a_channel_weigh_alike_and_heads_without_keys_are_refused(
+    backend: str | None, keywords: dict[str, Any]
+) -> None:
+    if backend == "native" and (found := BACKENDS[backend].missing()):
+        pytest.skip("; ".join(found))
     serve = attention_function(backend)
-    narrow, wide = torch.zeros(2, 4, 5, 0), torch.zeros(2, 4, 5, 16)
-    with pytest.raises(ValueError, match=r"^query: got shape \(2, 4, 5, 0\), expected a head_dim of at least 1"):
-        serve(Layer(1), narrow, narrow, wide, None, **keywords)
+    narrow, wide = torch.zeros(2, 4, 5, 0, requires_grad=True), torch.randn(2, 4, 5, 16)
+    for q_len in (5, 5, 1):
+        query = narrow[:, :, :q_len]
+        out, weights = serve(Layer(1), query, narrow, wide, None, **keywords)
+        right = F.scaled_dot_product_attention(query, narrow, wide, is_causal=q_len > 1)
+        torch.testing.assert_close(out, right.transpose(1, 2))
+        assert weights is None or float(weights.detach().sum(3).sub(1).abs().max()) < 1e-6
     with pytest.raises(ValueError, match=r"^key: got 0 heads for 4 query heads, expected a divisor of 4"):
         serve(Layer(1), wide, wide[:, :0], wide[:, :0], None, **keywords)
 

@@ -146,15 +146,47 @@ def test_several_rows_are_refused() -> None:
         bordered(CallStructure(2, 5, 5), sums(2, 3))
 
 
-def test_causal_documents_of_unlike_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* as many keys as queries, got 3 and 5"):
-        with_documents(CallStructure(1, 3, 5, causal=True), sums(1, 2), sums(2, 3))
+@pytest.mark.parametrize("past", [0, 2])
+@pytest.mark.parametrize("keys", [sums(2, 3), sums(1, 3), sums(3)], ids=str)
+def test_causal_documents_whose_lengths_do_not_fit_are_refused(past: int, keys: Tensor) -> None:
+    structure = CallStructure(1, 3, 5, causal=True, q_offset=past)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k: got \[.*\] for cu_seq_lens_q \[0, 1, 3\], expected the same"):
+        with_documents(structure, sums(1, 2), keys)
 
 
-@pytest.mark.parametrize("wrong", [[], [0, 4, 3, 6], [6, 3, 0], [1, 6], [0, 3, 7]])
+@given(
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    past=st.integers(0, 5),
+    cut=st.integers(0, 3),
+    way=st.sampled_from(["one object", "two objects", "the first continues the cache"]),
+    window=st.sampled_from([None, 3]),
+)
+def test_documents_behind_a_cache_see_it_and_themselves(
+    lengths: list[int], past: int, cut: int, way: str, window: int | None
+) -> None:
+    """With queries for the last tokens alone, too, as layers that share keys have them."""
+    tokens, borders = sum(lengths) + 1, sums(*lengths)
+    first = way.startswith("the")
+    keys = borders if way == "one object" else borders.clone()
+    keys[1:] += past if first else 0
+    cut, shared = min(cut, tokens - 1), past > 0 and not first
+    structure = CallStructure(1, tokens, past + tokens, causal=True, q_offset=past, window=window)
+    mask = StructuredMask(structure, torch.device("cpu"))[:, :, cut - tokens :, :]
+    if shared and mask.structure.windowed:
+        with pytest.raises(ValueError, match="continue what a cache holds in a layer with a window"):
+            with_documents(mask.structure, borders, keys, mask.cut)
+        return
+    ids = documents_of([*lengths, 1])
+    of_keys = torch.cat([torch.full((past,), -1 if shared else 0), ids])
+    same = (ids[cut:, None] == of_keys) | (of_keys == -1)
+    packed = with_documents(mask.structure, borders, keys, mask.cut)
+    assert torch.equal(packed.visible()[0, 0], structure.visible()[0, 0, cut:] & same)
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [0.0, 6.0], [0, 4, 3, 6], [6, 3, 0], [1, 6], [0, 3, 7]])
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_lengths_that_fall_or_pass_the_tokens_are_refused(wrong: list[int], name: str) -> None:
-    right, bad = sums(2, 4), torch.tensor(wrong, dtype=torch.int32)
+    right, bad = sums(2, 4), torch.tensor(wrong) if wrong[:1] == [0.0] else torch.tensor(wrong, dtype=torch.int32)
     given = (bad, right) if name == "q" else (right, bad)
     with pytest.raises(ValueError, match=rf"cu_seq_lens_{name}: got .*from 0 to at most 6"):
         with_documents(CallStructure(1, 6, 6, causal=name == "k"), *given)

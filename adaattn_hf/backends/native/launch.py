@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.heads import HeadRules, joined_heads, some_heads
-from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.request import AttentionRequest, AttentionResult, narrowed
 from ...attention.structure import CallStructure
 from ..base import Launch
 from . import call
@@ -101,7 +101,7 @@ def asked_of(request: AttentionRequest, rules: Rules | None = None) -> Rules:
         return rules
     if bias is not None:
         bias = bias.detach()
-        bias = (bias if bias.dtype in FLOATS else bias.float()).resolve_neg()
+        bias = (bias if bias.dtype in FLOATS else narrowed(bias, torch.float32)).resolve_neg()
         if bias.shape[3] == 1:
             bias = bias.expand(*bias.shape[:3], request.key.shape[2])
     if sink_logits is not None:

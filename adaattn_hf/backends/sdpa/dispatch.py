@@ -15,7 +15,7 @@ from ..base import nothing_seen, spec_of
 from . import limits
 from .decode import attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash
-from .masked import additive_mask, in_bands, masked_call
+from .masked import added, additive_mask, in_bands, masked_call
 from .packed import layout_for, packed_attention, walks_runs
 
 
@@ -52,7 +52,7 @@ def _traced(request: AttentionRequest, simple: bool) -> Tensor:
         return masked_call(request, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
     mask = structure.visible(device=query.device)
     if request.bias is not None:
-        mask = request.bias.to(query.dtype).masked_fill(~mask, float("-inf"))
+        mask = added(request.bias, query).masked_fill(~mask, float("-inf"))
     return masked_call(request, query, key, value, mask, bare_operator)
 
 

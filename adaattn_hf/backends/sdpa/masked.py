@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
+from ...attention.request import AttentionRequest, narrowed
 from ...attention.structure import CallStructure
 from ..base import nothing_seen, softmax_parts, weighted
 from . import limits
@@ -19,6 +19,12 @@ from .kernels import additive, operator
 def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`."""
     return additive(structure.visible(device=device), dtype)
+
+
+def added(bias: Tensor, query: Tensor) -> Tensor:
+    """A bias in a dtype in which torch's operator adds it to scores: on processors fp32 beside half precision, too."""
+    wide = query.is_cpu and bias.dtype is not query.dtype
+    return narrowed(bias, torch.promote_types(query.dtype, torch.float32) if wide else query.dtype)
 
 
 def masked_call(
@@ -181,7 +187,7 @@ def _one_band(band: Band, request: AttentionRequest) -> Tensor:
     mask, bias = band.mask, request.bias
     if bias is not None:
         bias = bias if bias.shape[2] == 1 else bias.narrow(2, band.start, band.rows)
-        bias = (bias if bias.shape[3] == 1 else among_keys(bias, 3)).to(query.dtype)
+        bias = added(bias if bias.shape[3] == 1 else among_keys(bias, 3), query)
         bias = bias.expand(-1, -1, band.rows, band.sinks + band.keys)
         mask = bias if mask is None else bias + mask
     return masked_call(request, query, among_keys(request.key, 2), among_keys(request.value, 2), mask)

@@ -19,6 +19,8 @@ template <class T> struct Back {
   elem *qt, *gt, *q, *g;   // queries and output gradients: packed by column, packed by row
   elem *p, *ds, *panels, *stage;
   float *s, *dp, *lse, *delta, *dq, *dkey, *dvalue;
+  float *top, *sum;  // of rows whose scores are so large that their log-sum-exp has too few digits
+  bool far;          // some row of the head is such a one
 };
 
 template <class T> static int64_t back_layout(Back<T> &w, char *base, const ada_args &a, int64_t qn, int64_t kn) {
@@ -44,6 +46,8 @@ template <class T> static int64_t back_layout(Back<T> &w, char *base, const ada_
   w.stage = (elem *)take(at, greater(NR * greater(w.dk, w.dv), 4 * COLUMNS) * 4);
   w.lse = (float *)take(at, w.qn * 4);
   w.delta = (float *)take(at, w.qn * 4);
+  w.top = (float *)take(at, w.qn * 4);
+  w.sum = (float *)take(at, w.qn * 4);
   w.dq = (float *)take(at, w.dk * w.qn * 4);
   w.dkey = (float *)take(at, w.kn * w.dk * 4);
   w.dvalue = (float *)take(at, w.kn * w.dv * 4);
@@ -106,6 +110,17 @@ ADA_INLINE float read(BF16, uint16_t x) { return from_bf16(x); }
 ADA_INLINE void write(F32, float &to, float x) { to = x; }
 ADA_INLINE void write(BF16, uint16_t &to, float x) { to = to_bf16(x); }
 
+// A row is far from 0 where adding the logarithm of its sum to its largest score would lose that.
+ADA_INLINE bool is_far(float lse) { return fabsf(lse) > 4096.0f && fabsf(lse) < INFINITY; }
+
+// One key more for the maxima and sums of the query columns [c0, c1); c = factor from s to log2 scores.
+static void count_key(const float *s, float *top, float *sum, float c, int64_t c0, int64_t c1) {
+  for (int64_t i = c0; i < c1; ++i) {
+    if (s[i] > top[i]) sum[i] = sum[i] * exp2f((top[i] - s[i]) * c) + 1, top[i] = s[i];
+    else if (s[i] > -INFINITY) sum[i] += exp2f((s[i] - top[i]) * c);
+  }
+}
+
 // P^T and dS^T of one key over query columns [c0, c1).
 template <class T>
 ADA_INLINE void weights_row(float *s, float *dp, const float *slope, typename T::elem *p, typename T::elem *ds, float c,
@@ -162,11 +177,15 @@ template <class T> static void pack_head(const ada_args &a, const AdaUnit &u, in
   for (int64_t d = 0; d < w.dv; d += NR)
     memset(w.g + d * w.qn + done * NR, 0, (size_t)((padded - done) * NR) * sizeof(*w.g));
   const float *lse = a.lse + (u.row * a.q_heads + head) * a.q_len + u.q0;
+  w.far = false;
   for (int64_t i = 0; i < w.qn; ++i) {
     w.lse[i] = INFINITY;  // a row that sees nothing has no weights
-    w.delta[i] = 0;
+    w.delta[i] = w.sum[i] = 0;
+    w.top[i] = -INFINITY;
     if (i >= u.qn) continue;
     if (!(lse[i] == -INFINITY)) w.lse[i] = lse[i] * LOG2E;
+    w.far |= is_far(lse[i]);
+    if (a.sink_logits) w.top[i] = a.sink_logits[head] / to_scores(a), w.sum[i] = 1;
     float sum = 0;
     if (a.q_dtype == ADA_F32 && a.gs[3] == 1 && a.os[3] == 1) {
       const float *x = (const float *)a.dout + gb + i * a.gs[2], *y = (const float *)a.out + ob + i * a.os[2];
@@ -181,14 +200,15 @@ template <class T> static void pack_head(const ada_args &a, const AdaUnit &u, in
   memset(w.dq, 0, (size_t)(w.dk * w.qn) * 4);
 }
 
-// The products of one tile of keys with one tile of query columns.
+// The products of one tile of keys with one tile of query columns; with `counting` only their scores' maxima and sums.
 template <class T>
-static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int64_t j0, int64_t i0, Back<T> &w) {
+static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int64_t j0, int64_t i0, Back<T> &w,
+                          bool counting) {
   typedef typename T::elem elem;
   constexpr int64_t ldp = T::STEP == 1 ? LDC : LDW;
   constexpr int64_t STRIPS = (BACK_KEYS + STRIP<T> - 1) / STRIP<T>;
   const bool special = is_special(a);
-  const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
+  const float c = to_log2(a);
   uint64_t bits[STRIPS], any = 0;
   const int64_t rows = lesser(BACK_KEYS, u.kn - j0);
   for (int64_t s = 0; s < STRIPS; ++s) {
@@ -208,6 +228,7 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
       if (!(bits[s] >> n & 1)) continue;
       const int64_t r = s * STRIP<T>, count = lesser(STRIP<T>, BACK_KEYS - r);
       strip<T, ZERO>(count, w.k + (j0 + r) * w.dk, w.dk, qt, w.dk / T::STEP, w.s + r * LDC + n * NR, LDC, nullptr);
+      if (counting) continue;
       strip<T, ZERO>(count, w.v + (j0 + r) * w.dv, w.dv, gt, w.dv / T::STEP, w.dp + r * LDC + n * NR, LDC, nullptr);
     }
   }
@@ -228,6 +249,11 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
         }
         for (int64_t i = c0; i < lesser(c1, lo); ++i) sj[i] = -INFINITY;
         for (int64_t i = greater(c0, hi); i < c1; ++i) sj[i] = -INFINITY;
+        if (counting) {
+          count_key(sj, w.top + i0, w.sum + i0, c, c0, c1);
+          continue;
+        }
+        for (int64_t i = c0; w.far && i < c1; ++i) sj[i] -= w.top[i0 + i];
         // the bias is added after the softcap, so its gradient is taken before the softcap's slope
         const float *factor = special && a.softcap > 0 ? slope : nullptr;
         weights_row<T>(sj, dpj, a.dbias ? nullptr : factor, pj, dsj, c, w.lse + i0, w.delta + i0, c0, c1);
@@ -237,9 +263,10 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
           for (int64_t i = c0; factor && i < c1; ++i) write(T{}, dsj[i], read(T{}, dsj[i]) * slope[i]);
         }
       }
-      for (uint64_t left = any & ~bits[s]; next_run(left, c0, c1);)
+      for (uint64_t left = counting ? 0 : any & ~bits[s]; next_run(left, c0, c1);)
         memset(dsj + c0, 0, (size_t)(c1 - c0) * sizeof(elem));
     }
+  if (counting) return;
   const elem *q = w.q + i0 * NR, *g = w.g + i0 * NR;
   for (int64_t d = 0; d < greater(w.dk, w.dv); d += NR)
     for (int64_t s = 0; s < STRIPS; ++s) {
@@ -274,8 +301,19 @@ static void backward_unit(const ada_args &a, const AdaShape &sh, const AdaUnit &
   for (int64_t h = 0; h < sh.group; ++h) {
     const int64_t head = u.head * sh.group + h;
     pack_head<T>(a, u, head, w);
-    for (int64_t j0 = 0; j0 < u.kn; j0 += BACK_KEYS)
-      for (int64_t i0 = 0; i0 < u.qn; i0 += COLUMNS) backward_tile<T>(a, u, head, j0, i0, w);
+    const auto walk = [&](bool counting) {
+      for (int64_t j0 = 0; j0 < u.kn; j0 += BACK_KEYS)
+        for (int64_t i0 = 0; i0 < u.qn; i0 += COLUMNS) backward_tile<T>(a, u, head, j0, i0, w, counting);
+    };
+    if (w.far) {
+      walk(true);
+      const float *lse = a.lse + (u.row * a.q_heads + head) * a.q_len + u.q0;
+      for (int64_t i = 0; i < w.qn; ++i) {
+        if (i < u.qn && is_far(lse[i])) w.lse[i] = log2f(w.sum[i]);
+        else w.top[i] = 0;
+      }
+    }
+    walk(false);
     if (a.dq)
       for (int64_t i = 0; i < u.qn; ++i) {
         const int64_t at = u.row * a.dqs[0] + head * a.dqs[1] + (u.q0 + i) * a.dqs[2];

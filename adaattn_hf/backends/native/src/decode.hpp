@@ -57,7 +57,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
   const int64_t ldq = round_up(a.dim, P::CHUNK), ldo = round_up(a.dim_v, 64);
   const int64_t n = sh.group * u.qn;
   const bool special = is_special(a);
-  const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
+  const float c = to_log2(a);
   const float *first = P::SCALED && a.first_key ? a.first_key + (u.row * a.kv_heads + u.head) * a.dim : nullptr;
   int64_t lo = INT64_MAX, hi = 0, sink = 0;
   for (int64_t r = 0; r < n; ++r) {
@@ -145,7 +145,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     float *o = w.o + r * ldo;
     if (P::SCALED && (a.rotated & 2)) rotate(o, a.dim_v);
     if (u.splits == 1) {
-      finish_row(a, u, w.rows[r], o, w.m[r], w.l[r], a.dim_v);
+      finish_row(a, u, w.rows[r], o, w.m[r] * to_scores(a), w.l[r], a.dim_v);
     } else {
       float *p = u.partial + (part * n + r) * (a.dim_v + 2);
       p[0] = w.m[r];
@@ -166,12 +166,12 @@ static void merge_parts(const ada_args &a, const AdaShape &sh, const AdaUnit &u,
     for (int64_t s = 0; s < u.splits; ++s) {
       const float *p = u.partial + (s * n + r) * size;
       if (p[0] == -INFINITY && p[1] == 0) continue;  // saw nothing
-      const float f = exp2f(p[0] - m);
+      const float f = exp2f((p[0] - m) * to_log2(a));
       l += p[1] * f;
       for (int64_t d = 0; d < a.dim_v; ++d) o[d] += p[2 + d] * f;
     }
-    Row row = {u.head * sh.group + r / u.qn, r % u.qn, 0, 0, 0};
-    finish_row(a, u, row, o, m, l, a.dim_v);
+    Row row = {u.head * sh.group + r / u.qn, r % u.qn, 0, 0, 0, 0};
+    finish_row(a, u, row, o, m * to_scores(a), l, a.dim_v);
   }
 }
 

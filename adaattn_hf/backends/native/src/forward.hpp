@@ -23,7 +23,9 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
   layout<T>(w, scratch, sh.dk, sh.dv);
   const int64_t n = task_rows(a, sh, u, task, w.rows);
   const bool special = is_special(a);
-  const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
+  const float c = to_log2(a);
+  constexpr bool BYTES = T::STEP == 4;  // whose maxima are those of log2 scores, times the scales of the values
+  for (int64_t r = 0; r < n; ++r) w.rows[r].base = BYTES && a.bias ? far_bias(a, u, w.rows[r]) : 0.0f;
   int64_t strips = 0;
   for (int64_t r0 = 0; r0 < n; r0 += STRIP<T>, ++strips) {
     Strip &st = w.strips[strips];
@@ -109,6 +111,8 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       int64_t c0, c1;
       for (uint64_t bits = w.panels[r]; next_run(bits, c0, c1);) {
         if (special) adjust(a, u, row, s, c0, c1, t0);
+        if (row.base != 0)
+          for (int64_t i = c0; i < c1; ++i) s[i] -= row.base;
         if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
       }
     }
@@ -161,7 +165,8 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     return;
   }
   for (int64_t r = 0; r < n; ++r)
-    finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);
+    finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r] * (BYTES ? LN2 : to_scores(a)) + w.rows[r].base, w.l[r],
+               a.dim_v);
 }
 
 template <class T>

@@ -13,6 +13,7 @@ constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
 struct Row {
   int64_t head, i;       // query head, local query index
   int64_t lo, hi, sink;  // visible keys: [lo, hi) and [0, sink)
+  float base;            // int8: what is taken off its sums with the bias; see far_bias
 };
 
 struct Strip {
@@ -33,6 +34,12 @@ template <class T> struct Work {
 
 // Whether scores need more than a positive factor, which the hidden ones (-inf) bear as well.
 ADA_INLINE bool is_special(const ada_args &a) { return a.softcap > 0 || a.bias || a.mask || !(a.scaling > 0); }
+
+// The factor from what `softmax_row` is given, scores of special calls and products of others, to log2 scores.
+ADA_INLINE float to_log2(const ada_args &a) { return is_special(a) ? LOG2E : (float)(a.scaling * 1.4426950408889634); }
+
+// The same to natural logarithms.
+ADA_INLINE float to_scores(const ada_args &a) { return is_special(a) ? 1.0f : (float)a.scaling; }
 
 ADA_INLINE char *take(char *&at, int64_t bytes) {
   char *p = at;

@@ -32,6 +32,15 @@ static void adjust(const ada_args &a, const AdaUnit &u, const Row &row, float *s
   }
 }
 
+// The largest bias that a row sees, where that is so large that sums with it, once scaled, would have no digits left; else 0.
+static float far_bias(const ada_args &a, const AdaUnit &u, const Row &row) {
+  const int64_t at = u.row * a.bs[0] + row.head * a.bs[1] + (u.q0 + row.i) * a.bs[2];
+  float most = -INFINITY;
+  for (int64_t key = 0; key < row.hi; ++key)
+    if (key < row.sink || key >= row.lo) most = greater(most, load_any(a.bias, a.bias_dtype, at + (u.k0 + key) * a.bs[3]));
+  return fabsf(most) > 4096.0f && fabsf(most) < INFINITY ? most : 0.0f;
+}
+
 // Columns of [c0, c1) outside the row's visible keys become -inf.
 static void hide(const Row &row, float *s, int64_t c0, int64_t c1, int64_t t0) {
   const int64_t lo = row.lo - t0, hi = row.hi - t0, sink = row.sink - t0;
@@ -56,20 +65,20 @@ ADA_INLINE void store_p(BF16, uint16_t *p, vf x, vf y) {
 }
 #endif
 
-// Scores so large that s * c - m, rounded once, is far from 0 for the largest of them, whose weight then is none.
-ADA_INLINE bool is_far(float m) { return !(m > -1048576.0f && m < 1048576.0f); }
-
-// For such a row: takes its largest score off all of them; returns what is left to take off once they are scaled.
-static float rebase(float *s, uint64_t panels, float largest, float c, float start) {
-  if (largest == -INFINITY) return start;  // nothing to see here
+// What to take off the scores of a row once they are scaled, so that the largest, `start`, becomes 0. Where that is so
+// large that s * c - start * c, rounded once, is far from 0 or no number, it is taken off before.
+static float shift_of(float *s, uint64_t panels, float start, float c) {
+  const float shift = start * c;
+  if (shift > -1048576.0f && shift < 1048576.0f) return shift;
   int64_t c0, c1;
   for (uint64_t bits = panels; next_run(bits, c0, c1);)
-    for (int64_t i = c0; i < c1; ++i) s[i] -= largest;
-  return greater(start - largest * c, 0.0f);  // keys before these may have had a larger one
+    for (int64_t i = c0; i < c1; ++i) s[i] -= start;
+  return 0;
 }
 
-// The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores. The maximum may lose a
-// NaN; the sum never does, so a row with a NaN (or with +inf, whose distance from the maximum is NaN) ends with l = NaN.
+// The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores. The maximum `m`, of s
+// itself, may lose a NaN; the sum never does, so a row with a NaN (or with +inf, whose distance from the maximum is NaN)
+// ends with l = NaN.
 template <class T>
 ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, float c, float &m, float &l, float &alpha) {
   int64_t c0, c1;
@@ -79,12 +88,11 @@ ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, floa
       top0 = vmax(top0, load(s + i));
       top1 = vmax(top1, load(s + i + W));
     }
-  const float largest = hmax(vmax(top0, top1));
-  float next = greater(m, largest * c);  // c >= 0
+  const float next = greater(m, hmax(vmax(top0, top1)));
   const float start = next > -INFINITY ? next : 0.0f;  // a row that has seen nothing yet, or NaN
-  alpha = m > -INFINITY ? exp2f(m - start) : 0.0f;
+  alpha = m > -INFINITY ? exp2f((m - start) * c) : 0.0f;
   vf sum0 = vf{}, sum1 = vf{};
-  const vf cc = splat(c), mm = splat(is_far(start) ? rebase(s, panels, largest, c, start) : start);
+  const vf cc = splat(c), mm = splat(shift_of(s, panels, start, c));
   for (uint64_t bits = panels; next_run(bits, c0, c1);)
     for (int64_t i = c0; i < c1; i += 2 * W) {
       vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
@@ -129,10 +137,9 @@ ADA_INLINE void softmax_rows(float *s, typename T::elem *p, int64_t ldp, const u
   float next[W + 2], start[W + 2], shift[W + 2];
   const vf before = load(m), cc = splat(c);
   const auto settle = [&](int64_t r, vf top) {
-    const float most = hmax(top);
-    next[r] = greater(m[r], most * c);                           // c >= 0
-    start[r] = shift[r] = next[r] > -INFINITY ? next[r] : 0.0f;  // a row that has seen nothing yet
-    if (is_far(start[r])) shift[r] = rebase(s + r * LDS, panels[r], most, c, start[r]);
+    next[r] = greater(m[r], hmax(top));
+    start[r] = next[r] > -INFINITY ? next[r] : 0.0f;  // a row that has seen nothing yet
+    shift[r] = shift_of(s + r * LDS, panels[r], start[r], c);
   };
   for (int64_t r = 0; r < 2 && r < n; ++r) settle(r, largest(s + r * LDS, panels[r]));
   for (int64_t r = 0; r < W; ++r) {
@@ -163,25 +170,26 @@ ADA_INLINE void softmax_rows(float *s, typename T::elem *p, int64_t ldp, const u
     if (ahead) settle(r + 2, top0);
     part[r] = x0 + y0;
   }
-  const vf f = exp2_neg<5>(before - load(start));
+  const vf f = exp2_neg<5>((before - load(start)) * cc);
   store(m, load(next));
   store(alpha, f);
   store(l, load(l) * f + lanes_sum(part));
 }
 
+// `m` is the row's largest score, in natural logarithms.
 static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, const float *o, float m, float l,
                        int64_t dv) {
   float inv = 0, lse = -INFINITY;
   if (l <= 0 && a.sink_logits) lse = a.sink_logits[row.head];  // the sink alone carries the row, without a value
   if (!(l <= 0)) {  // NaN, too, comes out
     if (a.sink_logits) {
-      const float sink = a.sink_logits[row.head] * LOG2E, next = greater(m, sink);
-      const float f = exp2f(m - next);
-      inv = f / (l * f + exp2f(sink - next));
-      if (a.lse) lse = LN2 * next + logf(l * f + exp2f(sink - next));
+      const float sink = a.sink_logits[row.head], next = greater(m, sink);
+      const float f = expf(m - next), all = l * f + expf(sink - next);
+      inv = f / all;
+      if (a.lse) lse = next + logf(all);
     } else {
       inv = 1.0f / l;
-      if (a.lse) lse = LN2 * m + logf(l);
+      if (a.lse) lse = m + logf(l);
     }
   }
   const int64_t i = u.q0 + row.i;

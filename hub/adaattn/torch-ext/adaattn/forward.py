@@ -108,7 +108,7 @@ def flash_attn_forward(
         cu_k = kwargs.get("cu_seq_lens_k")
         structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
     structure = with_selected_keys(module, structure, heads, kwargs)
-    scaling = head_dim**-0.5 if scaling is None else scaling
+    scaling = (head_dim or 1) ** -0.5 if scaling is None else scaling
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
