@@ -164,7 +164,6 @@ class Monitor:
 
 
 def _tightened(counters: LayerStatistics, program: Program) -> Program:
-    """The program with the heads exact that were made so."""
     if not counters.tightened:
         return program
     return program.with_choices(
@@ -173,7 +172,6 @@ def _tightened(counters: LayerStatistics, program: Program) -> Program:
 
 
 def _count(counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
-    """Counts the pairs of a call that its plan changes."""
     batch, heads, q_len, _ = request.query.shape
     group, structure = batch * heads // request.key.shape[1], request.structure
     places = structure.places

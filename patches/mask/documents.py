@@ -87,6 +87,5 @@ def _check(name: str, found: list[int], length: int) -> None:
 
 
 def _numbers(cu: Tensor, length: int) -> Tensor:
-    """Returns `[1, length]`, the number of each position's document."""
     positions = torch.arange(length, device=cu.device, dtype=cu.dtype)
     return torch.searchsorted(cu, positions, right=True)[None]
