@@ -142,7 +142,8 @@ class CallStructure:
     @property
     def longest(self) -> int:
         """At most so many tokens have the sequences, those counted that a cache dropped; padding is not looked at."""
-        return self.kv_len + self.derived(CallStructure._dropped)[1]
+        gone = self.dropped  # steps come here layer by layer
+        return self.kv_len + (self.derived(CallStructure._dropped)[1] if isinstance(gone, Tensor) else gone)
 
     def _dropped(self) -> tuple[int, int]:
         if not isinstance(self.dropped, Tensor):

@@ -95,7 +95,6 @@ def attend(
 
 
 def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """The `rows` `[batch or 1, q_len]` of one tensor, whose queries lie in `dim`, and all others of the other one."""
     rows = rows.to(one.device)
     return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
 
@@ -222,7 +221,6 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
 
 
 def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
-    """Returns the rows of bidirectional sequences with up to `limit` real tokens."""
     real = structure.key_padding
     if structure.k_segments is None:
         if real is None:
@@ -350,7 +348,6 @@ def _is_whole(handle: int, kv_heads: int) -> bool:
 
 
 def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
-    """Adds the request to the traced graph as one node."""
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler

@@ -97,7 +97,6 @@ class KeptLayer:
 
     # ---------------- writing
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Hold these tokens, too."""
         numbers = self.stored == "model"
         if not numbers:
             refuse_gradients("rounded", key_states, value_states)
@@ -276,7 +275,6 @@ class SlidingLayer(KeptLayer, DynamicSlidingWindowLayer):
         return self._prompt(key_states, value_states) if first and not numbers else seen
 
     def _last(self, count: int) -> tuple[Any, Any]:
-        """Keys and values of the last `count` tokens."""
         if self.keys.shape[2] <= count:
             return self.keys, self.values
         kept = self.kept()

@@ -85,7 +85,6 @@ def _answer(module: nn.Module, program: Program, request: AttentionRequest, forc
 
 
 def _nobody_looks(module: nn.Module, wanted: bool) -> None:
-    """Refuse what looks at all keys."""
     settings, recorder = settings_in(getattr(module, "config", None)), listening().recorder
     asked = {
         "output_attentions": wanted,

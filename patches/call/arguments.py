@@ -193,7 +193,6 @@ def with_selected_keys(
 
 
 def _scattered(indices: Tensor, length: int) -> Tensor:
-    """Turns indices `[…, top_k]` into a boolean `[…, length]` that is True at every index."""
     index = indices.long()
     index = index.masked_fill((index < 0) | (index >= length), length)
     found = torch.zeros((*index.shape[:-1], length + 1), dtype=torch.bool, device=index.device)

@@ -183,7 +183,6 @@ def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _part(found: Sequence[tuple[Segment, int]], kv_len: int, window: int | None, device: torch.device) -> Part:
-    """One batch row for each request if they are decode steps, else one row for all."""
     group, firsts = zip(*found, strict=True)
     steps, runs, count = group[0].q_len == 1, [], 0
     for run in group:

@@ -121,6 +121,6 @@ def _check_fit(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, past: int |
 
 
 def _numbers(cu: Tensor, length: int, past: int | Tensor = 0) -> Tensor:
-    """Returns `[1, length]`, the number of each position's document, from 1; 0 for the first `past` positions."""
+    """The number of each position's document `[1, length]`, from 1; 0 for the first `past` positions."""
     positions = torch.arange(length, device=cu.device, dtype=cu.dtype) - past
     return torch.searchsorted(cu, positions, right=True)[None]

@@ -172,6 +172,5 @@ def maskless(
 
 
 def _moved(structure: CallStructure, there: torch.device) -> CallStructure:
-    """The structure with its tensors on another device."""
     tensors = (one for one in vars(structure).items() if isinstance(one[1], Tensor))
     return structure.with_changes(**{name: tensor.to(there) for name, tensor in tensors})
