@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._files import parse_json
-
 _NO_TABLE = (
     "the prices file is not a table of prices of this version ({}); expected the keys launch_of, machine and prices: "
     "leave --prices out to measure them"
@@ -103,7 +101,7 @@ class PriceTable:
     @classmethod
     def from_json(cls, text: str) -> PriceTable:
         """Returns the table written by `to_json`; other text is a ValueError."""
-        data: Any = parse_json(text)
+        data: Any = json.loads(text)
         if not isinstance(data, dict) or set(data) != {"launch_of", "machine", "prices"}:
             raise ValueError(_NO_TABLE.format("other keys"))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from studies.cache_speed import held_bytes
 from ..support.cached import VOCAB, ids, run
 from ..support.choices import make_choice
 from ..support.command import adaattn
-from ..support.plans import plan_for
+from ..support.plans import PROVEN, plan_for
 from ..support.versions import needs_tracing
 
 LIMIT = 600
@@ -219,7 +220,7 @@ def test_room_that_is_made_at_once_is_all_there_will_be(stored: str) -> None:
 def test_a_cache_is_what_its_plan_was_proven_with() -> None:
     model, tokens = llama(), ids(1, 40)
     assert (AdaAttnCache(model).stored, AdaAttnCache(model).streaming) == ("int8", False)
-    give(model, LAYERS, protocol={"cache": {"stored": "k8v4", "streaming": True}})
+    give(model, LAYERS, protocol={"cache": {"stored": "k8v4", "streaming": True, "verified": asdict(PROVEN)}})
     proven = AdaAttnCache(model)
     assert (proven.stored, proven.streaming) == ("k8v4", True)
     run(model, tokens, proven, 30, 10)
