@@ -172,7 +172,6 @@ def as_dense_mask(request: AttentionRequest) -> AttentionRequest:
 
 
 def _rounded(request: AttentionRequest, rules: HeadRules) -> AttentionRequest:
-    """Queries, keys and values rounded as each head's precision says, in their own dtype."""
     if rules.precision == "model":
         return request
     kv_heads = request.key.shape[1]

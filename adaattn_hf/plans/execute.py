@@ -68,9 +68,9 @@ def attend(
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
-    if (rows := numbers_alone(request)) is not None:
-        planned, exact = attend(program, _hidden(request, rows), backend, window).out, select.attend(request, backend).out
-        return AttentionResult(torch.where(rows.transpose(1, 2), exact, planned))
+    if alone := numbers_alone(request):  # these rows see nothing by any rules: they are exact
+        exact, planned = select.attend(request, backend).out, attend(program, alone[1], backend, window).out
+        return AttentionResult(torch.where(alone[0].transpose(1, 2), exact, planned))
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
     ranges = _ranges(structure, limit)
@@ -103,7 +103,6 @@ def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
 
 
 def _starts(structure: CallStructure) -> tuple[int, int]:
-    """Returns the least and the largest place of a row's first real key; asks the device once for all layers."""
     assert structure.key_padding is not None
     least, most = structure.key_padding.int().argmax(1).aminmax()
     return int(least), int(most)
@@ -112,7 +111,6 @@ def _starts(structure: CallStructure) -> tuple[int, int]:
 def _in_ranges(
     program: Program, request: AttentionRequest, ranges: tuple[int, int], backend: str | None
 ) -> AttentionResult:
-    """Computes the first query rows by the plan and the last exactly, over the keys that they see; between, both."""
     (first, last), rows, device = ranges, request.query.shape[2], request.query.device
     planned = _planned(program, request if last == rows else some_range(request, 0, last), backend)
     exact = select.attend(request if first == 0 else some_range(request, first, rows), backend)
@@ -130,14 +128,7 @@ def _in_ranges(
     return AttentionResult(joined(planned.out, exact.out, 1), joined(planned.lse, exact.lse, 2))
 
 
-def _hidden(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
-    """Returns a request without rows of large numbers alone: they are exact, and would see nothing by any rules."""
-    assert request.bias is not None
-    return replace(request, bias=request.bias.masked_fill(rows, -torch.inf))
-
-
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
-    """Replaces a dense mask by the rules that it follows; ValueError if it follows none and a choice counts keys."""
     if (read := legible(request, window)) is not None:
         return read
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
@@ -160,8 +151,8 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     program = program.of_call(request.key.shape[1])
     if program.is_exact_for(request.query.shape[2]):
         return attention_weights(request)
-    if (rows := numbers_alone(request)) is not None:
-        return torch.where(rows, attention_weights(request), weights(program, _hidden(request, rows)))
+    if alone := numbers_alone(request):
+        return torch.where(alone[0], attention_weights(request), weights(program, alone[1]))
     request = _read_mask(program, request)
     within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
@@ -200,7 +191,6 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
 
 
 def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
-    """Returns the rows of bidirectional sequences with up to `limit` real tokens."""
     real = structure.key_padding
     if structure.k_segments is None:
         if real is None:
@@ -251,7 +241,6 @@ class _OneWay(torch.autograd.Function):
 
 
 def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    """Runs a plan that has no gradient; raises only when a backward pass asks for one."""
     held = {name: getattr(request, name) for name in ("query", "key", "value", "bias", "sink_logits")}
     bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
     with torch.no_grad():
@@ -303,7 +292,6 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequest | None:
-    """A step of a preallocated cache as one request, None where its heads need several."""
     if request.bias is not None or request.structure.mask is not None or not request.structure.causal:
         return None
     if not _is_whole(program.handle, request.key.shape[1]):
@@ -324,7 +312,6 @@ def _is_whole(handle: int, kv_heads: int) -> bool:
 
 
 def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
-    """Adds the request to the traced graph as one node."""
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler

@@ -115,7 +115,6 @@ class Monitor:
         return program
 
     def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool) -> None:
-        """Compares a few rows of one sequence with exact attention."""
         q_len, index = request.query.shape[2], counters.layer
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu").long()
@@ -164,7 +163,6 @@ class Monitor:
 
 
 def _tightened(counters: LayerStatistics, program: Program) -> Program:
-    """The program with the heads exact that were made so."""
     if not counters.tightened:
         return program
     return program.with_choices(
@@ -173,7 +171,6 @@ def _tightened(counters: LayerStatistics, program: Program) -> Program:
 
 
 def _count(counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
-    """Counts the pairs of a call that its plan changes."""
     batch, heads, q_len, _ = request.query.shape
     group, structure = batch * heads // request.key.shape[1], request.structure
     offset = structure.q_offset

@@ -81,7 +81,6 @@ def legend(choices: Iterable[Choice]) -> str:
 
 
 def _relative(nats: float | None) -> float:
-    """The rise of the perplexity in percent, NaN where it is not known."""
     if nats is None:
         return math.nan
     return math.inf if nats >= ENDLESS else 100.0 * math.expm1(nats)

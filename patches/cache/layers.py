@@ -65,7 +65,6 @@ class KeptLayer:
         return () if self.tokens is None else (self.tokens,)
 
     def _assigned(self) -> bool:
-        """Whether somebody has put other keys or values in, which only a layer of numbers can hold."""
         if self.keys is self._shown[0] and self.values is self._shown[1]:
             return False
         if self.stored != "model" or self.spans:
@@ -97,7 +96,6 @@ class KeptLayer:
 
     # ---------------- writing
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Hold these tokens, too."""
         numbers = self.stored == "model"
         if not numbers:
             refuse_gradients("rounded", key_states, value_states)
@@ -119,7 +117,6 @@ class KeptLayer:
             self._show(*tokens.shown(parts))
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> Tokens:
-        """New storage for tokens shaped like these, which holds what plain tensors held before it."""
         plain = self.keys.numel() > 0
         keys, values = (self.keys, self.values) if plain else (key_states, value_states)
         self.tokens = Tokens(keys, values, self.stored, self.reserve, self.growth, fixed=self.fixed)
@@ -276,7 +273,6 @@ class SlidingLayer(KeptLayer, DynamicSlidingWindowLayer):
         return self._prompt(key_states, value_states) if first and not numbers else seen
 
     def _last(self, count: int) -> tuple[Any, Any]:
-        """Keys and values of the last `count` tokens."""
         if self.keys.shape[2] <= count:
             return self.keys, self.values
         kept = self.kept()

@@ -137,7 +137,6 @@ class Tokens:
         return views
 
     def _hold(self, length: int) -> None:
-        """Hold the first `length` tokens of the room."""
         assert self.count is not None
         self._known = length
         self.count.fill_(length)
@@ -167,7 +166,6 @@ class Tokens:
             write(keys, values, parts, mean=self.mean, along=self.along, at=at)
 
     def _smooth(self, more: Tensor) -> None:
-        """Take the mean, now that there are enough keys, and round again those already held, elsewhere than seen."""
         for part in self.parts:
             part.renew()
         views = self.views()
@@ -290,7 +288,6 @@ class Tokens:
         self._change(lambda part: part.to(device), lambda beside: beside.to(device))
 
     def _change(self, part: Callable[[GrowingTensor], None], beside: Callable[[Tensor], Tensor]) -> None:
-        """Change all parts, and what belongs to the sequences."""
         for one in self.parts:
             part(one)
         for name in BESIDE:
@@ -300,5 +297,4 @@ class Tokens:
 
 
 def _mean_of(keys: Tensor) -> Tensor:
-    """The mean of the rotated keys, fp32 `[batch, num_kv_heads, head_dim]`."""
     return (keys.mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()

@@ -91,7 +91,6 @@ def continuous_batching_runs_outside_graphs(*given: Any, **told: Any) -> tuple[T
 
 
 def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
-    """Refuses what is no step of continuous batching, before the cache is written to; see `attend_requests`."""
     borders = kwargs.get("cu_seq_lens_q")
     if borders is None or kwargs.get("read_index") is None:
         raise ValueError(
@@ -128,7 +127,6 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
 
 
 def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Writes new keys and values to the engine's cache and returns all, `[1, num_kv_heads, kv_len, head_dim]`."""
     new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
     if "kwargs" in inspect.signature(cache.update).parameters:  # from 5.19 on; it selects the layer's lengths, too
         key, value = cache.update(**new, kwargs=kwargs)
@@ -138,7 +136,6 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
 
 
 def _limit(module: nn.Module) -> int | None:
-    """Position in a request up to which the module's plan speaks; None without one."""
     program = program_of(module)
     return None if program is None else program.max_length
 
@@ -179,7 +176,6 @@ def _read(sums: Tensor) -> tuple[list[int], dict[Any, Any]]:
 
 
 def _part(group: Sequence[Segment], kv_len: int, window: int | None, device: torch.device) -> Part:
-    """One batch row for each request if they are decode steps, else one row for all."""
     steps, runs, count = group[0].q_len == 1, [], 0
     for run in group:
         runs.append(run._replace(row=count, q_start=0) if steps else run._replace(q_start=count))

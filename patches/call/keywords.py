@@ -80,7 +80,6 @@ def _of_users() -> list[Any]:
 
 
 def _parameters(loss: Any, *, optional: bool = False) -> set[str]:
-    """Names that a function can be called with; none of one that does not tell."""
     try:
         found = inspect.signature(loss).parameters.values()
     except (TypeError, ValueError):
