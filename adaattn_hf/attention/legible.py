@@ -24,7 +24,7 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
     structure, bias = request.structure, request.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
         hides = bias <= torch.finfo(bias.dtype).min / 2
-        if not bool((hides | (bias == 0)).all()) or numbers_alone(request) is not None:
+        if not bool((hides | (bias == 0)).all()) or numbers_alone(request):
             return request
         structure = structure.with_changes(mask=~hides[(None,) * (4 - hides.dim())])
         request = replace(request, structure=structure, bias=None)
@@ -34,13 +34,12 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
     return None if found is None else replace(request, structure=found)
 
 
-def numbers_alone(request: AttentionRequest) -> Tensor | None:
-    """Which rows `[batch or 1, heads or 1, q_len or 1, 1]` see large negative numbers and no other; None for none."""
-    bias = request.bias
-    if bias is None:
+def numbers_alone(request: AttentionRequest) -> tuple[Tensor, AttentionRequest] | None:
+    """Which rows `[…, q_len or 1, 1]` see large negative numbers alone, and the request without them; None for none."""
+    if (bias := request.bias) is None:
         return None
     rows = (bias <= torch.finfo(bias.dtype).min / 2).all(3, keepdim=True) & ~bias.isneginf().all(3, keepdim=True)
-    return rows if bool(rows.any()) else None
+    return (rows, replace(request, bias=bias.masked_fill(rows, -torch.inf))) if bool(rows.any()) else None
 
 
 def _read(structure: CallStructure, window: int | None) -> CallStructure | None:
@@ -57,7 +56,6 @@ def _read(structure: CallStructure, window: int | None) -> CallStructure | None:
 
 
 def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -> Iterator[CallStructure]:
-    """Rules that may have made the mask `[batch, q_len, kv_len]`, the likeliest first."""
     batch, q_len, kv_len = visible.shape
     square = q_len == kv_len
     if structure.key_padding is not None:
@@ -90,7 +88,6 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
 
 
 def _documents(visible: Tensor, window: int | None, padding: Tensor | None) -> Iterator[CallStructure]:
-    """Documents, which begin where a row does not see the key before its own."""
     batch, length, _ = visible.shape
     sees = visible.diagonal(offset=-1, dim1=1, dim2=2)
     numbers = torch.cat([sees.new_zeros(batch, 1), ~sees], 1).cumsum(1)

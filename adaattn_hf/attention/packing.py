@@ -58,7 +58,6 @@ def pack(
 
 
 def _places(runs: Sequence[tuple[int, int]], total: int, device: torch.device) -> Tensor | None:
-    """Places of the tokens of runs `(start, length)`, None if these are all tokens in their order."""
     stop = 0
     for start, length in runs:
         if start != stop:

@@ -110,14 +110,12 @@ class AttentionRequest:
             self.bias = broadcast_to_scores("bias", self.bias, extents)
 
     def _check_dense(self, name: str, tensor: Tensor) -> None:
-        """Refuse an extra that is no dense tensor of floating-point numbers beside the query."""
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point()
         if not dense or tensor.device != self.query.device:
             got = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{name}: got {got}, expected a dense floating-point tensor on {self.query.device}")
 
     def _check_numbers(self) -> None:
-        """Refuse a dropout that is no probability and a softcap that bounds nothing."""
         if not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing")
         softcap = self.softcap

@@ -113,7 +113,6 @@ def _padded_rows(structure: CallStructure, offset: int, real: list[Run]) -> tupl
 
 
 def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
-    """Per batch row (or once for all): pairs of query run and key run that belong to one document."""
     whole = [((0, structure.q_len), (0, structure.kv_len))]
     if structure.k_segments is None:
         return [whole]
@@ -129,7 +128,6 @@ def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
 
 
 def _chunks(chunk: int, origin: int, offset: int, q: Run, k: Run) -> list[tuple[int, int, int, int]]:
-    """Split a query run and a key run at chunk borders; pieces that hold queries and keys of one chunk."""
     pieces = []
     first = (min(q[0] + offset, k[0]) - origin) // chunk
     last = (max(q[1] + offset, k[1]) - 1 - origin) // chunk

@@ -62,7 +62,6 @@ def _of_device(index: int) -> Capability:
 
 
 def _has_devices() -> bool:
-    """Whether there are devices of NVIDIA's, which records are of."""
     return torch.cuda.is_available() and torch.version.hip is None
 
 

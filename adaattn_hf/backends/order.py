@@ -96,7 +96,6 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
 
 def _ahead(spec: CallSpec) -> bool:
-    """Whether our kernels for Hopper are ahead of torch's in a causal call that they serve."""
     if spec.pairs <= min(_LAUNCHED_PAIRS, _LAUNCHED_PER_KEY * spec.keys):
         return True
     small = spec.head_dim <= _SMALL_HEAD

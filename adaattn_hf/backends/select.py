@@ -97,7 +97,6 @@ def check_possible(name: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _missing(name: str) -> tuple[str, ...]:
-    """What the installation lacks for a backend; a traced graph cannot look for packages, and need not."""
     return by_name(name).missing()
 
 
@@ -199,7 +198,6 @@ def serving(spec: CallSpec, forced: str | None = None) -> Backend | None:
 
 
 def _found(spec: CallSpec, forced: str | None) -> tuple[Backend | None, tuple[str, ...]]:
-    """The backend of a kind, or None, and what those said that were asked in vain."""
     if spec.compiling:
         # a traced graph guards whatever it reads: a memory that grows would make it stale
         return _find(spec, forced)
@@ -235,7 +233,6 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
 
 
 def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
-    """One log line for each new pair of device and backend."""
     kind = "said", spec.device, spec.dtype, name
     if kind not in launches:
         remember(kind, True)

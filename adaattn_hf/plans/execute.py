@@ -70,9 +70,9 @@ def attend(
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
-    if (rows := numbers_alone(request)) is not None:
-        planned, exact = attend(program, _hidden(request, rows), backend, window).out, select.attend(request, backend).out
-        return AttentionResult(torch.where(rows.transpose(1, 2), exact, planned))
+    if alone := numbers_alone(request):  # these rows see nothing by any rules: they are exact
+        exact, planned = select.attend(request, backend).out, attend(program, alone[1], backend, window).out
+        return AttentionResult(torch.where(alone[0].transpose(1, 2), exact, planned))
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
     few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
@@ -127,7 +127,6 @@ def _starts(structure: CallStructure) -> tuple[int, int]:
 def _in_ranges(
     program: Program, request: AttentionRequest, ranges: tuple[int, int], backend: str | None
 ) -> AttentionResult:
-    """Computes the first query rows by the plan and the last exactly, over the keys that they see; between, both."""
     (first, last), rows, device = ranges, request.query.shape[2], request.query.device
     planned = _planned(program, request if last == rows else some_range(request, 0, last), backend)
     exact = select.attend(request if first == 0 else some_range(request, first, rows), backend)
@@ -144,14 +143,7 @@ def _in_ranges(
     return AttentionResult(joined(planned.out, exact.out, 1), joined(planned.lse, exact.lse, 2))
 
 
-def _hidden(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
-    """Returns a request without rows of large numbers alone: they are exact, and would see nothing by any rules."""
-    assert request.bias is not None
-    return replace(request, bias=request.bias.masked_fill(rows, -torch.inf))
-
-
 def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
-    """Replaces a dense mask by the rules that it follows; ValueError if it follows none and a choice counts keys."""
     if (read := legible(request, window)) is not None:
         return read
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
@@ -174,8 +166,8 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     program = program.of_call(request.key.shape[1])
     if program.is_exact_for(request.query.shape[2]):
         return attention_weights(request)
-    if (rows := numbers_alone(request)) is not None:
-        return torch.where(rows, attention_weights(request), weights(program, _hidden(request, rows)))
+    if alone := numbers_alone(request):
+        return torch.where(alone[0], attention_weights(request), weights(program, alone[1]))
     request = _read_mask(program, request)
     few = few_rows(request.structure) if program.counts_rows else False
     if isinstance(few, Tensor):
@@ -271,7 +263,6 @@ class _OneWay(torch.autograd.Function):
 
 
 def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    """Runs a plan that has no gradient; raises only when a backward pass asks for one."""
     held = {name: getattr(request, name) for name in ("query", "key", "value", "bias", "sink_logits")}
     bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
     with torch.no_grad():

@@ -196,7 +196,6 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
 
 
 def _use(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Notes tensors as those that were used last, and forgets those that have not been for long."""
     _tensors.pop(name, None)
     _tensors[name] = tensors
     while len(_tensors) > _MOST:

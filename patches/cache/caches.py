@@ -185,7 +185,6 @@ def convert_layers(
 
 
 def _in_place(layer: Any, stored: str, spans: Spans | None, room: Mapping[str, Any]) -> Any:
-    """What does an empty stock layer's work; layers of other kinds keep numbers as they are."""
     if type(layer) is DynamicLayer:
         return FullLayer(stored, **room) if spans is None else StreamingLayer(spans, stored, **room)
     if type(layer) is DynamicSlidingWindowLayer:

@@ -140,7 +140,6 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the header and of names, dtypes, shapes and bytes of all tensors."""
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -155,7 +154,6 @@ def _keys(where: str, found: Any, expected: set[str]) -> None:
 
 
 def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
-    """Refuses a file of a model of another kind or size, or of other weights where the file names them."""
     own, made = made_for(model), about["made_for"]
     _keys("model", made, set(own))
     other = {name: made[name] for name, value in own.items() if made[name] != value}
@@ -178,7 +176,6 @@ def _listed(sizes: dict[str, Any]) -> str:
 def _checked_layers(
     cache: AdaAttnCache, about: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel
 ) -> dict[int, tuple[int, dict[str, Tensor]]]:
-    """Returns the tokens seen and tensors of each layer that holds any; Unsound if they do not fit."""
     count = max(len(cache.layers), model.config.get_text_config(decoder=True).num_hidden_layers)
     layers = about["layers"]
     if not isinstance(layers, list) or len(layers) > count:
@@ -217,7 +214,6 @@ def _checked_layers(
 
 
 def _described(layer: Any) -> dict[str, Any]:
-    """Tokens that a layer has seen, and what it keeps of them: its window, or what each of its heads does."""
     spans = layer.spans
     return {
         "length": int(layer.get_seq_length()),

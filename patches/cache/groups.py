@@ -81,7 +81,6 @@ class HeadGroup:
         return read
 
     def _slots(self) -> list[Tensor]:
-        """All slots, to be written; room that was made in inference mode is made anew outside of it."""
         assert self.span is not None
         return [part.extend(sum(self.span) - len(part)) for part in self.tokens.parts]
 

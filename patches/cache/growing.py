@@ -72,11 +72,9 @@ class GrowingTensor:
         return self.view()
 
     def _frozen(self) -> bool:
-        """The room was made in inference mode and may not be written to outside of it."""
         return self.room.is_inference() and not torch.is_inference_mode_enabled()
 
     def _viewed(self) -> bool:
-        """Somebody else holds a tensor on the room."""
         return _uses(self.room) > _uses(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def renew(self, count: int = 0) -> None:
@@ -89,7 +87,6 @@ class GrowingTensor:
         return max(self.reserve, BLOCK * math.ceil(tokens * self.growth / BLOCK))
 
     def _refill(self, past: Tensor, tokens: int, device: torch.device | str | None = None) -> None:
-        """Hold what `past` holds, in a new room for so many tokens at least."""
         length = past.shape[2]
         extents = (*past.shape[:2], max(tokens, length), *past.shape[3:])
         room = torch.empty(extents, dtype=past.dtype, device=past.device if device is None else device)

@@ -65,7 +65,6 @@ class KeptLayer:
         return () if self.tokens is None else (self.tokens,)
 
     def _assigned(self) -> bool:
-        """Whether somebody has put other keys or values in, which only a layer of numbers can hold."""
         if self.keys is self._shown[0] and self.values is self._shown[1]:
             return False
         if self.stored != "model" or self.spans:
@@ -118,7 +117,6 @@ class KeptLayer:
             self._show(*tokens.shown(parts))
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> Tokens:
-        """New storage for tokens shaped like these, which holds what plain tensors held before it."""
         plain = self.keys.numel() > 0
         keys, values = (self.keys, self.values) if plain else (key_states, value_states)
         self.tokens = Tokens(keys, values, self.stored, self.reserve, self.growth, fixed=self.fixed)

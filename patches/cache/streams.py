@@ -101,7 +101,6 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
 
 
 def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
-    """The plan that the layer's heads stream by; ValueError if the module has none any more, or another one."""
     program = program_of(module)
     if program is not None and program.handle == layer.program:
         return program
@@ -115,7 +114,6 @@ def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
 
 
 def _served(request: AttentionRequest | None, program: Program) -> CallStructure:
-    """The structure of a call that streaming heads can serve. Raises ValueError, which names what they cannot."""
     where = f"cache: layer {program.plan.layer} has streaming heads, which keep no keys beyond their windows"
     structure = None if request is None else request.structure
     if (

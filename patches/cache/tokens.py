@@ -166,7 +166,6 @@ class Tokens:
             write(keys, values, parts, mean=self.mean, along=self.along, at=at)
 
     def _smooth(self, more: Tensor) -> None:
-        """Take the mean, now that there are enough keys, and round again those already held, elsewhere than seen."""
         for part in self.parts:
             part.renew()
         views = self.views()

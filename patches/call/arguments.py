@@ -121,7 +121,6 @@ def read_mask(
 
 
 def _hides_nothing(structure: CallStructure) -> bool:
-    """Whether every query sees every key, so that stock attention would need no mask."""
     known = structure if torch.compiler.is_compiling() else structure.settled()
     if not known.plain or known.windowed:
         return False

@@ -100,7 +100,6 @@ def continuous_batching_runs_outside_graphs(*given: Any, **told: Any) -> tuple[T
 
 
 def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
-    """Refuses what is no step of continuous batching, before the cache is written to; see `attend_requests`."""
     borders = kwargs.get("cu_seq_lens_q")
     if borders is None or kwargs.get("read_index") is None:
         raise ValueError(
@@ -137,7 +136,6 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
 
 
 def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Writes new keys and values to the engine's cache and returns all, `[1, num_kv_heads, kv_len, head_dim]`."""
     new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
     if "kwargs" in inspect.signature(cache.update).parameters:  # from 5.19 on; it selects the layer's lengths, too
         key, value = cache.update(**new, kwargs=kwargs)

@@ -35,16 +35,15 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: in
     past = (structure.offset() if look else structure.q_offset) - cut
     behind = not (type(past) is int and past == 0)
     _check("cu_seq_lens_q", cu_q, tokens)
-    _check("cu_seq_lens_k", cu_k, None if behind and structure.windowed else structure.kv_len)
+    _check("cu_seq_lens_k", cu_k, structure.kv_len, cut_off=behind and structure.window is not None)
     _check_fit(structure, cu_q, cu_k, past, look)
-    q_documents = _numbers(cu_q, tokens)[:, cut:]
+    q_documents, square = _numbers(cu_q, tokens)[:, cut:], structure.q_len == structure.kv_len
     if behind:
         k_documents = _numbers(cu_q, structure.kv_len, past)
         k_documents = torch.where((cu_q == cu_k).all(), k_documents, k_documents.clamp(min=1))
     else:
-        alike = cu_k is cu_q and structure.q_len == structure.kv_len
-        k_documents = q_documents if alike else _numbers(cu_k, structure.kv_len)
-    if behind or structure.mask is not None or (structure.spans is not None and tokens != structure.q_len):
+        k_documents = q_documents if cu_k is cu_q and square else _numbers(cu_k, structure.kv_len)
+    if behind or structure.mask is not None or (structure.spans is not None and not square):
         keys = k_documents[:, None, None, :]
         same = (q_documents[:, None, :, None] == keys) | (keys == 0)
         return structure.with_changes(mask=same if structure.mask is None else structure.mask & same)
@@ -84,34 +83,29 @@ def with_restarts(structure: CallStructure, positions: Tensor) -> CallStructure:
     return structure.with_changes(q_segments=documents, k_segments=documents)
 
 
-def _check(name: str, cu: Tensor, most: int | None) -> None:
-    """Refuses what are no cumulative lengths of up to `most` tokens."""
+def _check(name: str, cu: Tensor, most: int, cut_off: bool = False) -> None:
     kind = cu.ndim != 1 or cu.is_floating_point() or cu.dtype is torch.bool or cu.shape[0] < 2
     sums = [] if kind or tracing() or not cu.is_cpu else cu.tolist()
-    if kind or (sums and (sums[0] != 0 or sums != sorted(sums) or (most is not None and sums[-1] > most))):
+    if kind or (sums and (sums[0] != 0 or sums != sorted(sums) or (sums[-1] > most and not cut_off))):
         shown = f"{cu.dtype}, shape {tuple(cu.shape)}" if kind else sums if len(sums) < 9 else [*sums[:8], "…"]
         raise ValueError(
-            f"{name}: got {shown}, expected cumulative lengths of the documents, integers from 0 to at most {most}, the "
-            "tokens of the call; make them with cumsum"
+            f"{name}: got {shown}, expected cumulative lengths of the documents, integers from 0 to at most {most}, "
+            "the tokens of the call; make them with cumsum"
         )
 
 
 def _check_fit(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, past: int | Tensor, look: bool) -> None:
-    """Refuses lengths of queries and keys that speak of other documents, and a cache that a layer cannot share."""
     fit = cu_q.shape == cu_k.shape
     equal = cu_q is cu_k or (fit and look and torch.equal(cu_q, cu_k))
     if fit and look and not equal and (structure.causal or past):
         more = (cu_k - cu_q)[1:]  # a layer with a window may have lost some of the cache
-        fit = bool((more == more[0]).all()) and bool(more[0] >= past if structure.windowed else more[0] == past)
+        lost = past and structure.window is not None
+        fit = bool((more == more[0]).all()) and bool(more[0] >= past if lost else more[0] == past)
     if not fit:
         shown = [cu.tolist() if look and cu.shape[0] < 9 else f"{cu.shape[0] - 1} documents" for cu in (cu_q, cu_k)]
-        also = (
-            f", so that every document sees the cache, or the same with the cached tokens ({past}) added to all but the "
-            "0, so that the first one does"
-        )
         raise ValueError(
-            f"cu_seq_lens_k: got {shown[1]} for cu_seq_lens_q {shown[0]}, expected the same"
-            f"{also if type(past) is not int or past else ', document by document'}"
+            f"cu_seq_lens_k: got {shown[1]} for cu_seq_lens_q {shown[0]}, expected the same, if all documents see what "
+            f"a cache holds, or the same with its tokens ({past}) added to all but the 0, if the first one does"
         )
     if equal and type(past) is int and past and (structure.windowed or structure.chunk is not None):
         raise ValueError(

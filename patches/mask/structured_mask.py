@@ -98,11 +98,10 @@ class StructuredMask:
 
     def __getitem__(self, index: Any) -> Any:
         """The mask of the last queries, as layers that share keys slice it; else a slice of the dense mask."""
-        every = slice(None)
-        if type(index) is not tuple or len(index) != 4 or any(index[i] != every for i in (0, 1, 3)):
-            return self.dense()[index]
-        rows, structure = index[2], self.structure
-        if type(rows) is not slice or rows.start is None or rows.stop is not None or rows.step is not None:
+        every, structure = slice(None), self.structure
+        plain = type(index) is tuple and len(index) == 4 and all(index[i] == every for i in (0, 1, 3))
+        rows = index[2] if plain else None
+        if type(rows) is not slice or rows.start is None or rows != slice(rows.start, None):
             return self.dense()[index]
         first = max(rows.start + structure.q_len, 0) if rows.start < 0 else rows.start
         changes: dict[str, Any] = {"q_len": structure.q_len - first, "q_offset": structure.q_offset + first}

@@ -132,7 +132,8 @@ class Unpadding:
             frame.blocked = None if outer is None else outer.blocked
         else:
             frame.blocked = scored_padding(arguments, shifted=self._shifted)
-            if frame.blocked is not None or not (self.token_wise and _keeps_all_logits(arguments)):
+            keep = arguments.get("logits_to_keep", 0)
+            if frame.blocked or not self.token_wise or not (keep is None or (isinstance(keep, int) and keep == 0)):
                 return None
         layout = read_layout(arguments, self.config, pools=self.pools)
         if not isinstance(layout, Pass) and frame.blocked is not None:
@@ -194,13 +195,11 @@ class Unpadding:
         return None if frame is None else _padded(output, frame)
 
     def _current(self) -> _Frame | None:
-        """The frame of the running base model, if it runs on packed tokens."""
         frames = () if tracing() else _frames.get()
         return frames[-1] if frames and frames[-1].owner is self else None
 
 
 def _padded(value: Any, frame: _Frame) -> Any:
-    """Outputs in padded form: hidden states and logits with zeros at padding, and the caller's own cache."""
     layout = frame.layout
     if layout is None:
         return value
@@ -217,8 +216,3 @@ def _padded(value: Any, frame: _Frame) -> Any:
     elif isinstance(value, (tuple, list)):
         return type(value)(_padded(v, frame) for v in value)
     return value
-
-
-def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
-    keep = arguments.get("logits_to_keep")
-    return keep is None or (isinstance(keep, int) and keep == 0)

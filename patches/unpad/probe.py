@@ -52,7 +52,6 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
 
 
 def _token_ids(vocabulary: int, pad_token: int | None) -> Tensor:
-    """`[3, 7]` token ids, spread over the vocabulary, none of them the padding token."""
     ids = torch.linspace(0, vocabulary - 1, 23, dtype=torch.float32, device="cpu").long()
     ids = ids[ids != pad_token] if pad_token is not None else ids
     return ids.repeat(22)[:21].view(3, 7)

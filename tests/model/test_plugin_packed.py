@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -16,8 +15,8 @@ from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.prepare import prepare
 
 from ..property.test_memory import Largest
-from ..support.families import LISTED, models
-from ..support.models import Pair, assert_same, build, main_output, pair, tokens
+from ..support.families import LISTED, models, sharing
+from ..support.models import Pair, assert_same, main_output, pair, tokens
 from ..support.versions import needs_tracing
 
 BORDER = 4
@@ -247,18 +246,6 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
             said = {"attention_mask": mask} if masked else {"position_ids": positions}
             expected = pair.stock(input_ids=ids, use_cache=False, **said).logits
         assert_same(expected, found, mask if masked else None)
-
-
-def sharing(name: str) -> Pair:
-    """A model of four layers, of which the last two read the keys of those before."""
-    if not hasattr(tf, f"{name}TextConfig"):
-        pytest.skip(f"transformers {tf.__version__} has no {name}")
-    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
-    sizes |= dict(head_dim=16, global_head_dim=16, num_global_key_value_heads=2, sliding_window=5, pad_token_id=0)
-    sizes |= dict(vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, num_hidden_layers=4)
-    kinds = ["sliding_attention", "full_attention"] * 2
-    config = getattr(tf, f"{name}TextConfig")(**sizes, num_kv_shared_layers=2, layer_types=kinds, eos_token_id=None)
-    return build(getattr(tf, f"{name}ForCausalLM"), config)
 
 
 @needs_tracing

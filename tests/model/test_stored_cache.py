@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache, StaticCache
 
 import adaattn_hf
 from adaattn_hf.attention.request import CallSpec
@@ -21,6 +22,7 @@ from adaattn_hf.patches.cache.tokens import SMOOTHED, Tokens
 from studies.cache_speed import held_bytes
 
 from ..support.cached import MODELS, ids, llama, mistral, run
+from ..support.families import sharing
 from ..support.models import fresh_pair
 from ..support.versions import needs_tracing
 
@@ -355,3 +357,29 @@ def test_explain_counts_a_window_once() -> None:
     memory = adaattn_hf.explain(mistral(), cache="int8").cache
     assert memory is not None
     assert memory.predict(1, 1000) == memory.predict(1, 23)
+
+
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma3n"])
+def test_layers_that_read_the_keys_of_others_read_codes(name: str) -> None:
+    stock, model = sharing(name)
+    tokens = ids(2, 20)
+    exact, answers = run(stock, tokens, DynamicCache(config=stock.config), 12, 1, 7), []
+    for attention in ("adaattn", "adaattn_eager"):
+        model.set_attn_implementation(attention)
+        cache = AdaAttnCache(model, "int8")
+        answers.append(run(model, tokens, cache, 12, 1, 7))
+        assert [type(layer).__name__ for layer in cache.layers[:2]] == ["SlidingLayer", "FullLayer"]
+    torch.testing.assert_close(answers[0], answers[1], atol=5e-4, rtol=0)
+    assert 0 < (answers[0] - exact).square().mean().sqrt() < 0.1 * exact.std()
+
+
+def test_prompt_lookup_asks_for_the_room_that_stock_asks_for() -> None:
+    model, tokens = llama(), ids(1, 3).repeat(1, 4)
+    flow: dict[str, Any] = dict(max_new_tokens=2, do_sample=False, prompt_lookup_num_tokens=3)
+    with pytest.raises(IndexError, match="out of bounds"):
+        model.generate(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=14), **flow)
+    for stored in ("model", "int8"):
+        with pytest.raises(ValueError, match="max_cache_len: got 14, expected at least 15"):
+            model.generate(tokens, past_key_values=AdaAttnCache(model, stored, max_cache_len=14), **flow)
+        found = model.generate(tokens, past_key_values=AdaAttnCache(model, stored, max_cache_len=15), **flow)
+        assert found.shape == (1, 14)

@@ -21,8 +21,8 @@ from adaattn_hf.plans.plan import Choice, LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
-from ..support.malformed import Layer
 from ..support.choices import make_choice
+from ..support.malformed import Layer
 from ..support.requests import HALF, generator
 
 HUGE = 6e4
@@ -152,7 +152,9 @@ def test_a_finite_mask_hides_nothing_however_large_its_numbers(
     if backend == "native" and missing():
         pytest.skip("; ".join(missing()))
     leaves, mask = call
-    exact, ours = ([t.to(dtype, copy=True).requires_grad_() for t in leaves] for dtype in (torch.float32, leaves[0].dtype))
+    exact, ours = (
+        [t.to(dtype, copy=True).requires_grad_() for t in leaves] for dtype in (torch.float32, leaves[0].dtype)
+    )
     truth, found = of_sums(*exact, mask), attention_function(backend)(Layer(2), *ours, mask)[0]
     bound = 4 * torch.finfo(leaves[0].dtype).eps * max(4.0, float(leaves[2].detach().abs().amax()))
     assert (found - truth).abs().amax() <= bound

@@ -89,7 +89,6 @@ class NativeBackend(Backend):
 
 
 def _refused_rules(spec: CallSpec) -> list[str]:
-    """Why rules per head cannot be served."""
     from ..capability import of_level
     from .library import level_here
 

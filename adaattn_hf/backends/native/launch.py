@@ -193,7 +193,6 @@ def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionRe
 
 
 def _by_window(group: Group, rules: HeadRules, structure: CallStructure) -> list[Group]:
-    """The heads of a group in parts that see the same keys."""
     parts: dict[tuple[int | None, int], list[int]] = {}
     for head in group.heads:
         parts.setdefault(rules.window_in(structure, head), []).append(head)

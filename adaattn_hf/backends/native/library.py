@@ -137,7 +137,6 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Declare the types of the library's functions. Raises AttributeError where the library lacks one of them."""
     for function in FUNCTIONS:
         getattr(handle, f"ada_{function}").restype = ctypes.c_int64
     handle.ada_has_level.argtypes = handle.ada_peak_bytes.argtypes = [ctypes.c_int64]
@@ -183,7 +182,6 @@ _missing: tuple[str, ...] | None = None  # None until it was looked for
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _open() -> tuple[str, ...]:
-    """Look for the library, once; a tracer runs this and takes the answer as a plain value."""
     global _library, _missing
     if _missing is None:
         _library, _missing = load(Path(__file__).parent)

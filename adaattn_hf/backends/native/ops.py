@@ -22,7 +22,6 @@ _INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, flo
 
 
 def _request(inputs: Sequence[Any]) -> AttentionRequest:
-    """The call of inputs in the order of `_INPUTS`."""
     q, k, v, bias, sink_logits, scaling, softcap, *operands = inputs
     structure = CallStructure.of_operands(q, k, *operands)
     return AttentionRequest(

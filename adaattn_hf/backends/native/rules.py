@@ -184,7 +184,6 @@ def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
 
 
 def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:
-    """Where a vector for each head lies, 0 without one, -1 where it cannot be read as it is."""
     if vector is None:
         return 0
     fits = vector.shape == extents and vector.dtype is torch.float32 and vector.is_contiguous()

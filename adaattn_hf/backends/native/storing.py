@@ -81,12 +81,10 @@ def store(
 
 
 def _belongs(t: Tensor, extents: tuple[int, ...]) -> bool:
-    """Whether a vector for each head of each sequence can be read as it is."""
     return t.shape == extents and t.dtype is torch.float32 and t.is_contiguous() and _in_memory(t)
 
 
 def _in_memory(t: Tensor) -> bool:
-    """Whether the numbers of a tensor lie where it says."""
     if lies(t):
         return True
     plain = type(t) is Tensor and t.layout == torch.strided and t.is_cpu

@@ -46,7 +46,6 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, struct
 
 
 def _flat(key: Tensor, value: Tensor) -> bool:
-    """Batch and heads of the valid keys are one dimension without copying."""
     return key.shape[0] == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
 
 
@@ -70,7 +69,6 @@ def _two_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
 def _folded(
     structure: CallStructure, folded: Tensor, key: Tensor, value: Tensor, scaling: float, spans: list[tuple[int, int]]
 ) -> Tensor:
-    """`[batch, num_kv_heads, rows, head_dim]`: one call, one masked call, or one call per batch row."""
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
     if total < (1 - limits.PADDING_SHARE) * most and high - low >= limits.SHORT_KEYS:
@@ -85,7 +83,6 @@ def _folded(
 
 
 def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
-    """Per batch row the keys that its query sees, or None where they are not one range."""
     if structure.windowed and structure.sinks:
         return None
     if structure.plain:
@@ -114,5 +111,4 @@ def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
 
 
 def _mask(structure: CallStructure, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Additive `[batch, 1, 1, high - low]`."""
     return additive(structure.visible()[..., low:high], dtype)

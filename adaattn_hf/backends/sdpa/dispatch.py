@@ -106,13 +106,11 @@ def _step(spec: CallSpec) -> Way:
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor:
-    """One call with a mask of numbers; torch makes one of a boolean mask in each layer."""
     mask = structure.derived(additive_mask, query.dtype, query.device)
     return operator(query, key, value, scaling, mask).transpose(1, 2)
 
 
 def _over_runs(fused: bool) -> Way:
-    """Packed runs, where a structure is made of such."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
         layout = layout_for(structure, query.device)

@@ -52,7 +52,6 @@ def operator(
 
 
 def _hiding_later(query: Tensor, key: Tensor) -> Tensor:
-    """The mask of causality from the first key on."""
     return query.new_full((query.shape[2], key.shape[2]), float("-inf")).triu_(1)
 
 

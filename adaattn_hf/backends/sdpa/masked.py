@@ -56,7 +56,6 @@ def masked_call(
 
 
 def _written_out(request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Softcapped scores and learned sinks, as separate operations."""
     # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
     # the matrix units of a device compute many times as fast.
     own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
@@ -166,7 +165,6 @@ def _mask_of_place(
 
 
 def _pieces(band: Band, request: AttentionRequest) -> Iterator[tuple[int, Tensor | None]]:
-    """The outputs of a band, `[batch, heads, rows, head_dim_v]`, with their rows; None for zeros."""
     if not band.sinks + band.keys:
         yield band.rows * band.count, None
     elif band.count == 1:

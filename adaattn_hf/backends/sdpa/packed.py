@@ -85,7 +85,6 @@ def walks_runs(device: torch.device | str, dtype: torch.dtype, *sizes: int) -> b
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    """`[queries, heads, head_dim_v]` of packed tokens, a call for each run."""
     found = []
     parts = query.split(layout.q_lengths), key.split(layout.k_lengths), value.split(layout.k_lengths)
     for run in zip(*parts, strict=True):
@@ -114,7 +113,6 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    """`[queries, heads, head_dim_v]` of packed tokens."""
     out: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, layout.q_borders, layout.k_borders, layout.q_longest, layout.k_longest,
         0.0, layout.rule != FULL, False, scale=scaling,
@@ -123,7 +121,6 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: f
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    """`[queries, heads, head_dim_v]` of packed tokens."""
     key, value = repeated(key, query), repeated(value, query)
     out: Tensor = torch.ops.aten._efficient_attention_forward(
         query[None], key[None], value[None], None, layout.q_borders, layout.k_borders,
