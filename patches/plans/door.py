@@ -1,0 +1,225 @@
+"""The door of a planned model: at the start of each pass it compares the model with what its plan was checked on.
+
+What a proof rests on: weights and buffers, the order of layers, and the settings that attention reads. A door only
+notices that something is another; layers then check their parts of the plan anew, and refuse in words.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from adaattn_hf.plans.record import PlanError
+
+from .configured import computes_by
+from .hashes import base_of, tensor_hash
+from .parts import ADAPTERS, Part, inner_of, parts
+from .weights import Weights
+
+_SLOT = "_adaattn_door"
+"""Attribute by which the parts of a model that have a configuration know its door."""
+_pass: ContextVar[tuple[Any, Any]] = ContextVar("adaattn_pass", default=(None, None))
+"""The stamp of the model whose pass runs in this thread, and what was here before."""
+running = _pass.get
+_get: Any = dict.get
+_unwrapped: list[int] = []
+"""How often adapters in this process gave back the layer that they wrapped, in which they may have merged."""
+
+
+class _Link(weakref.ref["Door"]):
+    """Refers to a door without keeping it; copies and pickles are None, as a copied layer is part of no model yet."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+@dataclass(eq=False)
+class State:
+    """What a model was when its plan was checked.
+
+    Attributes:
+        weights: Its weights, modules and buffers.
+        order: Its weights by name.
+        rooms, names, values: Settings that attention reads: the dictionary of each, its name there, and its value.
+        stamp: Stands for this state in the layers, which so do not keep the model alive.
+        unwrapped: How often adapters had left a model of this process.
+        hash: Hash of the weights, empty before it is needed.
+    """
+
+    weights: Weights
+    order: dict[str, Tensor]
+    rooms: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: list[Any]
+    stamp: object = field(default_factory=object)
+    unwrapped: int = field(default_factory=_unwrapped.__len__)
+    hash: str = ""
+
+    @classmethod
+    def of(cls, trunk: nn.Module) -> State:
+        """What a model is now."""
+        inside = [*parts(trunk)]
+        owners = {id(one): one for part in inside if (one := getattr(part.module, "config", None)) is not None}
+        read = [*owners.values(), *(part.module for part in inside if _read_by_attention(part))]
+        said = [(vars(one), name) for one in read for name in computes_by(one)]
+        said += [(vars(one), "config") for one in read if "config" in vars(one)]
+        rooms, names = zip(*said, strict=True) if said else ((), ())
+        values = [room[name] if name == "config" else deepcopy(room[name]) for room, name in said]
+        return cls(Weights.of(trunk, whole=True), dict(_own(inside)), rooms, names, values)
+
+    def same(self) -> bool:
+        """Whether nothing has changed; asked in every pass, so done by iterators."""
+        now = [*map(_get, self.rooms, self.names)]
+        return self.unwrapped == len(_unwrapped) and self.weights.same() and now == self.values
+
+    def goes_on(self, later: State) -> bool:
+        """Whether the weights of a later state are these: inside new modules, or as many as a pipeline's stage keeps.
+
+        A stage is a run of layers: what is missing are layers, up to an end of the model that is none (embeddings, a
+        norm).
+        """
+        names, mine, held = [*self.order], [*self.order.values()], [*later.order.values()]
+        start = next((at for at, weight in enumerate(mine) if held and weight is held[0]), len(mine))
+        end = start + len(held)
+        if end > len(mine) or not all(map(is_, mine[start:end], held)):
+            return False
+        missing = [any(map(str.isdigit, name.split("."))) for name in (*names[:start], *names[end:])]
+        ends = [*missing[:start][:1], *missing[start:][-1:]]
+        is_stage = not missing or (any(missing) and not any(ends))
+        return is_stage and self.unwrapped == later.unwrapped and self.weights.unwritten()
+
+
+def _own(inside: list[Part]) -> list[tuple[str, Tensor]]:
+    held = ((part.prefix, part.module._parameters | part.buffers) for part in inside)
+    return [(prefix + name, weight) for prefix, own in held for name, weight in own.items() if weight is not None]
+
+
+def _read_by_attention(part: Part) -> bool:
+    """Whether a module's settings are attention's: its own, or those of rotary embeddings."""
+    module = part.module
+    return (hasattr(module, "is_causal") and hasattr(module, "config")) or len(part.steady) > len(part.buffers)
+
+
+class Door:
+    """A forward pre-hook of a model, and the hook behind it.
+
+    Attributes:
+        first: Settings and passing buffers when a plan was first checked: no plan names those.
+        adapting: The plan under which adapters alone are trained.
+        state: What was checked, None once something has changed.
+        last: The last state whose weights were checked.
+    """
+
+    def __init__(self, first: dict[str, Any] | None = None, adapting: Any = None) -> None:
+        self.first, self.adapting = first, adapting
+        self.state: State | None = None
+        self.last: State | None = None
+        self.trunk: Any = type(None)
+
+    def __reduce__(self) -> tuple[type[Door], tuple[Any, ...]]:
+        """Copies and pickles belong to the model that they are copied with, and have checked nothing of it."""
+        return Door, (self.first, self.adapting)
+
+    def enter(self, trunk: nn.Module, _: Any) -> None:
+        """Called by torch before a pass."""
+        if torch.compiler.is_compiling():
+            return
+        if self.state is not None and not self.state.same():
+            self.state = None
+        _pass.set((None if self.state is None else self.state.stamp, running()))
+
+    def leave(self, _trunk: nn.Module, _args: Any, _out: Any) -> None:
+        """Called by torch behind a pass, be it by an exception."""
+        if not torch.compiler.is_compiling():
+            _pass.set(running()[1] or (None, None))
+
+    def now(self) -> State:
+        """The state to check: what was noted, where nothing has changed since."""
+        if self.state is None or not self.state.same():
+            self.state = State.of(self.trunk())
+            if self.last is not None and self.last.hash and self.last.goes_on(self.state):
+                self.state.hash = self.last.hash
+        return self.state
+
+    def facts(self) -> dict[str, Any]:
+        """Settings of attention and the numbers of passing buffers, by name."""
+        found: dict[str, Any] = {}
+        for part in filter(_read_by_attention, parts(self.trunk())):
+            found |= {part.prefix + name: value for name, value in computes_by(part.module).items()}
+            for name in part.steady.keys() - part.buffers.keys():
+                found[f"{part.prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
+        return found
+
+    def refuse_foreign(self, module: nn.Module) -> None:
+        """Refuses a layer that another model runs in its pass (PlanError); it may well run by itself."""
+        frame, trunk = sys._getframe(1), self.trunk()
+        while frame is not None and not hasattr(type(host := frame.f_locals.get("self")), "base_model_prefix"):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is None or trunk is None:
+            return
+        if not any(one is host for one in trunk.modules()) and not any(one is trunk for one in host.modules()):
+            raise PlanError(
+                f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)} runs in another model "
+                f"({type(host).__name__}) than the one that its plan was checked for; put the layer back, or remove "
+                "the plan with adaattn_hf.remove_plan(model)"
+            )
+
+
+def door_at(module: nn.Module) -> Door | None:
+    """The door of the model that a module is a part of, None before a plan was checked."""
+    link = module.__dict__.get(_SLOT)
+    return None if link is None else link()
+
+
+def door_of(model: nn.Module) -> Door:
+    """The door of a model, opened if it has none."""
+    trunk = base_of(model)
+    door = next(iter(_doors(trunk)), None)
+    _listen()
+    if door is None:
+        door = Door()
+        trunk.register_forward_pre_hook(door.enter)
+        trunk.register_forward_hook(door.leave, always_call=True)
+    if door.trunk() is not trunk:
+        door.trunk = weakref.ref(trunk)
+    for part in model.modules():
+        if "config" in part.__dict__:
+            part.__dict__[_SLOT] = _Link(door)
+    return door
+
+
+def remove_doors(model: nn.Module) -> None:
+    """Takes away the doors of a model and its parts."""
+    for part in model.modules():
+        part.__dict__.pop(_SLOT, None)
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Door)]:
+                del hooks[key]
+                part._forward_hooks_always_called.pop(key, None)
+
+
+@cache
+def _listen() -> None:
+    """Hears of children that are registered in the place of others, once there is a model to watch."""
+
+    def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        before = parent._modules.get(name)
+        if before is not None and child is not None and inner_of(before, ADAPTERS) is child:
+            _unwrapped.append(1)
+
+    register_module_module_registration_hook(registered)  # type: ignore[arg-type]
+
+
+def _doors(trunk: nn.Module) -> list[Door]:
+    owners = (getattr(hook, "__self__", None) for hook in trunk._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, Door)]
