@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ MOST_BYTES = 1 << 24
 MOST_CARRIED = 1 << 20
 """Largest size of tensors that are stored in a configuration; larger ones lie only in their file."""
 _tensors: dict[str, dict[str, Tensor]] = {}
+_lock = RLock()
 """Tensors of plans by their hash, those that were used last at the end."""
 _MOST = 64
 """Plans whose tensors are kept."""
@@ -94,8 +96,10 @@ def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[st
     Raises:
         PlanError: They are nowhere, or others than the plan names.
     """
-    if name in _tensors:
-        return _use(name, _tensors[name])
+    with _lock:
+        kept = _tensors.get(name)
+        if kept is not None:
+            return _use(name, kept)
     found = keep_held(name, source or "", raw)
     if found is None:
         raise PlanError(
@@ -184,8 +188,9 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
 
 def _use(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Notes tensors as those that were used last, and forgets those that have not been for long."""
-    _tensors.pop(name, None)
-    _tensors[name] = tensors
-    while len(_tensors) > _MOST:
-        del _tensors[next(iter(_tensors))]
+    with _lock:
+        _tensors.pop(name, None)
+        _tensors[name] = tensors
+        while len(_tensors) > _MOST:
+            del _tensors[next(iter(_tensors))]
     return tensors

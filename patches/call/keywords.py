@@ -52,9 +52,10 @@ def allow_keywords(*names: str) -> None:
         ValueError: A name is none, or that of a keyword that changes attention.
     """
     for name in names:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"names: got {name!r:.80}, expected names of keywords; pass them as separate strings")
-        if name in MEANT:
-            raise ValueError(f"names: got {name!r}, which changes attention, expected keywords that it may ignore")
+        if not isinstance(name, str) or not name.isidentifier() or name in MEANT:
+            raise ValueError(
+                f"names: got {name!r:.80}, expected keywords that attention may ignore, each a string; give the names of "
+                "parameters of your loss function"
+            )
     ALLOWED.update(names)
     IDLE.update(names)

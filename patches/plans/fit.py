@@ -125,11 +125,14 @@ def _adapts(module: nn.Module, known: Resolved) -> bool:
 
 
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose."""
+    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose.
+
+    Autocast leaves fp64 alone.
+    """
     device = known.weights.tensors[0].device.type
     for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if torch.is_autocast_enabled(kind) and dtype != program.dtype:
+        if torch.is_autocast_enabled(kind) and program.dtype not in (dtype, "float64"):
             raise PlanError(
                 f"autocast: the plan was calibrated in {program.dtype}, autocast computes in {dtype}; leave autocast, "
                 f"or load the model with dtype=torch.{dtype} and calibrate it so"

@@ -194,6 +194,17 @@ def test_a_backend_that_can_serve_nothing_here_is_refused_at_load() -> None:
             adaattn_hf.check(model)
 
 
+@pytest.mark.parametrize("family", ["gemma2-softcap", "gpt-oss-sinks"])
+def test_where_transformers_refuses_a_name_the_settings_name_the_backend(family: str) -> None:
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        AutoModelForCausalLM.from_config(config_of(family), attn_implementation="adaattn_sdpa")
+    model = fresh_pair(family).ours
+    right = logits(model)
+    adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend="sdpa"))
+    torch.testing.assert_close(logits(model), right)
+    assert {one["backend"] for one in adaattn_hf.explain(model).to_dict()["layers"]} == {"sdpa"}
+
+
 def test_devices_that_may_come_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model on the processor whose backend wants a GPU that is there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
