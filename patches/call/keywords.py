@@ -33,10 +33,8 @@ MEANT = frozenset((
 ))  # fmt: skip
 """Keywords that may change what is computed; `position_ids` do so in some model families only."""
 KNOWN = HARMLESS | MEANT
-ALLOWED: set[str] = set()
-"""Keywords that a user allowed in this process."""
 IDLE = {*HARMLESS, "position_ids"}
-"""Keywords that change no ordinary call; `position_ids` do in calls whose mask says so."""
+"""Keywords that change no ordinary call, and those that a user allowed; `position_ids` do where the mask says so."""
 
 
 def allow_keywords(*names: str) -> None:
@@ -54,8 +52,7 @@ def allow_keywords(*names: str) -> None:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in MEANT:
             raise ValueError(
-                f"names: got {name!r:.80}, expected keywords that attention may ignore, each a string; give the names of "
-                "parameters of your loss function"
+                f"names: got {name!r:.80}, expected keywords that attention may ignore, each a string; give the names "
+                "of parameters of your loss function"
             )
-    ALLOWED.update(names)
     IDLE.update(names)

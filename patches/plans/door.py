@@ -1,7 +1,7 @@
 """The door of a planned model: at the start of each pass it compares the model with what its plan was checked on.
 
-What a proof rests on: weights and buffers, the order of layers, and the settings that attention reads. A door only
-notices that something is another; layers then check their parts of the plan anew, and refuse in words.
+What a plan was verified on: weights and buffers, the order of layers, and the settings that attention reads. A door
+only notices that something is another; layers then check their parts of the plan anew, and refuse in words.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _pass: ContextVar[tuple[Any, Any]] = ContextVar("adaattn_pass", default=(None, N
 running = _pass.get
 _get: Any = dict.get
 _unwrapped: list[int] = []
-"""How often adapters in this process gave back the layer that they wrapped, in which they may have merged."""
+"""One entry for each time that an adapter left a model: it may have merged, past all counters."""
 
 
 class _Link(weakref.ref["Door"]):
@@ -45,14 +45,11 @@ class _Link(weakref.ref["Door"]):
 
 @dataclass(eq=False)
 class State:
-    """What a model was when its plan was checked.
+    """What a model was when its plan was checked: weights, also by name, and settings that attention reads.
 
     Attributes:
-        weights: Its weights, modules and buffers.
-        order: Its weights by name.
-        rooms, names, values: Settings that attention reads: the dictionary of each, its name there, and its value.
+        rooms, names, values: The dictionary of each setting, its name there, and its value.
         stamp: Stands for this state in the layers, which so do not keep the model alive.
-        unwrapped: How often adapters had left a model of this process.
         hash: Hash of the weights, empty before it is needed.
     """
 
@@ -69,13 +66,15 @@ class State:
     def of(cls, trunk: nn.Module) -> State:
         """What a model is now."""
         inside = [*parts(trunk)]
-        owners = {id(one): one for part in inside if (one := getattr(part.module, "config", None)) is not None}
-        read = [*owners.values(), *(part.module for part in inside if _read_by_attention(part))]
-        said = [(vars(one), name) for one in read for name in computes_by(one)]
-        said += [(vars(one), "config") for one in read if "config" in vars(one)]
-        rooms, names = zip(*said, strict=True) if said else ((), ())
-        values = [room[name] if name == "config" else deepcopy(room[name]) for room, name in said]
-        return cls(Weights.of(trunk, whole=True), dict(_own(inside)), rooms, names, values)
+        read = [part.module for part in inside if _read_by_attention(part)]
+        said: list[tuple[dict[str, Any], str]] = [(vars(one), "config") for one in read if "config" in vars(one)]
+        values = [room[name] for room, name in said]
+        owners = {id(config): config for part in inside if (config := getattr(part.module, "config", None)) is not None}
+        for one in (*owners.values(), *read):
+            said += [(vars(one), name) for name in computes_by(one)]
+        values += [deepcopy(room[name]) for room, name in said[len(values) :]]
+        held = ((part.prefix + name, one) for part in inside for name, one in part.weights.items())
+        return cls(Weights.of(trunk, whole=True), dict(held), *zip(*said, strict=True), values)
 
     def same(self) -> bool:
         """Whether nothing has changed; asked in every pass, so done by iterators."""
@@ -85,60 +84,49 @@ class State:
     def goes_on(self, later: State) -> bool:
         """Whether the weights of a later state are these: inside new modules, or as many as a pipeline's stage keeps.
 
-        A stage is a run of layers: what is missing are layers, up to an end of the model that is none (embeddings, a
-        norm).
+        A stage lacks layers, up to an end of the model that is none (embeddings, a norm).
         """
         names, mine, held = [*self.order], [*self.order.values()], [*later.order.values()]
         start = next((at for at, weight in enumerate(mine) if held and weight is held[0]), len(mine))
         end = start + len(held)
-        if end > len(mine) or not all(map(is_, mine[start:end], held)):
-            return False
-        missing = [any(map(str.isdigit, name.split("."))) for name in (*names[:start], *names[end:])]
-        ends = [*missing[:start][:1], *missing[start:][-1:]]
-        is_stage = not missing or (any(missing) and not any(ends))
-        return is_stage and self.unwrapped == later.unwrapped and self.weights.unwritten()
-
-
-def _own(inside: list[Part]) -> list[tuple[str, Tensor]]:
-    held = ((part.prefix, part.module._parameters | part.buffers) for part in inside)
-    return [(prefix + name, weight) for prefix, own in held for name, weight in own.items() if weight is not None]
+        layers = [any(map(str.isdigit, name.split("."))) for name in (*names[:start], *names[end:])]
+        ends = [*layers[:start][:1], *layers[start:][-1:]]
+        kept = end <= len(mine) and all(map(is_, mine[start:end], held)) and self.weights.unwritten()
+        return kept and self.unwrapped == later.unwrapped and (not layers or (any(layers) and not any(ends)))
 
 
 def _read_by_attention(part: Part) -> bool:
-    """Whether a module's settings are attention's: its own, or those of rotary embeddings."""
+    """Whether a module's settings are attention's own, or those of rotary embeddings."""
     module = part.module
     return (hasattr(module, "is_causal") and hasattr(module, "config")) or len(part.steady) > len(part.buffers)
 
 
 class Door:
-    """A forward pre-hook of a model, and the hook behind it.
+    """The hooks before and behind a pass; copies and pickles of a model have doors that checked nothing yet.
 
     Attributes:
         first: Settings and passing buffers when a plan was first checked: no plan names those.
         adapting: The plan under which adapters alone are trained.
-        state: What was checked, None once something has changed.
-        last: The last state whose weights were checked.
+        state, last: What was checked, None once something has changed, and what was checked last.
     """
 
     def __init__(self, first: dict[str, Any] | None = None, adapting: Any = None) -> None:
-        self.first, self.adapting = first, adapting
+        self.first, self.adapting = first or {}, adapting
         self.state: State | None = None
         self.last: State | None = None
         self.trunk: Any = type(None)
 
     def __reduce__(self) -> tuple[type[Door], tuple[Any, ...]]:
-        """Copies and pickles belong to the model that they are copied with, and have checked nothing of it."""
         return Door, (self.first, self.adapting)
 
     def enter(self, trunk: nn.Module, _: Any) -> None:
         """Called by torch before a pass."""
-        if torch.compiler.is_compiling():
-            return
-        if self.state is not None and not self.state.same():
-            self.state = None
-        _pass.set((None if self.state is None else self.state.stamp, running()))
+        if not torch.compiler.is_compiling():
+            if self.state is not None and not self.state.same():
+                self.state = None
+            _pass.set((None if self.state is None else self.state.stamp, running()))
 
-    def leave(self, _trunk: nn.Module, _args: Any, _out: Any) -> None:
+    def leave(self, trunk: nn.Module, _: Any, out: Any) -> None:
         """Called by torch behind a pass, be it by an exception."""
         if not torch.compiler.is_compiling():
             _pass.set(running()[1] or (None, None))
@@ -147,7 +135,7 @@ class Door:
         """The state to check: what was noted, where nothing has changed since."""
         if self.state is None or not self.state.same():
             self.state = State.of(self.trunk())
-            if self.last is not None and self.last.hash and self.last.goes_on(self.state):
+            if self.last is not None and self.last.goes_on(self.state):
                 self.state.hash = self.last.hash
         return self.state
 
@@ -162,12 +150,11 @@ class Door:
 
     def refuse_foreign(self, module: nn.Module) -> None:
         """Refuses a layer that another model runs in its pass (PlanError); it may well run by itself."""
-        frame, trunk = sys._getframe(1), self.trunk()
+        frame: Any = sys._getframe(1)
         while frame is not None and not hasattr(type(host := frame.f_locals.get("self")), "base_model_prefix"):
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is None or trunk is None:
-            return
-        if not any(one is host for one in trunk.modules()) and not any(one is trunk for one in host.modules()):
+            frame = frame.f_back
+        trunk = self.trunk()
+        if frame is not None and not {trunk, host} & {*trunk.modules()} & {*host.modules()}:
             raise PlanError(
                 f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)} runs in another model "
                 f"({type(host).__name__}) than the one that its plan was checked for; put the layer back, or remove "
@@ -178,20 +165,21 @@ class Door:
 def door_at(module: nn.Module) -> Door | None:
     """The door of the model that a module is a part of, None before a plan was checked."""
     link = module.__dict__.get(_SLOT)
-    return None if link is None else link()
+    door: Door | None = None if link is None else link()
+    return None if door is None or door.trunk() is None else door
 
 
 def door_of(model: nn.Module) -> Door:
     """The door of a model, opened if it has none."""
     trunk = base_of(model)
-    door = next(iter(_doors(trunk)), None)
-    _listen()
+    owners = (getattr(hook, "__self__", None) for hook in trunk._forward_pre_hooks.values())
+    door = next((owner for owner in owners if isinstance(owner, Door)), None)
     if door is None:
         door = Door()
         trunk.register_forward_pre_hook(door.enter)
         trunk.register_forward_hook(door.leave, always_call=True)
-    if door.trunk() is not trunk:
-        door.trunk = weakref.ref(trunk)
+    _listen()
+    door.trunk = weakref.ref(trunk)
     for part in model.modules():
         if "config" in part.__dict__:
             part.__dict__[_SLOT] = _Link(door)
@@ -212,14 +200,9 @@ def remove_doors(model: nn.Module) -> None:
 def _listen() -> None:
     """Hears of children that are registered in the place of others, once there is a model to watch."""
 
-    def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def registered(parent: nn.Module, name: str, child: Any) -> None:
         before = parent._modules.get(name)
         if before is not None and child is not None and inner_of(before, ADAPTERS) is child:
             _unwrapped.append(1)
 
-    register_module_module_registration_hook(registered)  # type: ignore[arg-type]
-
-
-def _doors(trunk: nn.Module) -> list[Door]:
-    owners = (getattr(hook, "__self__", None) for hook in trunk._forward_pre_hooks.values())
-    return [owner for owner in owners if isinstance(owner, Door)]
+    register_module_module_registration_hook(registered)

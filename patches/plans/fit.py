@@ -280,8 +280,8 @@ def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) ->
             "another checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
         )
     facts = door.facts()
-    refuse_other_configuration(door.first or {}, facts)
-    door.first, door.last = {**facts, **(door.first or {})}, state
+    refuse_other_configuration(door.first, facts)
+    door.first, door.last = facts | door.first, state
     if adapted(model):
         say(plan.weight_hash, ADAPTED)
     else:

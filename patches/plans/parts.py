@@ -32,6 +32,11 @@ class Part(NamedTuple):
         return {name: held for name, held in found.items() if held is not None and name not in passing}
 
     @property
+    def weights(self) -> dict[str, Tensor]:
+        """Its parameters and the buffers that are saved with it."""
+        return {name: held for name, held in self.module._parameters.items() if held is not None} | self.buffers
+
+    @property
     def steady(self) -> dict[str, Tensor]:
         """Its buffers that no pass changes: all but the frequencies that some rotary embeddings set by the length."""
         kinds = getattr(self.module, "rope_type", None)

@@ -16,7 +16,7 @@ import adaattn_hf
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
-from ..support.models import assert_same, config_of, fresh_pair, main_output, padding, tokens
+from ..support.models import assert_same, config_of, fresh_pair, logits, main_output, padding, tokens
 from ..support.names import registered
 
 AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
