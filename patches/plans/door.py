@@ -6,7 +6,6 @@ only notices that something is another; layers then check their parts of the pla
 
 from __future__ import annotations
 
-import sys
 import weakref
 from contextvars import ContextVar
 from copy import deepcopy
@@ -23,6 +22,7 @@ from adaattn_hf.plans.record import PlanError
 
 from .configured import computes_by
 from .hashes import base_of, tensor_hash
+from .layers import model_of
 from .parts import ADAPTERS, Part, inner_of, parts
 from .weights import Weights
 
@@ -150,11 +150,8 @@ class Door:
 
     def refuse_foreign(self, module: nn.Module) -> None:
         """Refuses a layer that another model runs in its pass (PlanError); it may well run by itself."""
-        frame: Any = sys._getframe(1)
-        while frame is not None and not hasattr(type(host := frame.f_locals.get("self")), "base_model_prefix"):
-            frame = frame.f_back
-        trunk = self.trunk()
-        if frame is not None and not {trunk, host} & {*trunk.modules()} & {*host.modules()}:
+        host, trunk = model_of(module), self.trunk()
+        if host is not None and not (trunk in {*host.modules()} or host in {*trunk.modules()}):
             raise PlanError(
                 f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)} runs in another model "
                 f"({type(host).__name__}) than the one that its plan was checked for; put the layer back, or remove "

@@ -39,12 +39,10 @@ class Resolved(NamedTuple):
     """What became of a module's part of a plan.
 
     Attributes:
-        raw: The settings that held the plan.
+        raw, plan: The settings that held the plan, and the plan, which may be set anew in place.
         program: The module's part, None if the module is exact.
-        weights: The module's weights when they were checked.
-        plan: What the settings held, which may be set anew in place.
+        weights, stamp: The module when it was checked, and what stands for its model then, if it has one.
         trained: Whether the model is trained under it, so that its weights change.
-        stamp: Stands for the state of the model when it was checked; None for a module of no model.
         covered: Whether the door of the model compares the module's weights, which are there between passes.
     """
 
@@ -261,10 +259,7 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
 def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) -> None:
     """Refuses a model that is not as a plan names it or as it was when one was first read (PlanError).
 
-    Args:
-        model: The model, or its trunk.
-        plan: The plan.
-        anew: Read weights again though no counter says that they changed.
+    With `anew` its weights are read again though no counter says that they changed.
     """
     door = door_of(model)
     state = door.now()

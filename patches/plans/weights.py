@@ -22,16 +22,11 @@ class Weights(NamedTuple):
     Those are its own weights: parameters and saved buffers inside wrappers, not what adapters add and training changes.
 
     Attributes:
-        tensors: Its weights.
-        counted: Those that count changes in place; tensors of `torch.inference_mode` do not.
-        versions: Version counter of each of them.
-        pointers: Memory address of each weight.
-        holders: The dictionaries of parameters and children of all submodules and wrappers.
-        lengths: Values of each dictionary.
-        held: All these values, one dictionary after the other.
-        rooms: The dictionary of each saved buffer; others in it may come and go.
-        names: Its name there.
-        buffers: The buffers.
+        tensors, pointers: Its weights, and the memory address of each.
+        counted, versions: Those that count changes in place (tensors of `torch.inference_mode` do not), and counters.
+        holders, lengths: The dictionaries of parameters and children of all submodules and wrappers, and their sizes.
+        held: All the values of these, one dictionary after the other.
+        rooms, names, buffers: The dictionary of each buffer, in which others may come and go, its name there, and it.
     """
 
     tensors: tuple[torch.Tensor, ...]
