@@ -19,7 +19,7 @@ from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention
 from . import fit
-from .door import remove_doors
+from .door import door_of, remove_doors
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
@@ -33,7 +33,7 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
         kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
         config.adaattn = {**kept, **raw}
     for module, program in programs.values():
-        module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program)  # type: ignore[union-attr]
+        module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program, door_of(model))  # type: ignore[union-attr]
 
 
 def programs_for(

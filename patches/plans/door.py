@@ -26,8 +26,6 @@ from .layers import model_of
 from .parts import ADAPTERS, Part, inner_of, parts
 from .weights import Weights
 
-_SLOT = "_adaattn_door"
-"""Attribute by which the parts of a model that have a configuration know its door."""
 _pass: ContextVar[tuple[Any, Any]] = ContextVar("adaattn_pass", default=(None, None))
 """The stamp of the model whose pass runs in this thread, and what was here before."""
 running = _pass.get
@@ -36,8 +34,11 @@ _unwrapped: list[int] = []
 """One entry for each time that an adapter left a model: it may have merged, past all counters."""
 
 
-class _Link(weakref.ref["Door"]):
-    """Refers to a door without keeping it; copies and pickles are None, as a copied layer is part of no model yet."""
+class Stamp(weakref.ref["Door"]):
+    """Stands for a checked state in the layers, and knows the door without keeping it.
+
+    Copies and pickles are None, as a copied layer is part of no model yet.
+    """
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -49,7 +50,6 @@ class State:
 
     Attributes:
         rooms, names, values: The dictionary of each setting, its name there, and its value.
-        stamp: Stands for this state in the layers, which so do not keep the model alive.
         hash: Hash of the weights, empty before it is needed.
     """
 
@@ -58,12 +58,12 @@ class State:
     rooms: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
     values: list[Any]
-    stamp: object = field(default_factory=object)
+    stamp: Stamp
     unwrapped: int = field(default_factory=_unwrapped.__len__)
     hash: str = ""
 
     @classmethod
-    def of(cls, trunk: nn.Module) -> State:
+    def of(cls, trunk: nn.Module, door: Door) -> State:
         """What a model is now."""
         inside = [*parts(trunk)]
         read = [part.module for part in inside if _read_by_attention(part)]
@@ -74,7 +74,7 @@ class State:
             said += [(vars(one), name) for name in computes_by(one)]
         values += [deepcopy(room[name]) for room, name in said[len(values) :]]
         held = ((part.prefix + name, one) for part in inside for name, one in part.weights.items())
-        return cls(Weights.of(trunk, whole=True), dict(held), *zip(*said, strict=True), values)
+        return cls(Weights.of(trunk, whole=True), dict(held), *zip(*said, strict=True), values, Stamp(door))
 
     def same(self) -> bool:
         """Whether nothing has changed; asked in every pass, so done by iterators."""
@@ -134,7 +134,7 @@ class Door:
     def now(self) -> State:
         """The state to check: what was noted, where nothing has changed since."""
         if self.state is None or not self.state.same():
-            self.state = State.of(self.trunk())
+            self.state = State.of(self.trunk(), self)
             if self.last is not None and self.last.goes_on(self.state):
                 self.state.hash = self.last.hash
         return self.state
@@ -159,13 +159,6 @@ class Door:
             )
 
 
-def door_at(module: nn.Module) -> Door | None:
-    """The door of the model that a module is a part of, None before a plan was checked."""
-    link = module.__dict__.get(_SLOT)
-    door: Door | None = None if link is None else link()
-    return None if door is None or door.trunk() is None else door
-
-
 def door_of(model: nn.Module) -> Door:
     """The door of a model, opened if it has none."""
     trunk = base_of(model)
@@ -177,16 +170,12 @@ def door_of(model: nn.Module) -> Door:
         trunk.register_forward_hook(door.leave, always_call=True)
     _listen()
     door.trunk = weakref.ref(trunk)
-    for part in model.modules():
-        if "config" in part.__dict__:
-            part.__dict__[_SLOT] = _Link(door)
     return door
 
 
 def remove_doors(model: nn.Module) -> None:
     """Takes away the doors of a model and its parts."""
     for part in model.modules():
-        part.__dict__.pop(_SLOT, None)
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Door)]:
                 del hooks[key]

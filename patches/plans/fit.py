@@ -22,7 +22,7 @@ from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
-from .door import door_at, door_of, running
+from .door import Door, Stamp, door_of, running
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules, model_of, number_layers
 from .parts import adapted, module_dtype, own_weights_train, parts, resident
@@ -51,13 +51,18 @@ class Resolved(NamedTuple):
     weights: Weights
     plan: Any
     trained: bool
-    stamp: object
+    stamp: Stamp | None
     covered: bool
 
+    @property
+    def door(self) -> Door | None:
+        """The door of the model, while that is there."""
+        return None if self.stamp is None else self.stamp()
+
     @classmethod
-    def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
+    def of(cls, module: nn.Module, raw: Any, program: Program | None, door: Door | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
-        plan, door = raw.get(CONFIG_KEY), door_at(module)
+        plan = raw.get(CONFIG_KEY)
         stamp = None if door is None or door.state is None else door.state.stamp
         covered = stamp is not None and all(resident(part.module) for part in parts(module))
         return cls(raw, program, Weights.of(module), plan, isinstance(plan, Trained), stamp, covered)
@@ -72,15 +77,16 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
         return None
     if known.trained or compiling or known.program is None:
         return known
-    return known if known.stamp is running()[0] and (known.covered or known.weights.same()) else None
+    covered = known.covered and known.stamp is not None
+    return known if known.stamp is running()[0] and (covered or known.weights.same()) else None
 
 
-def _alone(module: nn.Module, known: Resolved | None, raw: Any) -> Resolved | None:
+def _alone(known: Resolved | None, raw: Any) -> Resolved | None:
     """The same for a layer that runs outside of a pass of its model: computed again for gradients, or by itself."""
-    door = door_at(module)
-    if known is None or door is None or known.raw is not raw or raw.get(CONFIG_KEY) is not known.plan:
+    if known is None or known.door is None or known.raw is not raw or raw.get(CONFIG_KEY) is not known.plan:
         return None
-    unchanged = door.state is not None and known.stamp is door.state.stamp and door.state.same()
+    state = known.door.state
+    unchanged = state is not None and known.stamp is state.stamp and state.same()
     return known if unchanged and known.weights.same() else None
 
 
@@ -106,20 +112,19 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
                 "before torch.compile"
             )
         before = slots.get(PROGRAM_SLOT)
-        known = slots[PROGRAM_SLOT] = _alone(module, before, raw) or _settled(module, before, raw)
-        if known.program is not None and not known.trained and (door := door_at(module)) is not None:
-            door.refuse_foreign(module)
+        if before is not None and before.door is not None and not before.trained:
+            before.door.refuse_foreign(module)
+        known = slots[PROGRAM_SLOT] = _alone(before, raw) or _settled(module, before, raw)
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
-    if _casts() and known.program is not None and not (module.training or known.trained or _adapts(module, known)):
+    if _casts() and known.program is not None and not (module.training or known.trained or _adapts(known)):
         _refuse_autocast(known, known.program)
     return known.program
 
 
-def _adapts(module: nn.Module, known: Resolved) -> bool:
+def _adapts(known: Resolved) -> bool:
     """Whether adapters alone were trained under the plan."""
-    door = door_at(module)
-    return door is not None and door.adapting is known.plan
+    return known.door is not None and known.door.adapting is known.plan
 
 
 def _refuse_autocast(known: Resolved, program: Program) -> None:
@@ -141,24 +146,22 @@ def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
     """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
     if not isinstance(raw, Mapping):
         settings_of(raw)  # an error: they are none
-    data = raw.get(CONFIG_KEY)
+    data, door = raw.get(CONFIG_KEY), None if before is None else before.door
     if before is not None and isinstance(data, Trained) and before.plan == data:
         program = before.program  # its weights may have changed since
     else:
         plan = None if data is None else Plan.from_dict(data)
         program = None if plan is None else resolve(module, plan, raw)
         if plan is not None and not isinstance(data, Trained):
-            door = door_at(module)
-            model = model_of(module) if door is None else door.trunk()
-            if model is not None:
-                refuse_other_weights(model, plan)
-    return Resolved.of(module, raw, program)
+            model = (door and door.trunk()) or model_of(module)
+            door = None if model is None else refuse_other_weights(model, plan)
+    return Resolved.of(module, raw, program, door)
 
 
 def _train(module: nn.Module, known: Resolved) -> None:
     """Notes that a model is trained under its plan, which then is not saved any more; adapters alone leave it."""
     frozen = not any(weight.requires_grad for weight in known.weights.tensors)
-    if not torch.is_grad_enabled() or (frozen and _adapts(module, known)):
+    if not torch.is_grad_enabled() or (frozen and _adapts(known)):
         return
     model = model_of(module)
     if frozen and model is not None and not own_weights_train(model):
@@ -256,8 +259,8 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
     )
 
 
-def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) -> None:
-    """Refuses a model that is not as a plan names it or as it was when one was first read (PlanError).
+def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) -> Door:
+    """Refuses a model that is not as a plan names it or as it was when one was first read (PlanError); its door.
 
     With `anew` its weights are read again though no counter says that they changed.
     """
@@ -281,6 +284,7 @@ def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) ->
         say(plan.weight_hash, ADAPTED)
     else:
         door.adapting = None
+    return door
 
 
 def check_versions(plan: Plan) -> None:
