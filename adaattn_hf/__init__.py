@@ -14,6 +14,7 @@ _BESIDE = Path(__file__).parent.parent
 if all((_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/registry.py", "eval/provenance.py")):
     __path__.append(str(_BESIDE))
 
+from adaattn_hf.patches.call.keywords import allow_keywords  # noqa: E402
 from adaattn_hf.patches.registry import NAMES, continuous_batching, register, unregister  # noqa: E402
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NAMES", "AdaAttnCache", "AdaAttnCallback", "AdaAttnConfig", "AttentionRecord", "ConfigError",
     "Explanation", "GrowingCache", "Plan", "PlanError", "PrepareError", "UnsupportedModel", "__version__",
-    "check", "configure", "continuous_batching", "explain", "load_cache", "load_plan", "load_preset",
+    "allow_keywords", "check", "configure", "continuous_batching", "explain", "load_cache", "load_plan", "load_preset",
     "monitoring", "plan_of", "prepare", "preset_names", "record", "register", "remove_plan",
     "restore", "save_cache", "statistics", "unpad_calls", "unregister", "use_plan",
 ]  # fmt: skip

@@ -115,7 +115,7 @@ class AdaAttnConfig:
         if not isinstance(data, Mapping):
             raise ConfigError(
                 f"config.adaattn: got {type(data).__name__}, expected a mapping of settings; "
-                "adaattn_hf.configure(model, settings) writes one, and also takes the name of a preset"
+                "adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(...)) writes one, and also takes a preset's name"
             )
         if "unverified" in data:
             raise ConfigError(

@@ -83,7 +83,7 @@ def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
     The engine (`generate_batch`, `init_continuous_batching`) goes by the name of a model's attention alone: it refuses
     `adaattn`, and where flash-attn can be had it changes the model to that, which drops a plan. In the block the
     configuration holds a name that the engine lets in. The block is the model's, for all threads: managers are to be
-    stopped in it, and other calls of the model wait for its end.
+    stopped in it, and other calls of the model wait for its end. A name that is set meanwhile stays.
 
     Args:
         model: A model set to `adaattn…`.
@@ -111,7 +111,8 @@ def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
         yield ContinuousBatchingConfig(use_cuda_graph=False)
     finally:
         for config, name in ours:
-            config._attn_implementation = {"": name}
+            if config._attn_implementation == engine_name(name):
+                config._attn_implementation = {"": name}
 
 
 def unregister() -> None:

@@ -32,10 +32,15 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
         `model`; its `config.adaattn` holds the settings.
 
     Raises:
-        ConfigError: Unknown preset or setting, or there is no Transformers model.
+        ConfigError: Unknown preset or setting, settings of another type, or there is no Transformers model.
     """
     held = model_in(model)
     refuse_no_model(held)
+    if not isinstance(settings, (AdaAttnConfig, str)):
+        raise ConfigError(
+            f"settings: got {settings!r:.80}, expected an AdaAttnConfig or the name of a preset; call "
+            "adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(shadow=3)), say"
+        )
     configs = [config for config in configs_of(held) if isinstance(config, PreTrainedConfig)]
     if not configs:
         raise ConfigError(

@@ -108,7 +108,8 @@ def traces(name: str) -> bool:
 def remember(kind: Hashable, decided: Any) -> Any:
     """Keeps what was decided for a kind, and returns it."""
     if len(launches) >= MOST:
-        launches.pop(next(iter(launches), None), None)
+        for oldest in list(launches)[: 1 - MOST]:  # a list is made in one step, whatever other threads do meanwhile
+            launches.pop(oldest, None)
     launches[kind] = decided
     return decided
 

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _SUCH = "layers.0.key_mean and layers.0.query_basis.0"
 _NAMED = re.compile(r"layers\.(\d{1,4})\.(?:key_mean|(query_basis|key_basis)\.(\d{1,4}))", re.ASCII)
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _tensors: dict[str, dict[str, Tensor]] = {}
+_lock = RLock()
 """Tensors of plans by their hash, those that were used last at the end."""
 _MOST = 64
 """Plans whose tensors are kept."""
@@ -95,9 +97,15 @@ def remember_tensors(tensors: dict[str, Tensor]) -> str:
 
 
 def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
-    """Returns a plan's tensors by their hash, from memory, their file or settings; PlanError if there are none."""
-    if name in _tensors:
-        return _use(name, _tensors[name])
+    """Returns a plan's tensors by their hash: from memory, from their file, or from settings that carry them.
+
+    Raises:
+        PlanError: They are nowhere, or others than the plan names.
+    """
+    with _lock:
+        kept = _tensors.get(name)
+        if kept is not None:
+            return _use(name, kept)
     found = keep_held(name, source or "", raw)
     if found is None:
         raise PlanError(
@@ -196,8 +204,10 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
 
 
 def _use(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    _tensors.pop(name, None)
-    _tensors[name] = tensors
-    while len(_tensors) > _MOST:
-        del _tensors[next(iter(_tensors))]
+    """Notes tensors as those that were used last, and forgets those that have not been for long."""
+    with _lock:
+        _tensors.pop(name, None)
+        _tensors[name] = tensors
+        while len(_tensors) > _MOST:
+            del _tensors[next(iter(_tensors))]
     return tensors

@@ -41,11 +41,13 @@ def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> t
     """Returns query, key and value in one dtype: autocast's where it is on, else the widest of the three.
 
     Under autocast, rotary embeddings return fp32 queries and keys beside half-precision values; GPT-2 can ask for fp32.
+    Autocast leaves fp64 alone.
     """
     dtype = query.dtype
     # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
     upcasts = module.__dict__.get("reorder_and_upcast_attn")
     casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
+    casts = casts and torch.float64 not in (dtype, key.dtype, value.dtype)
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value
     for name, tensor in (("query", query), ("key", key), ("value", value)):

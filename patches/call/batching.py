@@ -104,7 +104,8 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
     if borders is None or kwargs.get("read_index") is None:
         raise ValueError(
             f"attn_implementation: {type(module).__name__} is inside `with adaattn_hf.continuous_batching(model):`, "
-            "which supports only steps of continuous batching; leave the block for everything else"
+            "which supports only steps of continuous batching; leave the block for everything else, and run a copy "
+            'that was made in it behind copied.set_attn_implementation("adaattn")'
         )
     declared = PagedAttentionArgs.__annotations__
     refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - declared}, HARMLESS)

@@ -14,7 +14,7 @@ from adaattn_hf.config import EXACT, raw_settings, settings_in
 from ..mask.structured_mask import StructuredMask
 from .arguments import Call, one_dtype, read_mask, restored, with_keywords
 from .keywords import KNOWN, MEANT
-from .resolved import IDLE, collecting
+from .resolved import collecting
 
 
 def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]:
@@ -80,8 +80,6 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
         from .refusals import check_call
 
         check_call(module, query, key, mask, call.position_bias, scaling, call.sliding_window, kwargs)
-        if not compiling:
-            IDLE.update(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
     if call.stored is None and call.streams is None:
         query, key, value = one_dtype(module, query, key, value)
     else:

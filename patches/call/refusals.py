@@ -17,7 +17,7 @@ from adaattn_hf.attention.request import broadcast_to_scores
 from adaattn_hf.attention.tap import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
-from .keywords import KNOWN, PAGED, takes
+from .keywords import IDLE, KNOWN, PAGED
 
 
 def check_call(
@@ -60,15 +60,13 @@ def check_call(
 
 
 def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN) -> None:
-    """Refuses keywords that nobody knows; options of a loss pass through attention on their way (ValueError)."""
+    """Refuses keywords that nobody knows or allowed (ValueError)."""
     for name, value in kwargs.items():
-        if name in known or value is None:
-            continue
-        if not takes(name):
+        if value is not None and name not in known and name not in IDLE:
             raise ValueError(
                 f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
-                "know and that may change what is computed; leave it out of the model's inputs, name it in the "
-                "signature of the model's loss_function if it is the loss's, or load the model with "
+                "know and that may change what is computed; leave it out of the model's inputs, call "
+                f"adaattn_hf.allow_keywords({name!r}) if it is your loss function's, or load the model with "
                 "attn_implementation='sdpa'"
             )
 

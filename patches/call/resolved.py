@@ -21,15 +21,11 @@ from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
-from .keywords import HARMLESS
+from .keywords import IDLE
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
     from adaattn_hf.attention.stored import StoredKV
-
-IDLE = {*HARMLESS, "position_ids"}
-"""Keywords that change no call. `position_ids` do in calls whose mask says so. Options of losses
-join when they are first met."""
 
 collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""

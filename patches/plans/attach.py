@@ -19,6 +19,7 @@ from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention
 from . import fit
+from .door import door_of, remove_doors
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
@@ -32,7 +33,7 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
         kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
         config.adaattn = {**kept, **raw}
     for module, program in programs.values():
-        module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program)  # type: ignore[union-attr]
+        module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program, door_of(model))  # type: ignore[union-attr]
 
 
 def programs_for(
@@ -51,13 +52,14 @@ def programs_for(
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
     programs = {index: (module, fit.resolve(module, plan, raw)) for index, module in modules.items()}
-    fit.refuse_other_weights(model, raw[CONFIG_KEY])
+    fit.refuse_other_weights(model, plan, anew=True)
     return raw, programs
 
 
 def remove_plan(model: Model) -> Model:
     """Removes the plan from a model: every layer is exact again. Returns the model."""
     held = model_in(model)
+    remove_doors(held)
     for module in held.modules():
         module.__dict__.pop(PROGRAM_SLOT, None)
     for config in configs_of(held):

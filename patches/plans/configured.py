@@ -12,8 +12,8 @@ _SILENT = frozenset((
     "adaattn", "architectures", "auto_map", "cache_implementation", "chunk_size_feed_forward", "distributed_config",
     "dtype", "finetuning_task", "gradient_checkpointing", "id2label", "label2id", "name_or_path", "num_labels",
     "prefix", "problem_type", "quantization_config", "return_dict", "task_specific_params", "tie_word_embeddings",
-    "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "transformers_weights", "use_cache",
-    "use_return_dict", "vocabulary_map",
+    "tokenizer_class", "torch_dtype", "torchscript", "training", "transformers_version", "transformers_weights",
+    "use_cache", "use_return_dict", "vocabulary_map",
 ))  # fmt: skip
 """Settings that change nothing that a plan is proven for: names, labels, heads, what weights and dtype say."""
 _SILENT_WORDS = (
@@ -45,17 +45,17 @@ def _plain(value: Any) -> bool:
 
 
 def refuse_other_configuration(planned: Mapping[str, Any], config: Any) -> None:
-    """Refuses a model that computes by other settings than the one that a plan was proven for.
+    """Refuses a model that computes by other settings, in a configuration or by name, than a plan was proven for.
 
     Settings that only one of them has are those of another version, and are not compared.
 
     Raises:
         PlanError: A setting differs.
     """
-    own = computes_by(config)
+    own = config if isinstance(config, dict) else computes_by(config)
     for name, value in planned.items():
         if name in own and own[name] != value:
             raise PlanError(
-                f"{name}: the plan was verified for a model with {value!r:.300}, this one has {own[name]!r:.300}; load "
-                "it without that change, or calibrate again"
+                f"{name}: the plan was verified for a model with {value!r:.300}, this one has {own[name]!r:.300}; undo "
+                "that change, or calibrate again"
             )

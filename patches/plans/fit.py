@@ -1,8 +1,8 @@
 """Checks that a plan belongs to an attention module, and resolves the module's part of it.
 
 At its first call each module looks up its part of the plan and checks the hash of its weights, its dtype, its
-configuration and the major version of Transformers. A plan that does not fit is refused with the reason. This module
-needs torch only.
+configuration and the major version of Transformers, and does so again when the model's door noticed a change. A plan
+that does not fit is refused with the reason. This module needs torch only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
-from .hashes import model_hash, pretrained, weight_hash
-from .layers import model_of, number_layers
-from .parts import adapted, module_dtype, own_weights_train
-from .replaced import watch
+from .door import Door, Stamp, door_of, running
+from .hashes import model_hash, weight_hash
+from .layers import attention_modules, model_of, number_layers
+from .parts import adapted, module_dtype, own_weights_train, parts, resident
 from .running import ADAPTED, TRAINED, Allowed, Trained, say, trains
 from .weights import Weights
 
 PROGRAM_SLOT = "_adaattn_program"
 """Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
-_CHECKED = "_adaattn_checked"
-"""Attribute in which a model and its attention keep the plan that the model's weights were checked against."""
-_ADAPTING = "_adaattn_adapting"
-"""Attribute in which they keep the plan under which adapters alone are trained."""
 
 _casts = torch._C._is_any_autocast_enabled
 
@@ -44,11 +40,11 @@ class Resolved(NamedTuple):
     """What became of a module's part of a plan.
 
     Attributes:
-        raw: The settings that held the plan.
+        raw, plan: The settings that held the plan, and the plan, which may be set anew in place.
         program: The module's part, None if the module is exact.
-        weights: The module's weights when they were checked.
-        plan: What the settings held, which may be set anew in place.
+        weights, stamp: The module when it was checked, and what stands for its model then, if it has one.
         trained: Whether the model is trained under it, so that its weights change.
+        covered: Whether the door of the model compares the module's weights, which are there between passes.
     """
 
     raw: Mapping[str, Any]
@@ -56,20 +52,43 @@ class Resolved(NamedTuple):
     weights: Weights
     plan: Any
     trained: bool
+    stamp: Stamp | None
+    covered: bool
+
+    @property
+    def door(self) -> Door | None:
+        """The door of the model, while that is there."""
+        return None if self.stamp is None else self.stamp()
 
     @classmethod
-    def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
+    def of(cls, module: nn.Module, raw: Any, program: Program | None, door: Door | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
         plan = raw.get(CONFIG_KEY)
-        return cls(raw, program, Weights.of(module), plan, isinstance(plan, Trained))
+        stamp = None if door is None or door.state is None else door.state.stamp
+        covered = stamp is not None and all(resident(part.module) for part in parts(module))
+        return cls(raw, program, Weights.of(module), plan, isinstance(plan, Trained), stamp, covered)
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
-    """Returns what became of a module's part of a plan, None if settings or weights have changed since."""
+    """Returns what became of a module's part of a plan, None if it is to be looked at: outside of a pass of its model,
+    or where settings or weights have changed since.
+    """
     known: Resolved | None = slots.get(PROGRAM_SLOT)
     if known is None or known.raw is not raw or known.raw.get(CONFIG_KEY) is not known.plan:
         return None
-    return known if known.trained or compiling or known.program is None or known.weights.same() else None
+    if known.trained or compiling or known.program is None:
+        return known
+    covered = known.covered and known.stamp is not None
+    return known if known.stamp is running()[0] and (covered or known.weights.same()) else None
+
+
+def _alone(known: Resolved | None, raw: Any) -> Resolved | None:
+    """The same for a layer that runs outside of a pass of its model: computed again for gradients, or by itself."""
+    if known is None or known.door is None or known.raw is not raw or raw.get(CONFIG_KEY) is not known.plan:
+        return None
+    state = known.door.state
+    unchanged = state is not None and known.stamp is state.stamp and state.same()
+    return known if unchanged and known.weights.same() else None
 
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
@@ -93,21 +112,31 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
                 "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
                 "before torch.compile"
             )
-        known = slots[PROGRAM_SLOT] = _settled(module, slots.get(PROGRAM_SLOT), raw)
+        before = slots.get(PROGRAM_SLOT)
+        if before is not None and before.door is not None and not before.trained:
+            before.door.refuse_foreign(module)
+        known = slots[PROGRAM_SLOT] = _alone(before, raw) or _settled(module, before, raw)
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
-    adapting = module.__dict__.get(_ADAPTING) is known.plan
-    if _casts() and known.program is not None and not (module.training or known.trained or adapting):
+    if _casts() and known.program is not None and not (module.training or known.trained or _adapts(known)):
         _refuse_autocast(known, known.program)
     return known.program
 
 
+def _adapts(known: Resolved) -> bool:
+    """Whether adapters alone were trained under the plan."""
+    return known.door is not None and known.door.adapting is known.plan
+
+
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose."""
+    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose.
+
+    Autocast leaves fp64 alone.
+    """
     device = known.weights.tensors[0].device.type
     for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if torch.is_autocast_enabled(kind) and dtype != program.dtype:
+        if torch.is_autocast_enabled(kind) and program.dtype not in (dtype, "float64"):
             raise PlanError(
                 f"autocast: the plan was calibrated in {program.dtype}, autocast computes in {dtype}; leave autocast, "
                 f"or load the model with dtype=torch.{dtype} and calibrate it so"
@@ -118,25 +147,26 @@ def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
     """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
     if not isinstance(raw, Mapping):
         settings_of(raw)  # an error: they are none
-    data = raw.get(CONFIG_KEY)
+    data, door = raw.get(CONFIG_KEY), None if before is None else before.door
     if before is not None and isinstance(data, Trained) and before.plan == data:
         program = before.program  # its weights may have changed since
     else:
-        program = None if data is None else resolve(module, Plan.from_dict(data), raw)
-    checked = data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data
-    if not checked and (model := model_of(module)) is not None:
-        refuse_other_weights(model, data)
-    return Resolved.of(module, raw, program)
+        plan = None if data is None else Plan.from_dict(data)
+        program = None if plan is None else resolve(module, plan, raw)
+        if plan is not None and not isinstance(data, Trained):
+            model = (door and door.trunk()) or model_of(module)
+            door = None if model is None else refuse_other_weights(model, plan)
+    return Resolved.of(module, raw, program, door)
 
 
 def _train(module: nn.Module, known: Resolved) -> None:
     """Notes that a model is trained under its plan, which then is not saved any more; adapters alone leave it."""
     frozen = not any(weight.requires_grad for weight in known.weights.tensors)
-    if not torch.is_grad_enabled() or (frozen and module.__dict__.get(_ADAPTING) is known.plan):
+    if not torch.is_grad_enabled() or (frozen and _adapts(known)):
         return
     model = model_of(module)
     if frozen and model is not None and not own_weights_train(model):
-        _mark(model, _ADAPTING, known.plan)
+        door_of(model).adapting = known.plan
         return
     say(str(known.plan.get("weight_hash")), TRAINED)
     around = [module] if model is None else [part for part in model.modules() if module in part.modules()]
@@ -235,25 +265,32 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
     )
 
 
-def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
-    """Refuses a model whose weights have another hash than a plan names, and watches it from then on (PlanError)."""
-    model, weights = pretrained(model), str(data.get("weight_hash"))
-    if model.__dict__.get(_CHECKED) is not data:
-        if model_hash(model) != weights:
-            raise PlanError(
-                "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
-                "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-            )
-        _mark(model, _CHECKED, data)
-    watch(model, weights, (PROGRAM_SLOT, _CHECKED, _ADAPTING))
+def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) -> Door:
+    """Refuses a model that is not as a plan names it or as it was when one was first read (PlanError); its door.
+
+    With `anew` its weights are read again though no counter says that they changed.
+    """
+    door = door_of(model)
+    state = door.now()
+    if anew or not state.hash:
+        state.hash = model_hash(model)
+    if state.hash != plan.weight_hash:
+        door.state = None
+        for index, module in attention_modules(model, plan.model_type):
+            if (layer := plan.layer(index)) is not None:
+                _refuse_other_layer(module, plan, layer)
+        raise PlanError(
+            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, layers moved, "
+            "another checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
+    facts = door.facts()
+    refuse_other_configuration(door.first, facts)
+    door.first, door.last = facts | door.first, state
     if adapted(model):
-        say(weights, ADAPTED)
-
-
-def _mark(model: nn.Module, name: str, data: Mapping[str, Any]) -> None:
-    for part in model.modules():
-        if part is model or "config" in part.__dict__:
-            part.__dict__[name] = data
+        say(plan.weight_hash, ADAPTED)
+    else:
+        door.adapting = None
+    return door
 
 
 def check_versions(plan: Plan) -> None:

@@ -37,12 +37,26 @@ def weight_hash(module: nn.Module) -> str:
 
 
 def model_hash(model: nn.Module) -> str:
-    """Returns a hash of all weights of a model but its head and pooler, which differ by class; raises as above."""
+    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model.
+
+    Raises:
+        PlanError: As `weight_hash`.
+    """
+    weights = saved_weights(base_of(model))
+    return WHOLE + _hash({name: held for name, held in weights.items() if not name.startswith("pooler.")})
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Returns the part of a model whose weights its plan is bound to: all of it but its head."""
     inner = pretrained(model)
     prefix = getattr(inner, "base_model_prefix", "")
     base = getattr(inner, prefix, inner) if prefix else inner
-    weights = saved_weights(base)
-    return WHOLE + _hash({name: held for name, held in weights.items() if not name.startswith("pooler.")})
+    return base if isinstance(base, nn.Module) else inner
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Returns a hash of one tensor."""
+    return _hash({"": tensor})
 
 
 def pretrained(model: nn.Module) -> nn.Module:

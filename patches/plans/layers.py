@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -46,38 +46,15 @@ def number_layers(model: nn.Module) -> None:
 
 
 def model_of(module: nn.Module) -> nn.Module | None:
-    """Returns the Transformers model that holds a module, the outermost one; None for a module of no model.
+    """Returns the outermost Transformers model in whose pass a module runs; None where it runs by itself.
 
-    A layer does not know its model, so what refers to it is asked, level by level. It is done once per model and plan,
-    and not where `adaattn_hf.load_plan` names the model.
-
-    Raises:
-        PlanError: Objects are frozen (`gc.freeze`), so that models may live that cannot be asked.
+    A layer does not know its model, so the call stack is asked: once per model and plan, and not where
+    `adaattn_hf.load_plan` names the model.
     """
-    level, around = [module], {id(module): module}
-    while level:
-        level = [one for one in _holders(level) if id(one) not in around]
-        around |= {id(one): one for one in level}
-    found = [one for one in around.values() if hasattr(type(one), "base_model_prefix")]
-    if not found and gc.get_freeze_count():
-        raise PlanError(
-            f"the model of this {type(module).__name__} cannot be found behind gc.freeze(), expected it for a check of "
-            "its weights; call adaattn_hf.load_plan(model) before"
-        )
-    return max(found, key=lambda model: sum(1 for _ in model.modules()), default=None)
-
-
-def _holders(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that hold some of these.
-
-    `gc.get_objects` would find them sooner, but its list refers to tuples that other threads are making, in which
-    Python then raises a SystemError.
-    """
-    registries = _dictionaries(modules)
-    own = _dictionaries(registries)
-    owners = [one for one in gc.get_referrers(*registries, *own) if issubclass(type(one), nn.Module)]
-    return [one for one in owners if any(vars(one).get("_modules") is registry for registry in registries)]
-
-
-def _dictionaries(of: Sequence[Any]) -> list[dict[Any, Any]]:
-    return [one for one in gc.get_referrers(*of) if type(one) is dict]
+    frame: Any = sys._getframe(1)
+    found: nn.Module | None = None
+    while frame is not None:
+        host, frame = frame.f_locals.get("self"), frame.f_back
+        if host is not found and hasattr(type(host), "base_model_prefix") and module in {*host.modules()}:
+            found = host
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,9 @@ from adaattn_hf.plans.record import PlanError
 ADAPTERS = ("base_layer", "original_module")
 """Under these names adapters keep the layer that they wrap."""
 _INNER = (*ADAPTERS, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+_FLAT = "_fsdp_flattened"
+"""FSDP marks weights so that are views of its flat ones."""
 
 
 class Part(NamedTuple):
@@ -27,6 +30,20 @@ class Part(NamedTuple):
         """Its buffers that are saved with it: quantised layers keep their weights there."""
         found, passing = self.module._buffers, self.module._non_persistent_buffers_set
         return {name: held for name, held in found.items() if held is not None and name not in passing}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Its parameters and the buffers that are saved with it."""
+        return {name: held for name, held in self.module._parameters.items() if held is not None} | self.buffers
+
+    @property
+    def steady(self) -> dict[str, Tensor]:
+        """Its buffers that no pass changes: all but the frequencies that some rotary embeddings set by the length."""
+        kinds = getattr(self.module, "rope_type", None)
+        each = kinds.values() if isinstance(kinds, Mapping) else (kinds,)
+        if any("dynamic" in str(kind) or kind == "longrope" for kind in each):
+            return self.buffers
+        return {name: held for name, held in self.module._buffers.items() if held is not None and not held.is_meta}
 
 
 def parts(module: nn.Module, prefix: str = "") -> Iterator[Part]:
@@ -44,6 +61,12 @@ def parts(module: nn.Module, prefix: str = "") -> Iterator[Part]:
 def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
     """Returns the module that a wrapper keeps under one of the names, None for what wraps nothing."""
     return next((found for name in names if (found := module._modules.get(name)) is not None), None)
+
+
+def resident(module: nn.Module) -> bool:
+    """Whether a module's weights lie there between passes: none is offloaded, none gathered by FSDP for each pass."""
+    held = (weight for weight in module._parameters.values() if weight is not None)
+    return not any(weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, _FLAT) for weight in held)
 
 
 def adapted(module: nn.Module) -> bool:

@@ -16,12 +16,11 @@ from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..models.support import Holder, model_in, refuse_other_attention
 from .attach import programs_for
-from .hashes import pretrained
-from .replaced import replacements
+from .door import door_of
 
 MOST = 8
 """Plans per model whose checks are remembered, the newest ones."""
-_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, int, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, object, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
 _open: Counter[nn.Module] = Counter()
 _lock = Lock()
 
@@ -62,13 +61,13 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     if plan is None:
         return seats
     plan = Plan.from_pretrained(plan)
-    known, count = _checked.setdefault(model, []), replacements(pretrained(model))
+    known, stamp = _checked.setdefault(model, []), door_of(model).now().stamp
     for checked, allowed, at, planned in known:
-        if checked is plan and allowed is unverified and at == count:
+        if checked is plan and allowed is unverified and at is stamp:
             return seats | planned
     raw, programs = programs_for(model, plan, unverified=unverified)
     planned = {module: Seat(raw) for module, _ in programs.values()}
-    known.append((plan, unverified, count, planned))
+    known.append((plan, unverified, stamp, planned))
     del known[:-MOST]
     return seats | planned
 

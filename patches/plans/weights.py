@@ -1,4 +1,4 @@
-"""A snapshot of a module's weights, by which every planned call notices that they changed."""
+"""A snapshot of a module's weights, by which every planned pass notices that they changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .parts import parts, pieces
+from .parts import parts, pieces, resident
 
 _version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 _values: Any = dict.values
@@ -17,21 +17,16 @@ _get: Any = dict.get
 
 
 class Weights(NamedTuple):
-    """A snapshot of a module's weights, compared in every call to notice changes after the check.
+    """A snapshot of a module's weights, compared in every pass to notice changes after the check.
 
     Those are its own weights: parameters and saved buffers inside wrappers, not what adapters add and training changes.
 
     Attributes:
-        tensors: Its weights.
-        counted: Those that count changes in place; tensors of `torch.inference_mode` do not.
-        versions: Version counter of each of them.
-        pointers: Memory address of each weight.
-        holders: The dictionaries of parameters and children of all submodules and wrappers.
-        lengths: Values of each dictionary.
-        held: All these values, one dictionary after the other.
-        rooms: The dictionary of each saved buffer; others in it may come and go.
-        names: Its name there.
-        buffers: The buffers.
+        tensors, pointers: Its weights, and the memory address of each.
+        counted, versions: Those that count changes in place (tensors of `torch.inference_mode` do not), and counters.
+        holders, lengths: The dictionaries of parameters and children of all submodules and wrappers, and their sizes.
+        held: All the values of these, one dictionary after the other.
+        rooms, names, buffers: The dictionary of each buffer, in which others may come and go, its name there, and it.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -46,16 +41,17 @@ class Weights(NamedTuple):
     buffers: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Weights:
-        """Takes a snapshot of a module's weights."""
+    def of(cls, module: nn.Module, whole: bool = False) -> Weights:
+        """Takes a snapshot of a module's weights; `whole`, of what lies between passes, with all buffers."""
         inside = [*parts(module)]
-        holders: list[dict[str, Any]] = []
+        owners = [part.module._parameters for part in inside if not whole or resident(part.module)]
+        holders: list[dict[str, Any]] = [*filter(None, owners)]
         for part in inside:
-            of_part: tuple[dict[str, Any], ...] = (part.module._parameters, part.module._modules)
-            holders += [held for held in (*of_part, *(outer._modules for outer in part.wrappers)) if held]
-        saved = [(part.module._buffers, name, buffer) for part in inside for name, buffer in part.buffers.items()]
+            holders += [held for one in (part.module, *part.wrappers) if (held := one._modules)]
+        kept = [(part.module._buffers, part.steady if whole else part.buffers) for part in inside]
+        saved = [(room, name, buffer) for room, held in kept for name, buffer in held.items()]
         rooms, names, buffers = zip(*saved, strict=True) if saved else ((), (), ())
-        parameters = chain.from_iterable(part.module._parameters.values() for part in inside)
+        parameters = chain.from_iterable(owner.values() for owner in owners)
         weights = chain((weight for weight in parameters if weight is not None), buffers)
         tensors = tuple(piece for weight in weights for piece in pieces(weight))
         counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
@@ -72,15 +68,17 @@ class Weights(NamedTuple):
             buffers,
         )
 
+    def unwritten(self) -> bool:
+        """Whether the weights hold what they held, wherever they are now."""
+        return [*map(_version, self.counted)] == self.versions and [*map(_pointer, self.tensors)] == self.pointers
+
     def same(self) -> bool:
         """Whether nothing has changed: no weight was modified in place, replaced, cast or wrapped.
 
-        Every planned layer of every pass asks: it is all done by iterators, without a step of the interpreter for each
-        weight.
+        Every pass asks: it is all done by iterators, without a step of the interpreter for each weight.
         """
         return (
-            [*map(_version, self.counted)] == self.versions
-            and [*map(_pointer, self.tensors)] == self.pointers
+            self.unwritten()
             and [*map(len, self.holders)] == self.lengths
             and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.held))
             and (not self.buffers or all(map(is_, map(_get, self.rooms, self.names), self.buffers)))

@@ -187,7 +187,9 @@ CASES: dict[str, tuple[Case, ...]] = {
          "adaattn.unverified | got True | expected no such setting | load_plan(model, unverified=True)"),
         ("write the name of a preset in place of the settings",
          lambda: adaattn_hf.AdaAttnConfig.from_dict("fast"),  # type: ignore[arg-type]
-         "config.adaattn | got str | expected a mapping | configure(model, settings)"),
+         "config.adaattn | got str | expected a mapping | configure(model, adaattn_hf.AdaAttnConfig(...))"),
+        ("give configure a dictionary", lambda: adaattn_hf.configure(torch.nn.Linear(2, 2), {"shadow": 3}),  # type: ignore[arg-type]
+         "settings | got {'shadow': 3} | expected an AdaAttnConfig | configure(model, adaattn_hf.AdaAttnConfig"),
         ("give a budget in percent", lambda: adaattn_hf.AdaAttnConfig(budget=5),
          "adaattn.budget | got 5 | from 0 (exact) to below 1 | 0.1 % is 0.001"),
         ("load settings of another version", lambda: adaattn_hf.AdaAttnConfig.from_dict({"version": 99}),
@@ -221,7 +223,9 @@ CASES: dict[str, tuple[Case, ...]] = {
          lambda: StoredKV(torch.zeros(1, device="meta"), torch.zeros(1)).check_device(torch.device("cpu")),
          "stored.key_scale | on meta | codes on cpu, expected one device | move the whole cache"),
         ("pass attention an unknown keyword", lambda: attend(alibi=torch.ones(2)),
-         "alibi | got Tensor | does not know | name it in the signature of the model's loss_function"),
+         "alibi | got Tensor | does not know | adaattn_hf.allow_keywords('alibi')"),
+        ("allow a keyword that changes attention", lambda: adaattn_hf.allow_keywords("cu_seq_lens_q"),
+         "names | got 'cu_seq_lens_q' | expected keywords that attention may ignore | of your loss function"),
         ("pass a mask to a step of continuous batching",
          lambda: step(torch.ones(1, 1, 6, 6), cu_seq_lens_q=torch.tensor([0, 6]), read_index=[]),
          "attention_mask | got a mask | expected none | set max_blocks_per_request=0"),

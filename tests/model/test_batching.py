@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -145,6 +146,23 @@ def test_the_block_gives_the_name_back() -> None:
     assert ours.config._attn_implementation == "adaattn_eager"
     with pytest.raises(ValueError, match="got attention 'eager', expected 'adaattn'"):
         adaattn_hf.continuous_batching(stock).__enter__()
+
+
+def test_a_copy_from_inside_the_block_runs_by_the_remedy_of_its_refusal() -> None:
+    _, ours = fresh_pair("llama")
+    with adaattn_hf.continuous_batching(ours):
+        copied = copy.deepcopy(ours)
+    with pytest.raises(ValueError, match=r'copied\.set_attn_implementation\("adaattn"\)'):
+        copied(tokens(1, 4))
+    copied.set_attn_implementation("adaattn")
+    assert torch.equal(copied(tokens(1, 4)).logits, ours(tokens(1, 4)).logits)
+
+
+def test_a_name_that_is_set_in_the_block_stays() -> None:
+    _, ours = fresh_pair("llama")
+    with adaattn_hf.continuous_batching(ours):
+        ours.set_attn_implementation("sdpa")
+    assert ours.config._attn_implementation == "sdpa"
 
 
 def test_a_tower_of_stock_attention_stays_as_it_is() -> None:

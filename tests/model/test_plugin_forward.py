@@ -124,6 +124,15 @@ def test_bfloat16_and_autocast_stay_near_fp32(name: str) -> None:
         assert float(mine_off.mean()) <= 1.5 * float(theirs_off.mean())
 
 
+@pytest.mark.parametrize("name", ["adaattn", "adaattn_eager", "adaattn_sdpa"])
+def test_autocast_leaves_fp64_alone(name: str) -> None:
+    stock, ours = (model.double() for model in fresh_pair("llama", name))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        right = stock(input_ids=tokens()).logits
+        torch.testing.assert_close(ours(input_ids=tokens()).logits, right)
+    assert right.dtype == torch.float64
+
+
 @contextmanager
 def registered(name: str, function: Any) -> Iterator[None]:
     """An implementation under a name of its own, with stock masks, taken out again."""

@@ -16,7 +16,7 @@ import adaattn_hf
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
-from ..support.models import assert_same, config_of, fresh_pair, main_output, padding, tokens
+from ..support.models import assert_same, config_of, fresh_pair, logits, main_output, padding, tokens
 from ..support.names import registered
 
 AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
@@ -192,6 +192,17 @@ def test_a_backend_that_can_serve_nothing_here_is_refused_at_load() -> None:
         for name in ("adaattn", "adaattn_sdpa", "adaattn_eager"):
             model.set_attn_implementation(name)
             adaattn_hf.check(model)
+
+
+@pytest.mark.parametrize("family", ["gemma2-softcap", "gpt-oss-sinks"])
+def test_where_transformers_refuses_a_name_the_settings_name_the_backend(family: str) -> None:
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        AutoModelForCausalLM.from_config(config_of(family), attn_implementation="adaattn_sdpa")
+    model = fresh_pair(family).ours
+    right = logits(model)
+    adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend="sdpa"))
+    torch.testing.assert_close(logits(model), right)
+    assert {one["backend"] for one in adaattn_hf.explain(model).to_dict()["layers"]} == {"sdpa"}
 
 
 def test_devices_that_may_come_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

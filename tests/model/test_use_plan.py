@@ -17,8 +17,6 @@ from transformers import DynamicCache
 
 import adaattn_hf
 from adaattn_hf.attention.tap import SEATED, listening
-from adaattn_hf.patches.call import keywords
-from adaattn_hf.patches.plans import layers
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
@@ -108,28 +106,6 @@ def test_threads_and_tasks_have_their_own(case: Case) -> None:
         return await asyncio.gather(serve("narrow"), serve("exact"), serve("wide"))
 
     assert [*asyncio.run(both())] == ["narrow", "exact", "wide"]
-
-
-def test_other_threads_make_their_tuples(case: Case) -> None:
-    """What finds a layer's model, or the losses of models, holds no objects of others that are half made."""
-    raised, done = list[SystemError](), threading.Event()
-
-    def make() -> None:
-        try:
-            while not done.is_set():
-                tuple(number for number in range(1000))
-        except SystemError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    case.model.loss_function = max
-    for _ in range(5):
-        assert layers.model_of(case.model.model.layers[1].self_attn) is case.model
-        assert max in keywords._of_users()
-    done.set()
-    thread.join()
-    assert raised == []
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.mask import documents, masks, told
-from adaattn_hf.patches.plans import fit, hashes
+from adaattn_hf.patches.plans import door, fit, hashes
 from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -289,7 +289,7 @@ def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPat
     if change == "settings":
         monkeypatch.setattr(fit, "refuse_other_configuration", lambda *_: None)
     elif change == "adapter merged":
-        monkeypatch.setattr(fit, "watch", lambda *_: None)
+        monkeypatch.setattr(door, "inner_of", lambda *_: None)
     else:
         monkeypatch.setattr(Weights, "same", lambda weights: True)
 

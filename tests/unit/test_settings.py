@@ -27,7 +27,7 @@ from ..support.plans import give, plan_for
         ({"mismatch": "warn"}, "got 'warn' without adaattn.shadow.*set adaattn.shadow"),
         ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
         ({"unverified": False}, "expected no such setting"),
-        ("fast", r"got str, expected a mapping of settings; adaattn_hf.configure\(model, settings\)"),
+        ("fast", r"got str, expected a mapping of settings; adaattn_hf.configure\(model, adaattn_hf.AdaAttnConfig"),
         (AdaAttnConfig(), "got AdaAttnConfig, expected a mapping"),
     ],
     ids=str,

@@ -58,7 +58,7 @@ CHANGES = (
     "adapter merged", "settings", "settings", "dtype", "autocast",
 )  # fmt: skip
 HARMLESS = ("nothing", "adapter")
-ASKED_BY_LOAD = ("columns unseen", "columns elsewhere")
+ASKED_BY_LOAD = ("columns unseen",)
 """Changes that leave no trace for a forward pass: it is `load_plan` that compares weights anew."""
 
 

@@ -1,0 +1,192 @@
+"""What a plan was verified on changes behind its check: the next pass says so, whatever changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import adaattn_hf
+from adaattn_hf.patches.plans import door
+from adaattn_hf.plans.plan import PlanError
+
+from ..support.choices import make_choice
+from ..support.models import fresh_pair, logits
+from ..support.plans import give
+
+Change = Callable[[Any], Any]
+
+
+def planned(family: str = "llama", **fields: Any) -> Any:
+    """A model that has run by its plan."""
+    model = fresh_pair(family, **{"num_hidden_layers": 3, **fields}).ours
+    give(model, make_choice("window", window=2))
+    logits(model)
+    return model
+
+
+def swapped_in_place(layers: Any) -> None:
+    layers.insert(0, layers.pop(1))
+
+
+MOVES: dict[str, Change] = {
+    "swapped in place": swapped_in_place,
+    "swapped by index": lambda layers: (
+        first := layers[0],
+        layers.__setitem__(0, layers[1]),
+        layers.__setitem__(1, first),
+    ),
+    "swapped in the dictionary": lambda layers: layers._modules.update({"0": layers[1], "1": layers[0]}),
+    "the first dropped": lambda layers: layers.pop(0),
+    "one between dropped": lambda layers: layers.__delitem__(1),
+    "the last dropped": lambda layers: layers.pop(2),
+    "appended again": lambda layers: layers.append(layers[0]),
+    "inserted again": lambda layers: layers.insert(1, layers[0]),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_layers_in_other_places_are_refused(move: str) -> None:
+    model = planned()
+    MOVES[move](model.model.layers)
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"weights of the model are not those .*layers moved"):
+            logits(model)
+
+
+def test_what_was_put_back_runs() -> None:
+    model = planned()
+    right = logits(model)
+    swapped_in_place(model.model.layers)
+    with pytest.raises(PlanError, match="layers moved"):
+        logits(model)
+    swapped_in_place(model.model.layers)
+    assert torch.equal(logits(model), right)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a layer", "its attention"])
+@pytest.mark.parametrize("theirs", [True, False], ids=["planned too", "without a plan"])
+def test_a_layer_in_another_model_is_refused(theirs: bool, whole: bool) -> None:
+    model, other = planned(), planned()
+    if not theirs:
+        adaattn_hf.remove_plan(other)
+    if whole:
+        other.model.layers[0] = model.model.layers[0]
+    else:
+        other.model.layers[0].self_attn = model.model.layers[0].self_attn
+    with pytest.raises(PlanError, match=r"layer 0 runs in another model|weights of the model are not those"):
+        logits(other)
+    logits(model)
+
+
+def test_a_layer_runs_by_itself() -> None:
+    model = planned()
+    hidden, layer = torch.randn(1, 5, model.config.hidden_size), model.model.layers[0]
+    at = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    with torch.no_grad():
+        right = layer(hidden, position_embeddings=at)
+        layer.mlp.up_proj.weight.add_(1.0)
+        with pytest.raises(PlanError, match="weights of the model"):
+            layer(hidden, position_embeddings=at)
+    assert torch.isfinite(right).all()
+
+
+# ------------------------------------------------------------------------------------------------ settings
+def in_place(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(2)
+
+
+SETTINGS: dict[str, tuple[str, Change]] = {
+    "sliding_window": ("mistral-window", lambda model: setattr(model.config, "sliding_window", 3)),
+    "rope_parameters": ("llama", lambda model: model.config.rope_parameters.update(rope_theta=5.0)),
+    "rms_norm_eps": ("llama", lambda model: setattr(model.config, "rms_norm_eps", 0.1)),
+    r"inv_freq \[\d+\]": ("llama", in_place),
+    r"rotary_emb.inv_freq \[\d+\]": ("llama", lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(4))),
+    "rotary_emb.attention_scaling": ("llama", lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0)),
+    **{
+        f"layers.1.self_attn.{name}": ("llama", lambda model, name=name, value=value:
+                                       setattr(model.model.layers[1].self_attn, name, value))
+        for name, value in (("scaling", 1.0), ("num_key_value_groups", 1), ("is_causal", False), ("layer_idx", 0))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_attention_reads_are_refused_by_name(name: str) -> None:
+    family, change = SETTINGS[name]
+    model = planned(family)
+    change(model)
+    for read in (logits, logits, adaattn_hf.load_plan):
+        words = f"{name}: the plan was verified for a model with .*, this one has .*undo|both are layer 0"
+        with pytest.raises(PlanError, match=words):
+            read(model)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_a_pass_sets_by_its_length_are_no_change(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    model = planned(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256, head_dim=8)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    right = logits(model)
+    with torch.no_grad():
+        model(torch.ones(1, 100, dtype=torch.long))
+    assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert torch.equal(logits(model), right)
+
+
+def test_weights_outside_attention_are_compared_in_every_pass() -> None:
+    for name in ("model.embed_tokens", "model.layers.2.mlp.up_proj", "model.norm"):
+        model = planned()
+        with torch.no_grad():
+            model.get_submodule(name).weight.mul_(1.5)
+        with pytest.raises(PlanError, match="weights of the model are not those"):
+            logits(model)
+
+
+# ------------------------------------------------------------------------------------------------ copies, and the end
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_copies_run_the_plan_and_notice_for_themselves(copied: Change) -> None:
+    model = planned()
+    twin = copied(model)
+    assert torch.equal(logits(twin), logits(model))
+    swapped_in_place(twin.model.layers)
+    with pytest.raises(PlanError, match="layers moved"):
+        logits(twin)
+    logits(model)
+    edited = copied(model)
+    in_place(edited)  # before its first pass
+    with pytest.raises(PlanError, match="inv_freq"):
+        logits(edited)
+    layer = copied(model.model.layers[1])
+    assert sum(isinstance(one, type(layer)) for one in gc.get_referents(vars(layer.self_attn))) == 0
+
+
+def test_a_planned_model_dies_without_the_collector_and_a_door_goes_with_its_plan() -> None:
+    model = planned()
+    trunk = weakref.ref(model.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert trunk() is None
+    finally:
+        gc.enable()
+    model = planned()
+    adaattn_hf.remove_plan(model)
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
+
+
+def test_a_pass_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned()
+    monkeypatch.setattr(model.model.norm, "forward", len)
+    with pytest.raises(TypeError, match="subscriptable"):
+        logits(model)
+    assert door.running() == (None, None)
