@@ -41,7 +41,7 @@ _SAME = {
     "lengths": ("at {} tokens", "{}; give the --lengths of that run"),
     "tokens": (
         "of other text",
-        "that of --data: no plan is proved on text that risks saw; give the --data of that run",
+        "that of --data: no plan is verified on text that risks saw; give the --data of that run",
     ),
 }
 """What risks must have in common with a run that takes them, and what is said where they have not."""

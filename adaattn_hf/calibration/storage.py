@@ -142,7 +142,7 @@ def choose_storage(
         verdict = known.get(storage.stored)
         if verdict is None:
             if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
-                lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
+                lost.append(f"{storage.words} is not verified, since the held-out text is used up: give more of it")
                 continue
             predicted = dict.fromkeys(s.lengths, 0.0)
             test = Test(gates, level / len(asked), number, predicted, storage.stored)

@@ -128,7 +128,7 @@ def run(
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
-    directory. An earlier proven plan of these weights is kept if no plan could be proven now.
+    directory. An earlier verified plan of these weights is kept if none passes now.
     """
     wanted = job.asked.device
     if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
@@ -206,7 +206,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         return found, partial(
             _tell_all,
             console,
-            [result.sentence, f"kept: the plan in {job.target}, which was proven before", f"report: {failed}"],
+            [result.sentence, f"kept: the plan in {job.target}, which was verified before", f"report: {failed}"],
         )
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
@@ -259,7 +259,7 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
         "risk": f"measuring risks on sequences of {longest} tokens",
         "prices": f"timing attention of {batch} times {longest} tokens",
         "joint": f"measuring whole plans on {job.settings.joint} sequences of {longest} tokens",
-    }.get(stage, f"proving a plan on sequences of {longest} tokens")
+    }.get(stage, f"verifying a plan on sequences of {longest} tokens")
     shorter = f"shorter lengths (--lengths {max(longest // 2, 32)})"
     fits = {
         "": "another --dtype (bfloat16 takes half of float32)",
@@ -290,7 +290,7 @@ def _proven(directory: Path, weights: str) -> bool:
 
 
 def evaluation(job: Job, dtype: str) -> str:
-    """Returns the shell command that evaluates the plan on the text that it was proved on."""
+    """Returns the shell command that evaluates the plan on the text that it was verified on."""
     words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
     words += ["--dtype", dtype] if dtype != "float32" else []
     for name, value in job.asked.source().items():

@@ -1,4 +1,4 @@
-"""`adaattn verify`: proves a saved plan again, on the user's text."""
+"""`adaattn verify`: verifies a saved plan again, on the user's text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PANELS = {"Basic": ("data", "plan", "device")}
 
 @dataclass(frozen=True)
 class Proved(Source):
-    """Options: the plan to prove, and the text.
+    """Options: the plan to verify, and the text.
 
     Attributes:
         data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; the plan must pass on each.
@@ -43,10 +43,10 @@ def verify(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove a saved plan again on your text, by the same test as in calibration.
+    """Verify a saved plan again on your text, by the same test as in calibration.
 
-    It reads as many sequences as the saved proof (the same ones if the text is the same), at the same confidence level,
-    and reports if machine, torch or transformers differ. A plan with a cache format is proved over that cache.
+    It reads as many sequences as the saved verification (the same ones if the text is the same), at the same confidence level,
+    and reports if machine, torch or transformers differ. A plan with a cache format is verified over that cache.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 out of memory.
@@ -59,16 +59,16 @@ def verify(
         use_threads(threads)
         found = prove(model, asked, console)
     for words in found["differing"]:
-        tell(console, f"warning: {words}; figures may differ from those of the stored proof")
+        tell(console, f"warning: {words}; figures may differ from those of the stored verdict")
     over = "" if found["cache"] == "model" else f" over a cache in {found['cache']}"
     if not found["verdicts"]:
-        tell(console, f"{found['model']}: every layer is exact, and nothing is to be proved")
+        tell(console, f"{found['model']}: every layer is exact, and nothing is to be verified")
     for length, verdict in found["verdicts"].items():
         tell(
             console,
             f"{found['model']}, {verdict['tokens']:,} predictions at {length} tokens{over}: {verdict['sentence']}",
         )
-    tell(console, f"stored proof: {found['stored']['sentence'] if found['stored'] else 'none'}")
+    tell(console, f"stored verdict: {found['stored']['sentence'] if found['stored'] else 'none'}")
     if as_json:
         print_json(found)
     if not found["passed"]:

@@ -19,8 +19,8 @@ REFUSED: Mapping[str, str] = {
     "sglang": NO_SINKS,
     "llama.cpp": NO_SINKS,
     "tei": "it computes attention of its own, which takes no windows from outside",
-    "duoattention": "its heads are full or share one window: other windows than the plan's, with no proof",
-    "kv-bits": "its caches quantise by schemes of their own, over which no plan was proved",
+    "duoattention": "its heads are full or share one window: other windows than the plan's, never verified",
+    "kv-bits": "its caches quantise by schemes of their own, over which no plan was verified",
 }
 """Forms that are asked for, and why they are not written."""
 

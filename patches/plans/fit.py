@@ -16,6 +16,7 @@ from torch import nn
 
 from adaattn_hf.attention.tap import listening
 from adaattn_hf.config import settings_of
+from adaattn_hf.plans.execute import no_gradient
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
@@ -95,14 +96,23 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
         known = slots[PROGRAM_SLOT] = _settled(module, slots.get(PROGRAM_SLOT), raw)
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
+    if module.training and not compiling and known.program is not None and not known.program.has_gradient:
+        _refuse_training(module, known.program)
     adapting = module.__dict__.get(_ADAPTING) is known.plan
     if _casts() and known.program is not None and not (module.training or known.trained or adapting):
         _refuse_autocast(known, known.program)
     return known.program
 
 
+def _refuse_training(module: nn.Module, program: Program) -> None:
+    """Refuses a program without a gradient before the first step of a training, in place of its backward pass."""
+    whole = model_of(module) or module
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in whole.parameters()):
+        raise PlanError(no_gradient(program))
+
+
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose."""
+    """Refuses autocast to another dtype than a plan was verified in (PlanError); what is trained has no verdict to lose."""
     device = known.weights.tensors[0].device.type
     for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -154,10 +164,8 @@ def _train(module: nn.Module, known: Resolved) -> None:
 def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | None:
     """Resolves and checks a module's part of the plan in settings, `None` if it is exact; PlanError for a misfit."""
     config: Any = module.config
-    if plan.model_type != config.model_type:
-        raise PlanError(f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}")
+    refuse_other_configuration(plan, config)
     check_versions(plan)
-    refuse_other_configuration(plan.configuration, config)
     index = getattr(module, "layer_idx", None)
     if index is None and (model := model_of(module)) is not None:
         number_layers(model)

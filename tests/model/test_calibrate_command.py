@@ -307,7 +307,7 @@ def test_budgets_that_are_finished_stay_where_another_is_interrupted(
 def test_a_proven_plan_stays_where_none_can_be_proven(planned: Path, run: Run) -> None:
     before = files(planned)
     done = run(planned, "--budget", "1e-9", "--json", code=BUDGET_NOT_MET)
-    assert f"kept: the plan in {planned}, which was proven before" in done.stderr
+    assert f"kept: the plan in {planned}, which was verified before" in done.stderr
     assert json.loads(done.stdout)["plan"]["layers"] == []
     after = files(planned)
     assert json.loads(after.pop("adaattn_failed.json"))["report"]
@@ -452,7 +452,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
         ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
         ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
-        ("calibration.verify.compare", f"proving a plan on sequences of {LENGTH} tokens", (0, 0)),
+        ("calibration.verify.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
     ],
 )
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(

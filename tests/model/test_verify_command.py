@@ -82,7 +82,7 @@ def test_other_text_has_figures_of_its_own_and_what_differs_is_said(material: Pa
     assert verdict["confidence"] == found["stored"]["confidence"]
     (differing,) = found["differing"]  # the prices came from a table
     assert differing.startswith("machine was a table, is ")
-    says = (f"warning: {differing}", verdict["sentence"], f"stored proof: {found['stored']['sentence']}")
+    says = (f"warning: {differing}", verdict["sentence"], f"stored verdict: {found['stored']['sentence']}")
     words = ("--plan", material / "plan", "--data", material / "own.txt")
     adaattn("verify", MODEL, *words, code=code, says=says)
 
