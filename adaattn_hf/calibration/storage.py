@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..attention.stored import CHANNELS, FORMATS
+from ..errors import OutOfTime
 from ..plans.plan import Verified
 from ..plans.wording import allowed
 from ..policy.acceptance import Gates
@@ -146,7 +147,11 @@ def choose_storage(
                 continue
             predicted = dict.fromkeys(s.lengths, 0.0)
             test = Test(gates, level / len(asked), number, predicted, storage.stored)
-            verdict = prove(measurement, picks, shards, test).worst
+            try:
+                verdict = prove(measurement, picks, shards, test).worst
+            except OutOfTime as error:
+                lost.append(f"{storage.words} is not verified: {error}")
+                continue
         if isinstance(verdict, str):
             lost.append(f"{storage.words}: {verdict}")
             continue

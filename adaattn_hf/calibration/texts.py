@@ -80,8 +80,8 @@ def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path]
                 if real in known:
                     raise ValueError(
                         f"{argument}: {file} is named twice, in {known[real]} and in {argument} {path}, expected each "
-                        "text once: a plan is not verified on text that it was chosen by, nor by one text counted twice; "
-                        "leave it out of one of them"
+                        "text once: a plan is not verified on text that it was chosen by, nor by one text counted "
+                        "twice; leave it out of one of them"
                     )
                 known[real] = f"{argument} {path}"
 

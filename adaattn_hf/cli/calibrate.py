@@ -90,9 +90,10 @@ def calibrate(
     from adaattn_hf.patches.plans.positions import stated_positions
 
     from ..calibration.inputs import refuse_longer
-    from ..calibration.state import refuse_interrupted
+    from ..calibration.state import kept_in, refuse_interrupted
     from ..calibration.team import join, leave
     from ..calibration.texts import refuse_repeats
+    from ..plans.wording import allowed
     from .calibration_job import job_of, out_of_memory, run, scoring_of
     from .fit import fit_to_text, opened
     from .memory import room_or_sentence
@@ -101,10 +102,16 @@ def calibrate(
     with ending(wrong=(ValueError,)):
         target = place.directory(model)
         places = place.each(model, folders(asked.budget))
+
+    def kept() -> str:
+        if kept_in(target) is None:
+            return "nothing was measured yet, so nothing is kept"
+        return f"what is measured is kept in {target}; the same command with --resume goes on"
+
     with ending(
         default=target,
-        stays="what is finished is kept, --resume goes on",
-        kept=lambda: f"finished work is kept in {target}; the same command with --resume goes on",
+        stays=kept,
+        kept=kept,
         wrong=(ValueError, FileNotFoundError, ModelUnavailable),
     ):
         use_threads(threads)
@@ -136,6 +143,7 @@ def calibrate(
             refuse_other_plan(directory, config, loaded.model)
         if team.leads:
             tell(console, place.sentence(target, model))
+            tell(console, f"budget: perplexity {', '.join(map(allowed, job.budgets.values()))}")
         if not asked.lengths:
             fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
             job = replace(job, settings=fitted)

@@ -22,7 +22,7 @@ class Place:
     """Where the plan goes.
 
     Attributes:
-        output_dir: Directory for the plan. Default: adaattn-plan, without MODEL adaattn-plan-demo. MODEL is not changed.
+        output_dir: Directory for the plan. Default: adaattn-plan (without MODEL adaattn-plan-demo). MODEL stays.
         in_place: Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.
     """
 

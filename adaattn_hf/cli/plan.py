@@ -183,7 +183,10 @@ def explore(
         speed = f"attention {times(stop['speed'])} times as fast{cache}"
         tell(console, f"{stop['name']:>24}: predicted increase {rise(stop['loss'])}{verified}, {speed}")
     if any(stop["proof"] for stop in data["stops"]):
-        tell(console, "your plan is smaller than predictions allow: its upper bound on held-out text keeps the budget, too")
+        tell(
+            console,
+            "your plan is smaller than predictions allow: its upper bound on held-out text keeps the budget, too",
+        )
     tell(console, f"page: {html}")
 
 

@@ -217,7 +217,7 @@ def made_for(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str) -> tuple[str, bool]:
-    """What a model's cache stores and whether heads stream: as asked, else as its plan was verified, else the default."""
+    """What a model's cache stores and whether heads stream: as asked, as its plan was verified, or the default."""
     plan = plan_of(model) if stored is None else None
     proven = (default, False) if plan is None or plan.cache is None else plan.cache
     return proven[0] if stored is None else stored, proven[1] if streaming is None else streaming

@@ -112,7 +112,7 @@ def _refuse_training(module: nn.Module, program: Program) -> None:
 
 
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than a plan was verified in (PlanError); what is trained has no verdict to lose."""
+    """Refuses autocast to another dtype than a plan was verified in (PlanError); training has no verdict to lose."""
     device = known.weights.tensors[0].device.type
     for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")

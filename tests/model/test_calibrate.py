@@ -614,7 +614,10 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     assert "6 of 16 needles are lost" in verdict.sentence
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01)), ("0.1 nats/token", 0.1), ("0.01nats", 0.01)])
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01)), ("0.1 nats/token", 0.1), ("0.01nats", 0.01)],
+)
 def test_budgets(given: str, wanted: float) -> None:
     assert nats(given) == pytest.approx(wanted)
 

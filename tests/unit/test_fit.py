@@ -59,7 +59,9 @@ def test_the_longest_length_that_the_text_can_prove_is_taken(book: Path, length:
     assert room >= (2 * 12 if fitted.held_out == 12 else FEWEST)
     longer = [one for one in LENGTHS if one > fitted.lengths[0]]
     assert all(tokens // one - OWN < 2 * 12 for one in longer)
-    assert sentence.startswith(f"text: {OWN} sequences of {fitted.lengths[0]:,} tokens to choose the plan, {fitted.held_out}")
+    assert sentence.startswith(
+        f"text: {OWN} sequences of {fitted.lengths[0]:,} tokens to choose the plan, {fitted.held_out}"
+    )
     if plans == 2:
         assert fitted.lengths == (length,)
 
