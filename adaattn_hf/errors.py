@@ -37,12 +37,6 @@ class OutOfMemory(EvalError):
     exit_code = 6
 
 
-class OutOfTime(EvalError):
-    """The time that was allowed is over."""
-
-    exit_code = 4
-
-
 class JournalMismatch(EvalError):
     """The output directory holds the work of another run."""
 

@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 
-from ..errors import OutOfTime
 from ..policy.prices import PriceTable
 from .arms import Progress, silent
 from .assemble import save_plan
 from .benefit import whole_forward
 from .campaign import Campaign
-from .inputs import open_inputs
+from .inputs import OutOfTime, open_inputs
 from .measure import Measurement, measure, pace_of
 from .pace import SHORTEST
 from .scoring import NEXT_TOKEN, Scoring
@@ -81,12 +80,12 @@ def measured(
             "and keeps no cache, expected a causal model; leave them out"
         )
     inputs = open_inputs(
-        subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say,
-        expect=expect, opened=opened,
-    )  # fmt: skip
+        subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
+    )
+    inputs = replace(inputs, expect=expect, opened=opened or inputs.opened)
     if expect is not silent and settings.lengths[-1] > SHORTEST:  # shorter ones soon tell by themselves
         inputs = replace(inputs, pace=pace_of(inputs))
-        stages = inputs.pace.stages(settings, scoring.generates)
+        stages = inputs.pace.stages(settings, inputs.team.size)
         expect(stages if known is None else {**stages, "risk": 0.0})
     return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OutOfTime
 from ..plans.plan import Verified
 from ..plans.wording import allowed, in_nats, share
 from ..policy.acceptance import SIGNIFICANT, Gates
@@ -23,6 +22,7 @@ from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
+from .inputs import OutOfTime
 from .measure import Measurement
 from .needles import compared
 from .pace import PLANS
@@ -259,7 +259,7 @@ class Campaign:
         inputs, s = self.measurement.inputs, self.measurement.inputs.settings
         if inputs.pace is None:
             return 0.0
-        stages = inputs.pace.plan(s, {length: aim.sequences(length) for length in s.lengths}, inputs.scoring.generates)
+        stages = inputs.pace.plan(s, inputs.team.size, {length: aim.sequences(length) for length in s.lengths})
         seconds, further = sum(stages.values()), max(min(PLANS, s.tries + s.bolder) - self.plans - 1, 0)
         inputs.expect({**stages, "plans": further * seconds + inputs.pace.speed(s)})
         return seconds

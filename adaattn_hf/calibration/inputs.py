@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import OutOfTime
 from . import corpus, needles, team, texts
 from .arms import ModelArms, Progress, silent
 from .corpus import TokenSequence
@@ -20,6 +19,10 @@ from .pace import Pace
 from .scoring import NEXT_TOKEN, Reading, Scoring
 from .settings import CalibrationSettings
 from .subject import Subject
+
+
+class OutOfTime(Exception):
+    """The minutes that were allowed are over."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,6 @@ def open_inputs(
     scoring: Scoring = NEXT_TOKEN,
     progress: Progress = silent,
     say: Callable[..., None] = silent,
-    expect: Callable[[Mapping[str, float]], None] = silent,
-    opened: float | None = None,
 ) -> Inputs:
     """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
 
@@ -138,10 +139,7 @@ def open_inputs(
     corpus.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
     samples = {length: _cut(sample, scoring.content(length)) for length in settings.lengths}
-    return Inputs(
-        subject, arms, settings, scoring, samples, progress, say, verify_data is not None, expect=expect,
-        opened=time.monotonic() if opened is None else opened,
-    )  # fmt: skip
+    return Inputs(subject, arms, settings, scoring, samples, progress, say, verify_data is not None)
 
 
 def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:

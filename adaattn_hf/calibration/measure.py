@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,36 +91,26 @@ def pace_of(inputs: Inputs) -> Pace:
     arms, lengths = inputs.arms, inputs.settings.lengths
     sample = inputs.samples[lengths[-1]]
 
-    @cache
     def brief(tokens: int) -> Inputs:
         cut = replace(sample.risk[0], tokens=sample.risk[0].tokens[: inputs.scoring.content(tokens)])
         return replace(inputs, samples={tokens: replace(sample, risk=(cut,))}, progress=silent)
 
-    @cache
-    def layers(tokens: int) -> Layers:
-        return observe_layers(brief(tokens))
+    def pair(tokens: int) -> Callable[[], object]:
+        readings = inputs.readings(brief(tokens).samples[tokens].risk[0])
+        return lambda: [compare(arms, one, exact_tap) for one in readings]
 
-    def readings(tokens: int) -> list[Reading]:
-        return inputs.readings(brief(tokens).samples[tokens].risk[0])
+    def risk(tokens: int) -> Callable[[], object]:
+        short = brief(tokens)
+        return partial(_risks_of_sequence, short, observe_layers(short), tokens, 0)
 
-    def compared(tokens: int) -> Callable[[], object]:
-        pairs = [(one, arms.exact(one)) for one in readings(tokens)]
-        return lambda: [compare(arms, one, exact_tap, exact) for one, exact in pairs]
+    def prices(tokens: int) -> Callable[[], object]:
+        short = brief(tokens)
+        return partial(_prices, short, observe_layers(short))
 
-    def priced(tokens: int) -> Callable[[], object]:
-        return partial(_prices, brief(tokens), layers(tokens))
-
-    steps: tuple[Callable[[int], Callable[[], object]], ...] = (
-        lambda tokens: partial(observe_layers, brief(tokens)),
-        lambda tokens: lambda: [arms.exact(one) for one in readings(tokens)],
-        compared,
-        lambda tokens: partial(risks_of_sequence, brief(tokens), layers(tokens), tokens, 0),
-        priced,
-    )
-    moments, exact, compared_, risk, prices = (seconds_at(lengths, arms.device, step) for step in steps)
-    if inputs.scoring.generates:  # the first sequence asks for needles, too
-        risk = {length: seconds / 2 for length, seconds in risk.items()}
-    return Pace(moments, exact, compared_, risk, prices, inputs.team.size)
+    steps = (lambda tokens: partial(observe_layers, brief(tokens))), pair, risk, prices
+    moments, pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in steps)
+    passes = 1 + inputs.scoring.generates  # one for the needles
+    return Pace(moments, pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
 
 
 def measure(
@@ -198,7 +188,7 @@ def measure_risks(
             inputs.refuse_late()
             inputs.progress("risk", sum(state.done.values()), total)
             stop = min(start + team.size, s.sequences)
-            own = [risks_of_sequence(inputs, layers, length, number) for number in team.mine(stop, start)]
+            own = [_risks_of_sequence(inputs, layers, length, number) for number in team.mine(stop, start)]
             for one in team.gather(own, stop, start):
                 state.add(length, *one)
             state.done[length] = stop
@@ -208,7 +198,7 @@ def measure_risks(
     return state
 
 
-def risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
+def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
     """Returns the rows, the sums of risks, the dropped mass and the risks for retrieval of one sequence.
 
     Only the first one is asked for needles: what counts of their risks is which heads retrieve.

@@ -24,62 +24,37 @@ FIRST_LOOKS = 1.5
 
 @dataclass(frozen=True)
 class Pace:
-    """What steps take for one sequence of each length: seconds, or numbers in proportion to them.
+    """Seconds of the steps for one sequence of each length.
 
-    Attributes:
-        moments: The pass that finds the layers.
-        exact: A pass with exact attention.
-        compare: One with a plan, compared with the exact one.
-        risk: The passes that measure risks.
-        prices: Timing all choices, for all sequences together.
-        size: Processes that share the work.
+    `moments` is the pass that finds the layers, `pair` one with exact attention and one with a plan, compared. `risk`
+    are the passes that measure risks, `prices` times all choices, for all sequences together.
     """
 
     moments: Mapping[int, float]
-    exact: Mapping[int, float]
-    compare: Mapping[int, float]
+    pair: Mapping[int, float]
     risk: Mapping[int, float]
     prices: Mapping[int, float]
-    size: int = 1
 
-    @classmethod
-    def guess(cls, s: CalibrationSettings) -> Pace:
-        """Returns that of a model of which nothing is known but that its layers outweigh their attention."""
-        one, risk, prices = ({length: float(n * length) for length in s.lengths} for n in (1, 4 + 2 * s.labels, 4))
-        return cls(one, one, one, risk, prices)
-
-    def stages(self, s: CalibrationSettings, generates: bool = True) -> dict[str, float]:
-        """Returns what each stage takes; `plans` is all that follows the prices for one budget."""
-        plan = sum(self.plan(s, dict.fromkeys(s.lengths, FIRST_LOOKS * s.held_out), generates).values())
+    def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
+        """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
+        plan = sum(self.plan(s, size, dict.fromkeys(s.lengths, FIRST_LOOKS * s.held_out)).values())
         return {
             "moments": sum(self.moments.values()),
-            "risk": sum(self.risk.values()) * (s.sequences + generates) / self.size,
+            "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
             "prices": sum(self.prices.values()),
             "plans": min(PLANS, s.tries + s.bolder) * plan + self.speed(s),
         }
 
-    def plan(self, s: CalibrationSettings, sequences: Mapping[int, float], generates: bool = True) -> dict[str, float]:
-        """Returns what search and verification of one plan take, on so many held-out sequences of each length."""
-        needles = s.haystacks * generates
-        searched = {
-            length: s.joint * (self.exact[length] + SEARCHED * self.compare[length])
-            + min(needles, s.joint) * (1 + SEARCHED) * self.exact[length]
-            for length in s.lengths
-        }
-        return {
-            "joint": sum(searched.values()) / self.size,
-            **{
-                f"verify {length}": (
-                    many * (self.exact[length] + self.compare[length]) + 2 * needles * self.exact[length]
-                )
-                / self.size
-                for length, many in sequences.items()
-            },
-        }
+    def plan(self, s: CalibrationSettings, size: int, sequences: Mapping[int, float]) -> dict[str, float]:
+        """Returns the seconds that a plan takes which is verified on so many held-out sequences of each length."""
+        searched = (s.joint + min(s.haystacks, s.joint)) * (1 + SEARCHED) / 2
+        looks = {f"verify {length}": (many + s.haystacks) * self.pair[length] for length, many in sequences.items()}
+        stages = {"joint": searched * sum(self.pair.values()), **looks}
+        return {stage: seconds / size for stage, seconds in stages.items()}
 
     def speed(self, s: CalibrationSettings) -> float:
-        """Returns what timing whole passes takes."""
-        return 2 * (s.rounds + 1) * sum(self.exact.values()) * s.batch if s.rounds else 0.0
+        """Returns the seconds that timing whole passes takes."""
+        return (s.rounds + 1) * sum(self.pair.values()) * s.batch if s.rounds else 0.0
 
 
 def seconds_at(
@@ -93,18 +68,13 @@ def seconds_at(
         # the first one compiles, or finds memory
         return timed(call, device)[1].wall if took < QUICK or device.type == "cuda" else took
 
-    few = many = min(SHORTEST, lengths[0])
-    took = {few: seconds(few)}
-    while many < lengths[-1] and (few == many or took[many] < QUICK):
-        few, many = many, min(2 * many, lengths[-1])
-        took[many] = seconds(many)
-    square = 0.0 if few == many else (took[many] / many - took[few] / few) / (many - few)
-    slope = 0.0 if few == many else max(took[many] - took[few], 0.0) / (many - few)
-    # tokens and their pairs, or what takes a while whatever their number
-    grown = {
-        length: length * (took[few] / few + square * (length - few))
-        if square > 0.0
-        else took[many] + slope * (length - many)
-        for length in lengths
-    }
-    return {length: took.get(length, grown[length]) for length in lengths}
+    few, many = SHORTEST, min(2 * SHORTEST, lengths[-1])
+    short, long = seconds(few), seconds(many)
+    while many < lengths[-1] and long < QUICK:
+        few, many, short = many, min(2 * many, lengths[-1]), long
+        long = seconds(many)
+    square = (long / many - short / few) / (many - few)
+    if square > 0.0:  # tokens, and their pairs
+        return {length: length * (short / few + square * (length - few)) for length in lengths}
+    slope = max(long - short, 0.0) / (many - few)
+    return {length: max(long + slope * (length - many), 0.0) for length in lengths}

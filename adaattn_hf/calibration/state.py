@@ -7,14 +7,13 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .._files import write_atomically
 from ..attention.request import AttentionRequest
@@ -215,15 +214,13 @@ class KeptMoments:
     resume: bool
 
     def save(self, moments: Moments, calls: Mapping[int, Sequence[AttentionRequest]]) -> None:
-        """Writes the moments and by length the attention calls."""
-        kept = {
-            "identity": self.identity,
-            "moments": [{place: asdict(one) for place, one in moments.grams.items()}, moments.windows],
-            "causal": list(moments.causal),
-            "calls": {length: [_fields(call) for call in many] for length, many in calls.items()},
+        """Writes the moments, and by length the attention calls, without what their structures remember."""
+        bare = {
+            length: [replace(call, structure=call.structure.with_changes()) for call in many]
+            for length, many in calls.items()
         }
         buffer = io.BytesIO()
-        torch.save(kept, buffer)
+        torch.save((self.identity, (moments, bare)), buffer)
         write_atomically(self.path, buffer.getvalue())
 
     def load(self, device: torch.device) -> tuple[Moments, dict[int, list[AttentionRequest]]]:
@@ -231,23 +228,13 @@ class KeptMoments:
         if not (self.resume and self.path.is_file()):
             return Moments(), {}
         try:
-            kept = torch.load(self.path, map_location=device, weights_only=True)
-            if kept["identity"] == self.identity:
-                grams, windows = kept["moments"]
-                moments = Moments({place: Gram(**one) for place, one in grams.items()}, windows, set(kept["causal"]))
-                return moments, {length: [_call(**one) for one in many] for length, many in kept["calls"].items()}
+            with torch.serialization.safe_globals([AttentionRequest, CallStructure, Gram, Moments, set]):
+                identity, found = torch.load(self.path, map_location=device, weights_only=True)
+            if identity == self.identity:
+                return found
         except (*_BROKEN, RuntimeError, UnpicklingError) as error:
             raise _broken(self.path) from error
         raise _foreign(self.path)
-
-
-def _fields(call: AttentionRequest) -> dict[str, Any]:
-    names = ("query", "key", "value", "scaling", "softcap", "sink_logits", "bias", "layer")
-    return {"structure": call.structure.operands(), **{name: getattr(call, name) for name in names}}
-
-
-def _call(structure: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> AttentionRequest:
-    return AttentionRequest(query, key, value, CallStructure.of_operands(query, key, *structure), **rest)
 
 
 def kept_in(directory: Path) -> Path | None:

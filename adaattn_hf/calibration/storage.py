@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..attention.stored import CHANNELS, FORMATS
-from ..errors import OutOfTime
 from ..plans.plan import Verified
 from ..plans.wording import allowed
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Array
+from .inputs import OutOfTime
 from .measure import Measurement
 from .proof import Test, prove
 from .search import Joint, JointPasses, Picks, solve

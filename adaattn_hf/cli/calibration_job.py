@@ -21,8 +21,8 @@ from adaattn_hf.patches.plans.subject import Subject
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
+from ..calibration.inputs import OutOfTime
 from ..calibration.measure import Measurement
-from ..calibration.pace import Pace
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Calibration, CalibrationSettings, Masking
 from ..calibration.state import RISKS_FILE, CalibrationState, Known, kept_in
@@ -126,8 +126,9 @@ def run(
     several = len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
     about, worst, every, shown = "", 0, dict[str, Any](), list[Show]()
-    guessed = Pace.guess(job.settings).stages(job.settings, scoring.generates)
-    guessed |= {f"plans{one}": guessed["plans"] for one in words.values()}
+    s = job.settings
+    guessed = {"moments": 1.0, "risk": (4.0 + 2 * s.labels) * s.sequences, "prices": 4.0}
+    guessed |= dict.fromkeys((f"plans{one}" for one in words.values()), 4.0 * s.held_out)
 
     quiet = job.asked.quiet or not team.leads
 
@@ -190,6 +191,9 @@ def run(
                             state.finished[place.name] = code
                             state.save(job.target)
                     worst = max(worst, code)
+    except OutOfTime as over:
+        tell(console, f"{over}: what is measured is kept in {job.target}; --resume with more --minutes goes on")
+        return BUDGET_NOT_MET, every
     finally:
         for show in shown:
             show()

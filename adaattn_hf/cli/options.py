@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,13 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, level
 
 UNITLESS = 0.01
 """A bare number from here on may be meant in percent, and is refused."""
-_UNITS = ("%", "nats/token", "nats")
+_BUDGET = re.compile(r"\s*(.*?)\s*(%|nats/token|nats|)\s*", re.DOTALL)
+"""A number and its unit."""
 
 
 def nats(budget: str) -> float:
-    """Returns a budget in nats/token: `0.1%` is ln 1.001, `1e-3` or `1e-3 nats/token` itself; ValueError for others."""
-    number, unit = _parts(budget)
+    """Returns a budget in nats/token: `0.1%` is ln 1.001, `1e-3` or `1e-3nats` itself; ValueError for others."""
+    number, unit = _BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr]
     try:
         value = math.log1p(float(number) / 100.0) if unit == "%" else float(number)
     except ValueError as error:
@@ -45,19 +47,12 @@ def nats(budget: str) -> float:
     return value
 
 
-def _parts(budget: str) -> tuple[str, str]:
-    """The number of a budget and its unit, empty where it has none."""
-    text = budget.strip()
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    return text.removesuffix(unit).strip(), unit
-
-
 def folders(budgets: Sequence[str]) -> list[str]:
     """Returns the directory names of budgets, `0.1pct`, `0.001nats`; ValueError if one is none, or is named twice."""
     names: list[str] = []
     for text in budgets:
         nats(text)  # refuses what is none
-        number, unit = _parts(text)
+        number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
         names.append(f"{float(number):g}{'pct' if unit == '%' else 'nats'}")
         if names[-1] in names[:-1]:
             raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")

@@ -45,8 +45,8 @@ def verify(
 ) -> None:
     """Verify a saved plan again on your text, by the same test as in calibration.
 
-    It reads as many sequences as the stored verification (the same ones if the text is the same), at the same
-    confidence level, and reports if machine, torch or transformers differ. A plan with a cache format is verified over that cache.
+    It reads as many sequences as the stored verification (the same ones if the text is the same), at the same level,
+    and reports if machine, torch or transformers differ. A plan with a cache format is verified over that cache.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 out of memory.

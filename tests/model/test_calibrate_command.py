@@ -25,7 +25,7 @@ from typer.testing import Result
 import adaattn_hf
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, inputs, layers, pricing, search, team
-from adaattn_hf.calibration.pace import Pace, seconds_at
+from adaattn_hf.calibration.pace import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, MOMENTS_FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.cli.calibrate import Asked
@@ -615,12 +615,9 @@ def test_lengths_may_be_written_in_thousands() -> None:
     assert tokens("4k, 8192") == (4096, 8192)
 
 
-SMALL = CalibrationSettings(lengths=(64, 128), sequences=2, rows=8, labels=1, held_out=4, tries=1)
-
-
 def test_bars_show_every_stage_and_the_time_left() -> None:
     console = Console(force_terminal=True, width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with shown_progress({**Pace.guess(SMALL).stages(SMALL), "verify 128": 9.0}, console) as progress:
+    with shown_progress({"moments": 1.0, "risk": 8.0, "verify 128": 9.0}, console) as progress:
         for stage in progress.work:
             for step in range(3):
                 progress(stage, step, 2)
@@ -657,7 +654,7 @@ def test_a_long_step_is_told_of_all_the_while(monkeypatch: pytest.MonkeyPatch) -
     """Every ten seconds where there is no terminal; every few milliseconds here."""
     monkeypatch.setattr("adaattn_hf.eval.progress.EVERY", 0.005)
     written = io.StringIO()
-    with shown_progress(Pace.guess(SMALL).stages(SMALL), Console(file=written)) as progress:
+    with shown_progress({"moments": 1.0, "risk": 8.0}, Console(file=written)) as progress:
         progress("risk", 1, 2)
         limit = time.monotonic() + 20
         while written.getvalue().count("risk: 50 % after") < 2 and time.monotonic() < limit:
