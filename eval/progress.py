@@ -76,6 +76,8 @@ class Display:
         """Takes note of how long some stages will take from now on; what they did before stays done."""
         if not self._sure:
             self._sure, self._since = True, time.monotonic()
+            if self._bars is not None and self._whole is None:
+                self._whole = self._bars.add_task("in all", total=1.0, left="")
         for stage, work in seconds.items():
             self._past += self.work.get(stage, 0.0) * self.done.get(stage, 0.0)
             self.work[stage], self.done[stage] = work, 0.0

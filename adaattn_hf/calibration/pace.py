@@ -10,10 +10,8 @@ import torch
 from ..stats.stopwatch import timed
 from .settings import CalibrationSettings
 
-SHORTEST = 256
-"""Tokens of the first sequence that steps are timed on; twice as many follow."""
-QUICK = 0.1
-"""Steps that take longer, seconds, are timed on no longer sequence: this comes on top of the work."""
+SHORTEST, PARTS = 256, 16
+"""Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work."""
 PLANS = 1.5
 """Plans that are verified on average: one, and half of the time a bolder or a smaller one."""
 SEARCHED = 3
@@ -60,19 +58,15 @@ class Pace:
 def seconds_at(
     lengths: Sequence[int], device: torch.device, step: Callable[[int], Callable[[], object]]
 ) -> dict[int, float]:
-    """Returns the seconds of a step by length; `step` prepares it for so many tokens. Short sequences are timed."""
+    """Returns the seconds of a step by length; `step` prepares it for so many tokens. Two short sequences are timed."""
 
     def seconds(tokens: int) -> float:
         call = step(tokens)
-        took = timed(call, device)[1].wall
-        # the first one compiles, or finds memory
-        return timed(call, device)[1].wall if took < QUICK or device.type == "cuda" else took
+        return min(timed(call, device)[1].wall for _ in range(2))  # the first one compiles, or finds memory
 
-    few, many = SHORTEST, min(2 * SHORTEST, lengths[-1])
+    few = max(SHORTEST, lengths[-1] // PARTS)
+    many = min(2 * few, lengths[-1])
     short, long = seconds(few), seconds(many)
-    while many < lengths[-1] and long < QUICK:
-        few, many, short = many, min(2 * many, lengths[-1]), long
-        long = seconds(many)
     square = (long / many - short / few) / (many - few)
     if square > 0.0:  # tokens, and their pairs
         return {length: length * (short / few + square * (length - few)) for length in lengths}

@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # the command imports this module
 Show = Callable[[], None]
 """Shows the plan of a budget."""
 FAILED_FILE = "adaattn_failed.json"
+MEASURED = "moments", "risk", "prices"
+"""Stages that all budgets share."""
 WORTHWHILE = 1.03
 """Whole models that are less faster than this hardly gain by their plan."""
 BUDGET_NOT_MET = 4
@@ -126,9 +128,6 @@ def run(
     several = len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
     about, worst, every, shown = "", 0, dict[str, Any](), list[Show]()
-    s = job.settings
-    guessed = {"moments": 1.0, "risk": (4.0 + 2 * s.labels) * s.sequences, "prices": 4.0}
-    guessed |= dict.fromkeys((f"plans{one}" for one in words.values()), 4.0 * s.held_out)
 
     quiet = job.asked.quiet or not team.leads
 
@@ -137,18 +136,14 @@ def run(
             tell(console, f"{sentence} ({details})" if details and job.asked.verbose else sentence)
 
     try:
-        with shown_progress(guessed, console, quiet=quiet) as progress:
+        with shown_progress({}, console, quiet=quiet) as progress:
 
             def expect(seconds: Mapping[str, float]) -> None:
-                if "moments" not in seconds:
-                    progress.expect({f"{stage}{about}": work for stage, work in seconds.items()})
-                    return
-                stages = {**seconds, "plans": len(words) * seconds["plans"]}
-                progress.expect(
-                    {**seconds, "plans": 0.0, **{f"plans{one}": seconds["plans"] for one in words.values()}}
-                )
-                for line in outlook(job, stages):
+                before = "moments" in seconds  # the measurements, which budgets share
+                for line in outlook(job, seconds) if before else []:
                     say(line)
+                for one in words.values() if before else [about]:
+                    progress.expect({stage + one * (stage not in MEASURED): work for stage, work in seconds.items()})
 
             def step(stage: str, done: int, total: int) -> None:
                 progress(f"{stage}{about}", done, total)
@@ -204,7 +199,8 @@ def run(
 
 def outlook(job: Job, stages: Mapping[str, float]) -> list[str]:
     """Returns lines on how long a calibration takes, what would make it shorter, and what an interrupt keeps."""
-    s, total = job.settings, sum(stages.values())
+    s, stages = job.settings, {**stages, "plans": len(job.budgets) * stages["plans"]}
+    total = sum(stages.values())
     parts = {"risk": "measuring risks", "prices": "timing choices", "plans": "finding and verifying plans"}
     told = ", ".join(f"{words} {duration(stages[stage])}" for stage, words in parts.items() if stages[stage])
     shorter = [f"--lengths {s.lengths[-1] // 2}"]
