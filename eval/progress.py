@@ -67,7 +67,7 @@ class Display:
         self.done = dict.fromkeys(work, 0.0)
         self.stage = ""
         self._console, self._bars, self._quiet = console, bars, quiet
-        self._start = self._since = time.monotonic()
+        self._start = self._since = self._told = time.monotonic()
         self._sure, self._past = False, 0.0
         self._tasks: dict[str, TaskID] = {}
         self._whole = bars.add_task("in all", total=1.0, left="") if bars and len(work) > 1 else None
@@ -91,12 +91,13 @@ class Display:
     def left(self) -> str:
         """The time left in words, empty while too little is done to tell."""
         if self.share >= TELLING:
-            return f"{duration((time.monotonic() - self._since) * (1.0 - self.share) / self.share)} left"
+            seconds = (self._told - self._since) * (1.0 - self.share) / self.share
+            return f"{duration(max(seconds - (time.monotonic() - self._told), seconds / 2))} left"
         return f"{duration((1.0 - self.share) * sum(self.work.values()))} left" if self._sure else ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Take note that `done` of `total` steps of a stage are done."""
-        part = done / total if total else 1.0
+        part, self._told = done / total if total else 1.0, time.monotonic()
         finished = part >= 1.0 > self.done.get(stage, 0.0)
         self.stage, self.done[stage] = stage, part
         self.work.setdefault(stage, 0.0)

@@ -28,7 +28,7 @@ from .benefit import whole_forward
 from .campaign import Campaign
 from .inputs import OutOfTime, open_inputs
 from .measure import Measurement, measure, pace_of
-from .pace import SHORTEST
+from .pace import FORETOLD
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
@@ -83,8 +83,10 @@ def measured(
         subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
     )
     inputs = replace(inputs, expect=expect, opened=opened or inputs.opened)
-    if expect is not silent and settings.lengths[-1] > SHORTEST:  # shorter ones soon tell by themselves
+    if expect is not silent and settings.lengths[-1] > FORETOLD:
+        progress("estimate", 0, 1)
         inputs = replace(inputs, pace=pace_of(inputs))
+        progress("estimate", 1, 1)
         stages = inputs.pace.stages(settings, inputs.team.size)
         expect(stages if known is None else {**stages, "risk": 0.0})
     return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)

@@ -93,7 +93,9 @@ def pace_of(inputs: Inputs) -> Pace:
 
     def brief(tokens: int) -> Inputs:
         cut = replace(sample.risk[0], tokens=sample.risk[0].tokens[: inputs.scoring.content(tokens)])
-        return replace(inputs, samples={tokens: replace(sample, risk=(cut,))}, progress=silent)
+        # as large a part of the rows as of the tokens: their work then grows by pairs, as that of attention does
+        fewer = replace(inputs.settings, rows=max(inputs.settings.rows * tokens // lengths[-1], 1))
+        return replace(inputs, settings=fewer, samples={tokens: replace(sample, risk=(cut,))}, progress=silent)
 
     def pair(tokens: int) -> Callable[[], object]:
         readings = inputs.readings(brief(tokens).samples[tokens].risk[0])

@@ -634,17 +634,19 @@ def test_the_time_left_follows_the_work_done_and_what_is_expected(monkeypatch: p
     monkeypatch.setattr("adaattn_hf.eval.progress.time.monotonic", lambda: clock[0])
     progress = Display({"moments": 1.0, "risk": 7.0, "plans": 12.0}, Console(quiet=True), None, quiet=True)
     assert progress.left() == ""
+    clock[0] = 1000.0
     for stage in ("moments", "risk"):
         progress(stage, 1, 1)
     assert progress.share == pytest.approx(0.4)
-    clock[0] = 1000.0
     assert progress.left() == "25 min left"
+    clock[0] = 1600.0
+    assert progress.left() == "15 min left"
     progress = Display({"plans": 12.0}, Console(quiet=True), None, quiet=True)
     clock[0] = 2000.0
     progress.expect({"risk": 40.0, "plans": 60.0})
     assert progress.left() == "2 min left"  # before anything is done
-    progress("risk", 1, 1)
     clock[0] += 80.0  # twice as long as was expected
+    progress("risk", 1, 1)
     assert progress.left() == "2 min left"
     progress.expect({"joint": 20.0, "plans": 0.0})
     assert progress.left() == "40 s left"
