@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from adaattn_hf.cli.pictures.grid import below, heat_map, png, print_plan
-from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest
+from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest, speed_of
 from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
@@ -185,6 +185,8 @@ def test_every_layer_of_the_model_is_drawn_and_counted() -> None:
         table = heat_map(plan)
         assert [str(cell) for cell in table.columns[0].cells] == list(map(str, layers))
         assert png(plan)[:4] == b"\x89PNG"
+    assert speed_of(make_plan()) == pytest.approx(1.5)
+    assert speed_of(make_plan(attention_layers=(0, 1, 2, 3))) == pytest.approx(4 / (3 + 1 / 1.5)), "of all four layers"
     assert below(plan) == ["w256+16: the last 256 keys and the first 16; bf16: products in bfloat16"]
     assert below(replace(plan, attention_layers=()))[1] == "layers 2 and up: exact"
     exact = replace(plan, layers=(), units=())
