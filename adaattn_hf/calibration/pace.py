@@ -12,7 +12,7 @@ from .settings import CalibrationSettings
 
 FORETOLD = 256
 """Sequences of no more tokens soon tell by themselves how long a calibration takes."""
-SHORTEST, PARTS = 64, 16
+SHORTEST, PARTS = 128, 8
 """Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work."""
 PLANS = 1.5
 """Plans that are verified on average: one, and half of the time a bolder or a smaller one."""
