@@ -1,6 +1,6 @@
 """What a user sees while a command runs: lines, bars, and how far the work is.
 
-The time left is the time spent divided by the share of the work that is done.
+The time left is the time spent divided by the share of the work that is done, or what was expected before any was.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from adaattn_hf._files import printable
 
 EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
+TELLING = 0.05
+"""Share of the work that tells how long the rest takes."""
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in words."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def tell(console: Console, line: str) -> None:
@@ -50,7 +57,7 @@ class Display:
     """Told of progress, it moves bars on a terminal; elsewhere it writes a line where a stage ends.
 
     Attributes:
-        work: The work of each stage, in any unit.
+        work: The work of each stage, in any unit until `expect` tells it in seconds.
         done: Share of each stage that is done.
         stage: The stage that was told of last, empty before the first.
     """
@@ -60,25 +67,37 @@ class Display:
         self.done = dict.fromkeys(work, 0.0)
         self.stage = ""
         self._console, self._bars, self._quiet = console, bars, quiet
-        self._start = time.monotonic()
+        self._start = self._since = self._told = time.monotonic()
+        self._sure, self._past = False, 0.0
         self._tasks: dict[str, TaskID] = {}
         self._whole = bars.add_task("in all", total=1.0, left="") if bars and len(work) > 1 else None
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Takes note of how long some stages will take from now on; what they did before stays done."""
+        if not self._sure:
+            self._sure, self._since = True, time.monotonic()
+            if self._bars is not None and self._whole is None:
+                self._whole = self._bars.add_task("in all", total=1.0, left="")
+        for stage, work in seconds.items():
+            self._past += self.work.get(stage, 0.0) * self.done.get(stage, 0.0)
+            self.work[stage], self.done[stage] = work, 0.0
 
     @property
     def share(self) -> float:
         """Share of all work that is done."""
-        return sum(self.work[stage] * part for stage, part in self.done.items()) / sum(self.work.values())
+        done = self._past + sum(self.work[stage] * part for stage, part in self.done.items())
+        return done / max(self._past + sum(self.work.values()), 1e-9)
 
     def left(self) -> str:
         """The time left in words, empty while too little is done to tell."""
-        if self.share < 0.05:
-            return ""
-        seconds = (time.monotonic() - self._start) * (1.0 - self.share) / self.share
-        return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
+        if self.share >= TELLING:
+            seconds = (self._told - self._since) * (1.0 - self.share) / self.share
+            return f"{duration(max(seconds - (time.monotonic() - self._told), seconds / 2))} left"
+        return f"{duration((1.0 - self.share) * sum(self.work.values()))} left" if self._sure else ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Take note that `done` of `total` steps of a stage are done."""
-        part = done / total if total else 1.0
+        part, self._told = done / total if total else 1.0, time.monotonic()
         finished = part >= 1.0 > self.done.get(stage, 0.0)
         self.stage, self.done[stage] = stage, part
         self.work.setdefault(stage, 0.0)

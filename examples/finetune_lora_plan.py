@@ -72,6 +72,8 @@ def main() -> None:
             "calibrate",
             "--lengths",
             str(options.context),
+            "--families",
+            "window,bf16",
             "--output-dir",
             options.plan,
             "--quiet",

@@ -85,9 +85,9 @@ def prepare(
             pipeline, PEFT, sentence-transformers). Models that were prepared before are prepared anew.
         unpad: Take the padding out.
         cache: What caches keep: `"model"` (numbers), or quantised, in place as well, `"int8"` or `"k8v4"`; see
-            `AdaAttnCache`. None: what the model's plan was proven with, numbers without such a proof.
+            `AdaAttnCache`. None: what the model's plan was verified with, else numbers.
         streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`. None: as
-            the plan was proven, with `cache`.
+            the plan was verified, with `cache`.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
 
     Returns:

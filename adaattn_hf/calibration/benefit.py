@@ -62,6 +62,7 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
     """
     found = []
     for number, (length, sample) in enumerate(inputs.samples.items()):
+        inputs.refuse_late(together=False)
         inputs.progress("speed", number, len(inputs.samples))
         tokens = inputs.readings(sample.joint[0])[0].tokens.repeat(inputs.settings.batch, 1)
         seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(programs)}, rounds)

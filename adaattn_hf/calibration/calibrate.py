@@ -15,7 +15,7 @@ again differ in the last digits, which may decide between two choices of nearly 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,8 +26,9 @@ from .arms import Progress, silent
 from .assemble import save_plan
 from .benefit import whole_forward
 from .campaign import Campaign
-from .inputs import open_inputs
-from .measure import Measurement, measure
+from .inputs import OutOfTime, open_inputs
+from .measure import Measurement, measure, pace_of
+from .pace import FORETOLD
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
@@ -50,7 +51,9 @@ def measured(
     resume: bool = False,
     known: Known | None = None,
     progress: Progress = silent,
-    say: Callable[[str], None] = silent,
+    say: Callable[..., None] = silent,
+    expect: Callable[[Mapping[str, float]], None] = silent,
+    opened: float | None = None,
 ) -> Measurement:
     """Returns risks and prices of a model, which serve any number of budgets; a plan that it carries is removed.
 
@@ -66,6 +69,8 @@ def measured(
         directory: Where the state is saved after every sequence, until `CalibrationState.forget`.
         resume: Continue from the state saved there.
         known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
+        expect: Told of the seconds that stages will take, before the first one and whenever more is known.
+        opened: When the calibration began, by `time.monotonic`, from which `settings.minutes` count; now if absent.
     """
     # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
@@ -77,6 +82,13 @@ def measured(
     inputs = open_inputs(
         subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
     )
+    inputs = replace(inputs, expect=expect, opened=opened or inputs.opened)
+    if expect is not silent and settings.lengths[-1] > FORETOLD:
+        progress("estimate", 0, 1)
+        inputs = replace(inputs, pace=pace_of(inputs))
+        progress("estimate", 1, 1)
+        stages = inputs.pace.stages(settings, inputs.team.size)
+        expect(stages if known is None else {**stages, "risk": 0.0})
     return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)
 
 
@@ -88,11 +100,15 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
     """
     inputs = measurement.inputs
     result = choose_and_verify(measurement, replace(inputs.settings, budget=budget or inputs.settings.budget))
+    if inputs.pace is not None:
+        inputs.expect({"plans": 0.0, "speed": inputs.pace.speed(inputs.settings) * result.met})
     if result.met and inputs.settings.rounds and inputs.team.leads:
         by_layer = programs(measurement, picks_of(measurement, result.plan))
         try:
             timed = whole_forward(inputs, by_layer, inputs.settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
+        except OutOfTime as over:
+            inputs.say(f"whole passes are not timed: {over}")
         except torch.OutOfMemoryError:  # the plan is verified, and stays
             inputs.say(
                 f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller "

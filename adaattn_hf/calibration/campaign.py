@@ -9,7 +9,6 @@ failure a smaller one.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,10 +22,12 @@ from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
+from .inputs import OutOfTime
 from .measure import Measurement
 from .needles import compared
+from .pace import PLANS
 from .proof import Proof, Test, prove
-from .search import JOINT_STEPS, REHEARSED, Aim, Found, Joint, JointPasses, Picks, seek
+from .search import REHEARSED, Aim, Found, Joint, JointPasses, Picks, seek
 from .settings import Calibration
 from .stock import stock_distance
 from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
@@ -44,6 +45,8 @@ APART = 0.1
 AFTER_LOSS, AFTER_OTHERS = 0.9, 0.6
 """Share of its target that the next plan has: after a failure by loss, which has taught the law of the loss, too, and
 by another limit."""
+CERTAIN = 0.5
+"""It is said where the uncertainty of held-out text leaves less than this share of the budget."""
 CLOSER = (0.25, 0.5)
 """A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 HALVED = 0.5
@@ -85,45 +88,48 @@ class Campaign:
         alone: tuple[Found, Proof] | None = None
         saves = "memory" if inputs.settings.with_cache else "time"
         sentence = f"no choice saves {saves} inside the budget on this machine"
-        inputs.say(self.forecast())
-        if inputs.settings.with_cache:
-            self.choose_format()
-        while not self.attempts.exhausted:
-            if self.late():
-                over = f"{inputs.settings.minutes:g} minutes are over"
-                sentence = f"{sentence}; {over}" if self.history else over
-                break
-            most = self.most()
-            if most < max(min(inputs.settings.held_out, self.pool()), 2 * inputs.sources):
-                sentence = f"{sentence}; the held-out text is used up: give more of it"
-                break
-            aim = self.aim(most)
-            found, self.alpha = seek(self.passes, aim, self.alpha, self.history, self.updated)
-            if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
-                if self.needles and not self.plans:
-                    sentence += " and keeps the needles in the calibration text; --needles allows more to be lost"
-                break
-            proof, coded = self.prove(found)
-            worst = (coded or proof).worst
-            # the last `verified` entry belongs to the plan that is returned
-            kind = "bolder" if passed and not worst.passed else "verified"
-            self.history.append({kind: asdict(worst), "held_out": self.looked_at})
-            if worst.passed:
-                passed, self.proved = (found, proof), worst if coded else None
-                further = self.attempts.advanced() if worst.upper < ROOM * self.gates.budget else None
-            else:
-                sentence = worst.sentence
-                if alone is None and passed is None and proof.passed:  # the fallback
-                    alone, self.proved = (found, proof), f"beside the plan {sentence}"
-                self.attempts = self.attempts.failed()
-                further = self.attempts.advanced() if passed else self.attempts
-                if inputs.settings.with_cache:
-                    self.least = {length: HALVED * one.added for length, one in found.joint.items()}
-                others = (coded or proof).lost or worst.upper <= self.gates.budget
-                self.share *= AFTER_OTHERS if others else AFTER_LOSS
-            if further is None:
-                break
-            self.attempts = further
+        for words in self.remarks():
+            inputs.say(words)
+        try:
+            if inputs.settings.with_cache:
+                self.choose_format()
+            while not self.attempts.exhausted:
+                inputs.refuse_late()
+                most = self.most()
+                if most < max(min(inputs.settings.held_out, self.pool()), 2 * inputs.sources):
+                    sentence = f"{sentence}; the held-out text is used up: give more of it"
+                    break
+                aim = self.aim(most)
+                if inputs.team.tell(self.expect(aim)) > inputs.left and passed:
+                    break  # a further plan would not be verified in time
+                found, self.alpha = seek(self.passes, aim, self.alpha, self.history, self.updated)
+                if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
+                    if self.needles and not self.plans:
+                        sentence += " and keeps the needles in the calibration text; --needles allows more to be lost"
+                    break
+                proof, coded = self.prove(found)
+                worst = (coded or proof).worst
+                # the last `verified` entry belongs to the plan that is returned
+                kind = "bolder" if passed and not worst.passed else "verified"
+                self.history.append({kind: asdict(worst), "held_out": self.looked_at})
+                if worst.passed:
+                    passed, self.proved = (found, proof), worst if coded else None
+                    further = self.attempts.advanced() if worst.upper < ROOM * self.gates.budget else None
+                else:
+                    sentence = worst.sentence
+                    if alone is None and passed is None and proof.passed:  # the fallback
+                        alone, self.proved = (found, proof), f"beside the plan {sentence}"
+                    self.attempts = self.attempts.failed()
+                    further = self.attempts.advanced() if passed else self.attempts
+                    if inputs.settings.with_cache:
+                        self.least = {length: HALVED * one.added for length, one in found.joint.items()}
+                    others = (coded or proof).lost or worst.upper <= self.gates.budget
+                    self.share *= AFTER_OTHERS if others else AFTER_LOSS
+                if further is None:
+                    break
+                self.attempts = further
+        except OutOfTime as over:
+            sentence = f"{sentence}; {over}" if self.history else str(over)
         passed = passed or alone
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
@@ -169,12 +175,6 @@ class Campaign:
             return replace(result, met=met, sentence=sentence, report=report)
         plan = replace(result.plan, protocol={**result.plan.protocol, PROTOCOL: found})
         return replace(result, plan=plan, met=True, sentence=sentence, report=report)
-
-    def late(self) -> bool:
-        """Whether the time limit has passed, by the clock of the first process."""
-        inputs = self.measurement.inputs
-        minutes = inputs.settings.minutes
-        return minutes is not None and inputs.team.tell(time.monotonic() - inputs.opened > 60.0 * minutes)
 
     def pool(self) -> int:
         """Returns the number of held-out sequences, at the length with the fewest."""
@@ -256,32 +256,34 @@ class Campaign:
             self.spare(length, found.joint[length].risk, *compared(evidence.needles), SIGNIFICANT)
         return proof, coded
 
-    def forecast(self) -> str:
-        """Returns a message on how long search and verification take, and how much of the budget noise will use up."""
-        inputs, layers = self.measurement.inputs, self.measurement.layers
-        s, most = inputs.settings, max(self.most(), 2)
-        aim = self.aim(most)
-        passes = s.joint + min(s.joint, s.haystacks) * inputs.scoring.generates
-        seconds = sum(
-            layers.seconds[length] * (passes * (1 + JOINT_STEPS) + 2 * aim.sequences(length) + 2 * s.haystacks)
-            for length in s.lengths
-        )
-        words = []
-        for length in s.lengths:
-            law, size = aim.laws[length], aim.sequences(length)
-            kl = aim.affordable(length)
-            noise = 1.0 - law.per_kl * kl / (aim.share * s.budget)
+    def expect(self, aim: Aim) -> float:
+        """Tells how long the next plan will take, and those after it; returns the seconds of the next one."""
+        inputs, s = self.measurement.inputs, self.measurement.inputs.settings
+        if inputs.pace is None:
+            return 0.0
+        stages = inputs.pace.plan(s, inputs.team.size, {length: aim.sequences(length) for length in s.lengths})
+        seconds, further = sum(stages.values()), max(min(PLANS, s.tries + s.bolder) - self.plans - 1, 0)
+        inputs.expect({**stages, "plans": further * seconds + inputs.pace.speed(s)})
+        return seconds
+
+    def remarks(self) -> list[str]:
+        """Returns what the text and the dtype leave of the budget, where that is little."""
+        s, words = self.measurement.inputs.settings, list[str]()
+        aim = self.aim(max(self.most(), 2))
+        kept = min(aim.laws[n].per_kl * aim.affordable(n) / (aim.share * s.budget) for n in s.lengths)
+        if kept < CERTAIN:
             words.append(
-                f"{size} of {len(inputs.samples[length].held_out)} held-out sequences of {length} tokens, whose noise "
-                f"and whose uncertainty take about {share(noise)} of the budget"
+                f"held-out text is short: its uncertainty uses {share(1.0 - kept)} of the budget; more of it allows "
+                "faster plans"
             )
-        spare = "" if self.pool() >= 2 * s.held_out else "; the text allows one plan only, more text allows more"
+        if self.pool() < 2 * s.held_out:
+            words.append("held-out text is enough for one plan only")
         if self.stock.kl > APART * s.budget:
             words.append(
-                f"two stock implementations lie a KL of {in_nats(self.stock.kl)} nats/token apart in this dtype, "
-                "which is not held against a plan"
+                f"two stock implementations differ by a KL of {in_nats(self.stock.kl)} nats/token in this dtype, which "
+                "is not held against a plan"
             )
-        return f"search and proof of one plan: about {duration(seconds / inputs.team.size)}, {'; '.join(words)}{spare}"
+        return words
 
     def finished(self, found: Found, proof: Proof) -> Calibration:
         """Returns the result for a plan that passed."""
@@ -301,8 +303,3 @@ class Campaign:
         """Returns the report, with the KL of rounding that every measured KL holds."""
         words = report(self.measurement, self.history, found, self.alpha, verdicts)
         return {**words, "rounding": self.stock.kl}
-
-
-def duration(seconds: float) -> str:
-    """Returns a time in words."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

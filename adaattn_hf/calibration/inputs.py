@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,14 @@ from torch import Tensor
 from . import corpus, needles, team, texts
 from .arms import ModelArms, Progress, silent
 from .corpus import TokenSequence
+from .pace import Pace
 from .scoring import NEXT_TOKEN, Reading, Scoring
 from .settings import CalibrationSettings
 from .subject import Subject
+
+
+class OutOfTime(Exception):
+    """The minutes that were allowed are over."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class Inputs:
         samples: Text by length.
         other_source: Whether the held-out text comes from another source.
         team: The processes that share the work.
-        opened: When the model was opened, by `time.monotonic`.
+        opened: When the calibration began, by `time.monotonic`.
+        expect: Told of the seconds that stages will take.
+        pace: What steps take, None where nobody asked.
         states: By length and place, what exact attention makes of the readings of a sequence that plans are compared
             on, in the host's memory: the searches for several budgets share it.
         haystacks: Likewise a haystack of the sequence, and which needles exact attention finds.
@@ -53,12 +61,25 @@ class Inputs:
     scoring: Scoring
     samples: Mapping[int, LengthSample]
     progress: Progress = silent
-    say: Callable[[str], None] = silent
+    say: Callable[..., None] = silent
     other_source: bool = False
     team: team.Team = field(default_factory=team.present)
     opened: float = field(default_factory=time.monotonic)
+    expect: Callable[[Mapping[str, float]], None] = silent
+    pace: Pace | None = None
     states: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     haystacks: dict[tuple[int, int], tuple[needles.Haystack, tuple[bool, ...]]] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time limit, by the clock of the first process: all processes ask together."""
+        minutes = self.settings.minutes
+        return math.inf if minutes is None else self.team.tell(self.opened + 60.0 * minutes - time.monotonic())
+
+    def refuse_late(self, together: bool = True) -> None:
+        """Ends what is under way if the time is over; a team does so only where its processes come `together`."""
+        if (together or self.team.size == 1) and self.left <= 0.0:
+            raise OutOfTime(f"{self.settings.minutes:g} minutes are over")
 
     @property
     def fingerprint(self) -> str:
@@ -101,7 +122,7 @@ def open_inputs(
     verify_data: Sequence[str | Path] | None = None,
     scoring: Scoring = NEXT_TOKEN,
     progress: Progress = silent,
-    say: Callable[[str], None] = silent,
+    say: Callable[..., None] = silent,
 ) -> Inputs:
     """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
 

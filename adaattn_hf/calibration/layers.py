@@ -6,7 +6,6 @@ need, and the attention calls that are timed for the prices.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +22,7 @@ from ..stats.spectrum import Gram, score_factors
 from . import fisher
 from .inputs import Inputs
 from .settings import CalibrationSettings
+from .state import KeptMoments
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,6 @@ class Layers:
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
         calls: By kind and length: an attention call for timing; see `kinds`.
-        seconds: By length: wall-clock time of the pass over one sequence.
     """
 
     bound: Binding
@@ -46,7 +45,6 @@ class Layers:
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
     calls: Mapping[int | None, Mapping[int, AttentionRequest]]
-    seconds: Mapping[int, float]
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -59,16 +57,22 @@ class Layers:
         return {layer: own if own in self.calls else None for layer, own in self.windows.items()}
 
 
-def observe_layers(inputs: Inputs) -> Layers:
-    """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them."""
-    moments = fisher.Moments()
+def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
+    """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them.
+
+    Lengths that are `kept` are not run again.
+    """
+    moments, by_length = fisher.Moments(), dict[int, list[AttentionRequest]]()
+    if kept is not None:
+        moments, by_length = kept.load(inputs.arms.device)
     calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
-    seconds: dict[int, float] = {}
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.progress("moments", number, len(inputs.samples))
-        start = time.perf_counter()
-        calls[None][length], *others = _calls(inputs, moments, length)
-        seconds[length] = time.perf_counter() - start
+        if length not in by_length:
+            by_length[length] = _calls(inputs, moments, length)
+            if kept is not None and inputs.team.leads:
+                kept.save(moments, by_length)
+        calls[None][length], *others = by_length[length]
         for request in others:
             calls.setdefault(request.structure.window, {})[length] = request
     inputs.progress("moments", len(inputs.samples), len(inputs.samples))
@@ -96,7 +100,6 @@ def observe_layers(inputs: Inputs) -> Layers:
         candidates=found,
         tensors={index: _layer_tensors(moments.grams[index], found) for index in indices},
         calls=calls,
-        seconds=seconds,
     )
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ from ..policy.knapsack import Array, Launches, of_cache
 from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
+from .arms import compare, exact_tap, silent
 from .inputs import Inputs
 from .layers import Layers, observe_layers
 from .memory import forecast, room_for
 from .needles import KEY
+from .pace import Pace, seconds_at
 from .scoring import Reading
-from .state import CalibrationState, Known
+from .state import MOMENTS_FILE, CalibrationState, KeptMoments, Known
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,35 @@ class Measurement:
         return of_cache(self.kept_tokens)
 
 
+def pace_of(inputs: Inputs) -> Pace:
+    """Returns what the steps of a calibration take, by the same steps on short sequences of its text."""
+    arms, lengths = inputs.arms, inputs.settings.lengths
+    sample = inputs.samples[lengths[-1]]
+
+    def brief(tokens: int) -> Inputs:
+        cut = replace(sample.risk[0], tokens=sample.risk[0].tokens[: inputs.scoring.content(tokens)])
+        # as large a part of the rows as of the tokens: their work then grows by pairs, as that of attention does
+        fewer = replace(inputs.settings, rows=max(inputs.settings.rows * tokens // lengths[-1], 1))
+        return replace(inputs, settings=fewer, samples={tokens: replace(sample, risk=(cut,))}, progress=silent)
+
+    def pair(tokens: int) -> Callable[[], object]:
+        readings = inputs.readings(brief(tokens).samples[tokens].risk[0])
+        return lambda: [compare(arms, one, exact_tap) for one in readings]
+
+    def risk(tokens: int) -> Callable[[], object]:
+        short = brief(tokens)
+        return partial(_risks_of_sequence, short, observe_layers(short), tokens, 0)
+
+    def prices(tokens: int) -> Callable[[], object]:
+        short = brief(tokens)
+        return partial(_prices, short, observe_layers(short))
+
+    steps = (lambda tokens: partial(observe_layers, brief(tokens))), pair, risk, prices
+    moments, pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in steps)
+    passes = 1 + inputs.scoring.generates  # one for the needles
+    return Pace(moments, pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
+
+
 def measure(
     inputs: Inputs,
     *,
@@ -91,15 +124,20 @@ def measure(
     known: Known | None = None,
 ) -> Measurement:
     """Returns risks and prices of a model; arguments as for `calibrate.measured`."""
-    layers = observe_layers(inputs)
-    identity = _identity(inputs, layers)
+    identity = _identity(inputs)
+    kept = None
+    if directory is not None:
+        kept = KeptMoments(directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), resume)
+    layers = observe_layers(inputs, kept)
+    identity["dtype"] = layers.bound.dtype
     if known is not None:
         every, found = layers.candidates.choices, known.choices(layers.candidates, identity)
         layers = replace(layers, candidates=found)
         lacking = ", ".join(choice.label for choice in every if choice not in found.choices)
         inputs.say(f"risks: those of {known.path}{lacking and f', which lack {lacking}'}")
     else:
-        inputs.say(forecast(inputs, layers).sentence(room_for(inputs.arms.model)))
+        need = forecast(inputs, layers)
+        inputs.say(need.sentence(room_for(inputs.arms.model)), need.parts())
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, identity, directory, resume, known)
@@ -117,14 +155,13 @@ def measure(
     return Measurement(inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps)
 
 
-def _identity(inputs: Inputs, layers: Layers) -> dict[str, Any]:
+def _identity(inputs: Inputs) -> dict[str, Any]:
     lengths = inputs.settings.lengths
     tokens = [[one.tokens for one in inputs.samples[length].risk] for length in lengths]
     return {
         **inputs.settings.measured(),
         "adaattn": importlib.metadata.version("adaattn-hf"),
         "weights": inputs.subject.weight_hash(),
-        "dtype": layers.bound.dtype,
         "text": inputs.fingerprint,
         "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
         "scoring": inputs.scoring.words(),
@@ -149,6 +186,7 @@ def measure_risks(
     total = s.sequences * len(s.lengths)
     for length in s.lengths:
         while (start := state.done[length]) < s.sequences:
+            inputs.refuse_late()
             inputs.progress("risk", sum(state.done.values()), total)
             stop = min(start + team.size, s.sequences)
             own = [_risks_of_sequence(inputs, layers, length, number) for number in team.mine(stop, start)]
@@ -220,19 +258,25 @@ def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:
     return np.asarray(mixed.cpu().numpy())
 
 
+def _prices(inputs: Inputs, layers: Layers) -> PriceTable:
+    middle = layers.tensors[layers.indices[len(layers.indices) // 2]]
+    return pricing.measure_prices(
+        layers.calls, layers.candidates.choices, middle, phases=_phases(inputs),
+        batch=inputs.settings.batch, captured=inputs.settings.captured,
+    )  # fmt: skip
+
+
+def _phases(inputs: Inputs) -> tuple[str, ...]:
+    return pricing.PHASES if inputs.scoring.generates else ("prefill",)
+
+
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
     """Returns the prices of the launches: the given table if it holds all that is needed, or one measured now."""
     inputs.progress("prices", 0, 1)
-    middle = layers.tensors[layers.indices[len(layers.indices) // 2]]
-    phases = pricing.PHASES if inputs.scoring.generates else ("prefill",)
-    choices = layers.candidates.choices
     if prices is None and inputs.team.leads:
-        prices = pricing.measure_prices(
-            layers.calls, choices, middle, phases=phases,
-            batch=inputs.settings.batch, captured=inputs.settings.captured,
-        )  # fmt: skip
+        prices = _prices(inputs, layers)
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
-    pricing.check_prices(table, layers, phases, inputs.settings.lengths)
+    pricing.check_prices(table, layers, _phases(inputs), inputs.settings.lengths)
     inputs.progress("prices", 1, 1)
     return table

@@ -47,16 +47,19 @@ class Need:
 
     def sentence(self, room: int | None) -> str:
         """Returns the need in words, and the length that fits into `room` bytes, None where nobody knows how many."""
+        said = f"memory: about {max(self.total / 1e9, 0.1):.1f} GB"
+        if room is None or self.total <= room:
+            return said
+        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // PROBE * PROBE
+        return f"{said}; the device has {room / 1e9:.1f} GB: --lengths {max(fits, PROBE)} would fit"
+
+    def parts(self) -> str:
+        """Returns what the need consists of, in words."""
         parts = {
             "weights": self.weights, "inputs of the layers": self.inputs, "one layer": self.layer,
             "attention of the sampled rows": self.rows, f"{CHUNK} positions of logits": self.logits,
         }  # fmt: skip
-        words = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items())
-        said = f"memory: about {self.total / 1e9:.3g} GB for a sequence of {self.length} tokens ({words})"
-        if room is None or self.total <= room:
-            return said
-        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // PROBE * PROBE
-        return f"{said}; the device has {room / 1e9:.3g} GB: --lengths {max(fits, PROBE)} would fit"
+        return f"{self.length} tokens: " + ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items())
 
 
 def forecast(inputs: Inputs, layers: Layers) -> Need:

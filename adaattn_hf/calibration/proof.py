@@ -89,6 +89,7 @@ def _length(
         inputs.progress(f"verify {length}", min(done, total), total)
 
     for start, size, level in zip([0, *sizes], sizes, levels, strict=False):
+        inputs.refuse_late()
         step(start)
         evidence = verify.gather(
             inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if start else haystacks, step

@@ -122,6 +122,7 @@ class JointPasses:
         sequences = inputs.samples[length].joint
         mine: list[tuple[TokenScores, list[tuple[bool, bool]]]] = []
         for number in inputs.team.mine(len(sequences)):
+            inputs.refuse_late(together=False)
             readings, place = inputs.readings(sequences[number]), (length, number)
             if place not in inputs.states:
                 inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
@@ -235,6 +236,7 @@ def seek(
     for step in range(MOST_JOINT_STEPS):
         if step >= JOINT_STEPS and within is not None:
             break
+        measurement.inputs.refuse_late()
         progress("joint", min(step, JOINT_STEPS - 1), JOINT_STEPS)
         found = solve(measurement, scale * afforded / alpha, aim.needles)
         if not found.picks.any() or (within and np.array_equal(found.picks, within.allocation.picks)):

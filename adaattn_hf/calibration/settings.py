@@ -113,7 +113,7 @@ class CalibrationSettings(Judged):
         captured: Price decode steps as in captured CUDA graphs, which generation with a static cache makes: by the
             device's time alone, with nothing of the host's.
         alpha: Significance level of the tests of all plans together.
-        minutes: Start no new plan after this many minutes.
+        minutes: End after so many minutes, with the best plan that is verified by then.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
         optimize: memory: the smallest cache inside the budget, windows alone.
         kv_bytes: Bytes of the cache at the longest length, as a share of the model's (0.4x).

@@ -7,17 +7,24 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
+import torch
 
 from .._files import parse_json, write_atomically
+from ..attention.request import AttentionRequest
+from ..attention.structure import CallStructure
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
+from ..stats.spectrum import Gram
+from .fisher import Moments
 
 FILE = "adaattn_calibration.partial.npz"
+MOMENTS_FILE = "adaattn_moments.partial.pt"
 RISKS_FILE = "adaattn_risks.npz"
 _PARTS = ("total", "dropped", "needles")
 """What the file calls the sums at a length."""
@@ -40,7 +47,7 @@ _SAME = {
     "lengths": ("at {} tokens", "{}; give the --lengths of that run"),
     "tokens": (
         "of other text",
-        "that of --data: no plan is proved on text that risks saw; give the --data of that run",
+        "that of --data: no plan is verified on text that risks saw; give the --data of that run",
     ),
 }
 """What risks must have in common with a run that takes them, and what is said where they have not."""
@@ -175,13 +182,8 @@ class CalibrationState:
                 self.fill(arrays)
                 return True
         except _BROKEN as error:
-            raise ValueError(
-                f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"
-            ) from error
-        raise ValueError(
-            f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
-            "another --output-dir"
-        )
+            raise _broken(path) from error
+        raise _foreign(path)
 
     def take(self, known: Known, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
@@ -192,14 +194,68 @@ class CalibrationState:
 
     @staticmethod
     def forget(directory: Path) -> None:
-        """Removes the state of a calibration whose plan is written."""
-        (directory / FILE).unlink(missing_ok=True)
+        """Removes what is kept of a calibration whose plan is written."""
+        for file in (FILE, MOMENTS_FILE):
+            (directory / file).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class KeptMoments:
+    """The file that keeps what pass zero found, length by length.
+
+    Attributes:
+        identity: What it belongs to.
+        resume: Whether a file of an earlier run is read.
+    """
+
+    path: Path
+    identity: str
+    resume: bool
+
+    def save(self, moments: Moments, calls: Mapping[int, Sequence[AttentionRequest]]) -> None:
+        """Writes the moments, and by length the attention calls, without what their structures remember."""
+        bare = {
+            length: [replace(call, structure=call.structure.with_changes()) for call in many]
+            for length, many in calls.items()
+        }
+        buffer = io.BytesIO()
+        torch.save((self.identity, (moments, bare)), buffer)
+        write_atomically(self.path, buffer.getvalue())
+
+    def load(self, device: torch.device) -> tuple[Moments, dict[int, list[AttentionRequest]]]:
+        """Reads them, empty where nothing is kept; a broken file, or another calibration's, is refused."""
+        if not (self.resume and self.path.is_file()):
+            return Moments(), {}
+        try:
+            with torch.serialization.safe_globals([AttentionRequest, CallStructure, Gram, Moments, set]):
+                identity, found = torch.load(self.path, map_location=device, weights_only=True)
+            if identity == self.identity:
+                return found
+        except (*_BROKEN, RuntimeError, UnpicklingError) as error:
+            raise _broken(self.path) from error
+        raise _foreign(self.path)
+
+
+def kept_in(directory: Path) -> Path | None:
+    """Returns a file that an interrupted calibration has kept, None where there is none."""
+    return next((path for path in (directory / FILE, directory / MOMENTS_FILE) if path.is_file()), None)
+
+
+def _broken(path: Path) -> ValueError:
+    return ValueError(f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew")
+
+
+def _foreign(path: Path) -> ValueError:
+    return ValueError(
+        f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
+        "another --output-dir"
+    )
 
 
 def refuse_interrupted(directory: Path) -> None:
     """Refuses to start in a directory whose interrupted calibration would be overwritten."""
-    path = directory / FILE
-    if path.is_file():
+    path = kept_in(directory)
+    if path is not None:
         raise ValueError(
             f"out: {path} is an interrupted calibration; pass --resume to go on with it, delete it to begin anew, or "
             "give another --output-dir"

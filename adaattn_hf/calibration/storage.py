@@ -20,6 +20,7 @@ from ..plans.limits import Gates
 from ..plans.plan import Verified
 from ..plans.wording import allowed
 from ..policy.knapsack import Array
+from .inputs import OutOfTime
 from .measure import Measurement
 from .proof import Test, prove
 from .search import Joint, JointPasses, Picks, solve
@@ -142,11 +143,15 @@ def choose_storage(
         verdict = known.get(storage.stored)
         if verdict is None:
             if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
-                lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
+                lost.append(f"{storage.words} is not verified, since the held-out text is used up: give more of it")
                 continue
             predicted = dict.fromkeys(s.lengths, 0.0)
             test = Test(gates, level / len(asked), number, predicted, storage.stored)
-            verdict = prove(measurement, picks, shards, test).worst
+            try:
+                verdict = prove(measurement, picks, shards, test).worst
+            except OutOfTime as error:
+                lost.append(f"{storage.words} is not verified: {error}")
+                continue
         if isinstance(verdict, str):
             lost.append(f"{storage.words}: {verdict}")
             continue

@@ -97,6 +97,7 @@ def gather(
     arms, crew, before = inputs.arms, inputs.team, len(evidence.names)
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
+        inputs.refuse_late(together=False)
         readings = inputs.scoring.readings(sequences[index].tokens, seed, arms.device)
         scores.append(joined([compare(arms, one, tap) for one in readings]))
         step(before + min(index + crew.size, len(sequences)))

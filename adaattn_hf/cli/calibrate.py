@@ -23,7 +23,7 @@ from .place import Place, refuse_other_plan
 
 PANELS = {
     "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
-    "Proof": ("held_out", "most_held_out", "tries", "bolder", "top1", "needles_lost"),
+    "Verification": ("held_out", "most_held_out", "tries", "bolder", "top1", "needles_lost"),
     "Search": (
         "optimize", "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices",
         "decode_tokens", "batch", "captured",
@@ -76,7 +76,7 @@ def calibrate(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a plan for a loss budget, prove it on held-out text, and save it.
+    """Make a plan for a loss budget, verify it on held-out text, and save it.
 
     Without MODEL it uses a small LLaMA and the pages that come with the package: offline, about a minute.
 
@@ -87,11 +87,13 @@ def calibrate(
     """
     # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.patches.checkpoint import load, resolve_device
+    from adaattn_hf.patches.plans.positions import stated_positions
 
     from ..calibration.inputs import refuse_longer
-    from ..calibration.state import refuse_interrupted
+    from ..calibration.state import kept_in, refuse_interrupted
     from ..calibration.team import join, leave
     from ..calibration.texts import refuse_repeats
+    from ..plans.wording import allowed
     from .calibration_job import job_of, out_of_memory, run, scoring_of
     from .fit import fit_to_text, opened
     from .memory import room_or_sentence
@@ -100,10 +102,16 @@ def calibrate(
     with ending(wrong=(ValueError,)):
         target = place.directory(model)
         places = place.each(model, folders(asked.budget))
+
+    def kept() -> str:
+        if kept_in(target) is None:
+            return "nothing was measured yet, so nothing is kept"
+        return f"what is measured is kept in {target}; the same command with --resume goes on"
+
     with ending(
         default=target,
-        stays="what is finished is kept, --resume goes on",
-        kept=lambda: f"finished work is kept in {target}; the same command with --resume goes on",
+        stays=kept,
+        kept=kept,
         wrong=(ValueError, FileNotFoundError, ModelUnavailable),
     ):
         use_threads(threads)
@@ -119,24 +127,28 @@ def calibrate(
                 f"device: got 'auto' in {team.size} processes, expected it in one, since it takes all GPUs; start one "
                 "process, or leave --device out and each takes a GPU of its own"
             )
-        if team.leads:
-            tell(console, place.sentence(target, model))
-        encode, positions = opened(job.model, **asked.source())
-        silent = asked.quiet or not team.leads
+        config, encode = opened(job.model, **asked.source())
+        positions, silent = stated_positions(config), asked.quiet or not team.leads
+        others = () if place.in_place else places
+        for directory in others:  # what the configuration says, before weights and text are read
+            refuse_other_plan(directory, config)
         if asked.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
-        else:
-            fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
-            job = replace(job, settings=fitted)
-            if not silent:
-                tell(console, sentence)
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(out_of_memory, job, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):
             loaded = load(job.model, dtype=asked.dtype, device="cpu", implementation="adaattn", **asked.source())
         scoring = scoring_of(loaded, masking)
-        for directory in () if place.in_place else places:
-            refuse_other_plan(directory, loaded.model)
+        for directory in others:
+            refuse_other_plan(directory, config, loaded.model)
+        if team.leads:
+            tell(console, place.sentence(target, model))
+            tell(console, f"budget: perplexity {', '.join(map(allowed, job.budgets.values()))}")
+        if not asked.lengths:
+            fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
+            job = replace(job, settings=fitted)
+            if not silent:
+                tell(console, sentence)
         code, found = run(job, loaded, scoring, console, team, rank)
         if as_json and team.leads:
             print_json(found)

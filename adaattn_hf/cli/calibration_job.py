@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,21 +14,23 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
-from adaattn_hf.eval.progress import shown_progress, tell
+from adaattn_hf.eval.progress import duration, shown_progress, tell
 from adaattn_hf.patches.checkpoint import Checkpoint, placed, resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
+from ..calibration.inputs import OutOfTime
 from ..calibration.measure import Measurement
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Calibration, CalibrationSettings, Masking
-from ..calibration.state import FILE, RISKS_FILE, CalibrationState, Known
+from ..calibration.state import RISKS_FILE, CalibrationState, Known, kept_in
 from ..calibration.team import Team
 from ..plans.limits import unproven
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
+from ..plans.wording import share
 from ..policy.prices import PriceTable
 from .memory import room_or_sentence
 from .options import nats
@@ -41,6 +44,10 @@ if TYPE_CHECKING:  # the command imports this module
 Show = Callable[[], None]
 """Shows the plan of a budget."""
 FAILED_FILE = "adaattn_failed.json"
+MEASURED = "moments", "risk", "prices"
+"""Stages that all budgets share."""
+WORTHWHILE = 1.03
+"""Whole models that are less faster than this hardly gain by their plan."""
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
 
@@ -53,6 +60,7 @@ class Job:
         target: Directory of the plan, or of the directories of several plans; holds measured risks during the run.
         settings: How the plan is made, with the first budget.
         budgets: Loss in nats/token of each plan, by directory.
+        began: When the command began, by `time.monotonic`.
     """
 
     model: str
@@ -64,6 +72,7 @@ class Job:
     asked: Asked
     budgets: Mapping[Path, float] = field(default_factory=dict)
     known: Known | None = None
+    began: float = field(default_factory=time.monotonic)
 
 
 def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path]) -> Job:
@@ -98,24 +107,6 @@ def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, targe
     )
 
 
-def work_of(settings: CalibrationSettings, budgets: Sequence[str] = ("",)) -> dict[str, float]:
-    """Returns the work of each stage in tokens, a backward pass as two; a failed plan adds to it.
-
-    The stages after pricing repeat for each budget; their names end with the budget.
-    """
-    s, tokens = settings, float(sum(settings.lengths))
-    each = {
-        "joint": 4 * tokens * s.joint,
-        **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
-    }
-    return {
-        "moments": tokens,
-        "risk": tokens * s.sequences * (4 + 2 * s.labels),
-        "prices": 4 * tokens,
-        **{f"{stage}{words}": work for words in budgets for stage, work in each.items()},
-    }
-
-
 def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
     """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read like `masking`."""
     if loaded.objective == "masked":
@@ -129,7 +120,7 @@ def run(
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
-    directory. An earlier proven plan of these weights is kept if no plan could be proven now.
+    directory. An earlier verified plan of these weights is kept if none passes now.
     """
     wanted = job.asked.device
     if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
@@ -141,12 +132,19 @@ def run(
 
     quiet = job.asked.quiet or not team.leads
 
-    def say(sentence: str) -> None:
+    def say(sentence: str, details: str = "") -> None:
         if not quiet:
-            tell(console, sentence)
+            tell(console, f"{sentence} ({details})" if details and job.asked.verbose else sentence)
 
     try:
-        with shown_progress(work_of(job.settings, list(words.values())), console, quiet=quiet) as progress:
+        with shown_progress({}, console, quiet=quiet) as progress:
+
+            def expect(seconds: Mapping[str, float]) -> None:
+                before = "moments" in seconds  # the measurements, which budgets share
+                for line in outlook(job, seconds) if before else []:
+                    say(line)
+                for one in words.values() if before else [about]:
+                    progress.expect({stage + one * (stage not in MEASURED): work for stage, work in seconds.items()})
 
             def step(stage: str, done: int, total: int) -> None:
                 progress(f"{stage}{about}", done, total)
@@ -168,6 +166,8 @@ def run(
                     known=job.known,
                     progress=step,
                     say=say,
+                    expect=expect,
+                    opened=job.began,
                 )
                 state = measurement.state
                 for place, budget in job.budgets.items():
@@ -187,12 +187,32 @@ def run(
                             state.finished[place.name] = code
                             state.save(job.target)
                     worst = max(worst, code)
+    except OutOfTime as over:
+        tell(console, f"{over}: what is measured is kept in {job.target}; --resume with more --minutes goes on")
+        return BUDGET_NOT_MET, every
     finally:
         for show in shown:
             show()
     if team.leads:
         CalibrationState.forget(job.target)
     return worst, every if several else next(iter(every.values()))
+
+
+def outlook(job: Job, stages: Mapping[str, float]) -> list[str]:
+    """Returns lines on how long a calibration takes, what would make it shorter, and what an interrupt keeps."""
+    s, stages = job.settings, {**stages, "plans": len(job.budgets) * stages["plans"]}
+    total = sum(stages.values())
+    parts = {"risk": "measuring risks", "prices": "timing choices", "plans": "finding and verifying plans"}
+    told = ", ".join(f"{words} {duration(stages[stage])}" for stage, words in parts.items() if stages[stage])
+    shorter = [f"--lengths {s.lengths[-1] // 2}"]
+    if stages["risk"] > stages["plans"]:
+        shorter += [f"--sequences {s.sequences // 2}"] * (s.sequences > 1)
+    else:
+        shorter += ["--bolder 0"] * (s.bolder > 0)
+    lines = [f"time: about {duration(total)} in all ({told}); shorter with {', '.join(shorter)} or --minutes N"]
+    if s.minutes is not None and total > 60.0 * s.minutes:
+        lines.append(f"--minutes {s.minutes:g} will end it before that, perhaps without a plan")
+    return [*lines, f"Ctrl-C keeps what is measured by then in {job.target}, and --resume goes on with it"]
 
 
 def store(job: Job, measurement: Measurement, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
@@ -207,7 +227,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         return found, partial(
             _tell_all,
             console,
-            [result.sentence, f"kept: the plan in {job.target}, which was proven before", f"report: {failed}"],
+            [result.sentence, f"kept: the plan in {job.target}, which was verified before", f"report: {failed}"],
         )
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
@@ -223,6 +243,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
         *(one.sentence() for one in passes if job.asked.verbose or one.high < 1.0),
+        *little(passes, result.met),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
@@ -235,6 +256,15 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         _tell_all(console, lines)
 
     return found, show
+
+
+def little(passes: Sequence[Benefit], met: bool) -> list[str]:
+    """Returns a line on what would gain more, where a plan hardly makes the whole model faster."""
+    most = max(passes, key=lambda one: one.ratio, default=None)
+    if not met or most is None or most.ratio >= WORTHWHILE:
+        return []
+    gain = f"{share(max(most.ratio - 1.0, 0.0))} at {most.length:,} tokens"
+    return [f"this plan gains {gain}: longer --lengths gain more, and so does a larger --budget"]
 
 
 def _stored(place: Path) -> dict[str, Any]:
@@ -259,7 +289,7 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
         "risk": f"measuring risks on sequences of {longest} tokens",
         "prices": f"timing attention of {batch} times {longest} tokens",
         "joint": f"measuring whole plans on {job.settings.joint} sequences of {longest} tokens",
-    }.get(stage, f"proving a plan on sequences of {longest} tokens")
+    }.get(stage, f"verifying a plan on sequences of {longest} tokens")
     shorter = f"shorter lengths (--lengths {max(longest // 2, 32)})"
     fits = {
         "": "another --dtype (bfloat16 takes half of float32)",
@@ -267,12 +297,12 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
         "prices": f"a smaller batch (--batch-size {batch // 2})" if batch > 1 else shorter,
         "joint": f"{shorter} or fewer sequences at once (--joint {max(job.settings.joint - 1, 1)})",
     }.get(stage, shorter)
-    file = job.target / FILE
+    file = kept_in(job.target)
     kept = (
-        f"the risks that are measured are kept in {file}: the same command with --resume goes on, with another "
+        "nothing was finished before it"
+        if file is None
+        else f"what was measured before is kept in {file}: the same command with --resume goes on, with another "
         "--batch-size or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
-        if file.is_file()
-        else "nothing was finished before it"
     )
     return (
         f"memory: {device} has none left while {doing} ({said}), expected room for it; what would fit: {fits}, or a "
@@ -289,7 +319,7 @@ def _proven(directory: Path, weights: str) -> bool:
 
 
 def evaluation(job: Job, dtype: str) -> str:
-    """Returns the shell command that evaluates the plan on the text that it was proved on."""
+    """Returns the shell command that evaluates the plan on the text that it was verified on."""
     words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
     words += ["--dtype", dtype] if dtype != "float32" else []
     for name, value in job.asked.source().items():

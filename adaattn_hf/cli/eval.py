@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what loads torch is imported when the command runs, not whe
 
 PANELS = {
     "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
-    "Proof": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
+    "Verification": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
 }
 
 

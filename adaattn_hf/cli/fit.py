@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from adaattn_hf.errors import ModelUnavailable
 from adaattn_hf.patches import checkpoint
-from adaattn_hf.patches.plans.positions import stated_positions
 
 from ..calibration.corpus import Encode
 from ..calibration.settings import CalibrationSettings
@@ -24,8 +23,8 @@ FEWEST = 6
 """Held-out sequences that a first look makes do with where the text is short."""
 
 
-def opened(name: str, **source: Any) -> tuple[Encode, int | None]:
-    """Returns a checkpoint's tokenizer, and the most tokens that it allows, if known; else ModelUnavailable."""
+def opened(name: str, **source: Any) -> tuple[Any, Encode]:
+    """Returns a checkpoint's configuration and its tokenizer, else ModelUnavailable."""
     config = checkpoint.read_config(name, **source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
@@ -33,7 +32,7 @@ def opened(name: str, **source: Any) -> tuple[Encode, int | None]:
         raise ModelUnavailable(
             f"tokenizer: that of {name!r} cannot be loaded: {checkpoint.why_not(name, error)}"
         ) from error
-    return partial(checkpoint.encoded, tokenizer), stated_positions(config)
+    return config, partial(checkpoint.encoded, tokenizer)
 
 
 def count_tokens(paths: Sequence[Path], encode: Encode, enough: int) -> int:
@@ -56,7 +55,7 @@ def fit_to_text(
 ) -> tuple[CalibrationSettings, str]:
     """Returns settings whose length and folds the text can fill, and a sentence that says which.
 
-    The longest length is taken at which the text proves two plans, then one, then with fewer held-out sequences.
+    The longest length is taken at which the text verifies two plans, then one, then with fewer held-out sequences.
 
     Raises:
         ValueError: If the text is too short for the shortest length.
@@ -75,14 +74,9 @@ def fit_to_text(
             room = tokens // length - own if not verify_data else held // length
             if room >= plans * first and tokens // length >= own:
                 fitted = replace(settings, lengths=(length,), held_out=first)
-                words = f"{tokens:,}{'+' if tokens >= enough else ''} tokens of text" + (
-                    f", {held:,}{'+' if held >= enough else ''} held out" if verify_data else ""
-                )
-                more = "+" if max(tokens, held) >= enough else ""
-                return fitted, (
-                    f"{words}: sequences of {length} tokens, {own} to choose by, "
-                    f"{first} to {fitted.most_held_out} of {room}{more} to prove a plan by"
-                )
+                most = min(fitted.most_held_out, room)
+                held_out = f"{first} to {most}" if most > first else f"{first}"
+                return fitted, f"text: {own} sequences of {length:,} tokens to choose the plan, {held_out} to verify it"
     needed = lengths[-1] * (own + (0 if verify_data else fewest))
     also = f" and {lengths[-1] * fewest} held out" if verify_data else ""
     raise ValueError(

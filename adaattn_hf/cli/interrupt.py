@@ -21,7 +21,7 @@ def ending(
     *,
     argument: str = "file",
     default: object = None,
-    stays: str = "",
+    stays: str | Callable[[], str] = "",
     kept: Callable[[], str] | None = None,
     wrong: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
@@ -30,7 +30,7 @@ def ending(
     Args:
         argument: Name printed before a file that cannot be read or written.
         default: The file to name if the error names none.
-        stays: Sentence on what is kept, added to such an error.
+        stays: Sentence on what is kept, added to such an error; where that shows only then, a function.
         kept: What an interrupted command keeps; None for a command without --resume.
         wrong: Errors that mean a mistake in the arguments.
     """
@@ -44,7 +44,8 @@ def ending(
     except EvalError as error:
         leave(error)
     except OSError as error:
-        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{stays and f'; {stays}'}"))
+        words = stays() if callable(stays) else stays
+        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{words and f'; {words}'}"))
     except KeyboardInterrupt:
         if kept is None:
             raise

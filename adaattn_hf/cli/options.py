@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +17,28 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads for torch.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Also print nats, levels and versions.")]
 
 
+UNITLESS = 0.01
+"""A bare number from here on may be meant in percent, and is refused."""
+_BUDGET = re.compile(r"\s*(.*?)\s*(%|nats/token|nats|)\s*", re.DOTALL)
+"""A number and its unit."""
+
+
 def nats(budget: str) -> float:
-    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is itself; ValueError for what is neither."""
-    text = budget.strip()
+    """Returns a budget in nats/token: `0.1%` is ln 1.001, `1e-3` or `1e-3nats` itself; ValueError for others."""
+    number, unit = _BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr]
     try:
-        value = math.log1p(float(text[:-1]) / 100.0) if text.endswith("%") else float(text)
+        value = math.log1p(float(number) / 100.0) if unit == "%" else float(number)
     except ValueError as error:
         raise ValueError(
             f"budget is {budget!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
         ) from error
+    if not unit and UNITLESS <= value < 1.0:
+        from ..plans.wording import allowed
+
+        raise ValueError(
+            f"budget is {budget!r}, expected a unit: write {number}% (a rise of the perplexity by {number} %) or "
+            f"{number}nats (nats/token, a rise by {allowed(value).lstrip('+')})?"
+        )
     if not 0.0 < value < 1.0:
         raise ValueError(
             f"budget is {budget!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a %, "
@@ -35,11 +49,11 @@ def nats(budget: str) -> float:
 
 def folders(budgets: Sequence[str]) -> list[str]:
     """Returns the directory names of budgets, `0.1pct`, `0.001nats`; ValueError if one is none, or is named twice."""
-    names = []
+    names: list[str] = []
     for text in budgets:
         nats(text)  # refuses what is none
-        number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-        names.append(f"{float(number):g}{'pct' if percent else 'nats'}")
+        number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
+        names.append(f"{float(number):g}{'pct' if unit == '%' else 'nats'}")
         if names[-1] in names[:-1]:
             raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")
     return names

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._files import parse_json
 from ..errors import UsageError
 
 PLAN_DIRECTORY = "adaattn-plan"
 """Where a plan goes, and where commands look for one, if nothing is said."""
+DEMO_DIRECTORY = "adaattn-plan-demo"
+"""Where that of the packaged model goes: commands do not take it for the plan of another model."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
@@ -21,7 +22,7 @@ class Place:
     """Where the plan goes.
 
     Attributes:
-        output_dir: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
+        output_dir: Directory for the plan. Default: adaattn-plan (without MODEL adaattn-plan-demo). MODEL stays.
         in_place: Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.
     """
 
@@ -32,7 +33,7 @@ class Place:
         """Returns the directory to write to; UsageError for the model's without `in_place`, or one that must stay."""
         own = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
-            target = self.output_dir or Path(PLAN_DIRECTORY)
+            target = self.output_dir or Path(DEMO_DIRECTORY if model is None else PLAN_DIRECTORY)
             if own is not None and target.resolve() == own.resolve():
                 raise UsageError(
                     f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
@@ -103,26 +104,26 @@ def _refuse_checkpoint(target: Path) -> None:
         )
 
 
-def refuse_other_plan(target: Path, model: Any) -> None:
-    """Refuses a directory that holds the plan of another model (UsageError), before anything is measured."""
+def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
+    """Refuses a directory that holds another model's plan, by its configuration or, once loaded, by its weights."""
+    from adaattn_hf.patches.plans.configured import other_model
     from adaattn_hf.patches.plans.hashes import model_hash
 
-    file = target / "adaattn_plan.json"
-    if not file.is_file():
+    from ..plans.plan import Plan, PlanError
+    from .pictures.headline import name_of
+
+    if not (target / "adaattn_plan.json").is_file():
         return
     remedy = f"give another directory (--output-dir), or delete {target}"
     try:
-        found = parse_json(file.read_text(encoding="utf-8"))
-        known, held = found["weight_hash"], str(found["dtype"])
-        protocol = found.get("protocol")
-        name = protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        plan = Plan.from_pretrained(target)
+    except PlanError as error:
+        raise UsageError(f"output_dir: {target} holds a plan that cannot be read: {error}; {remedy}") from error
+    other = min((other_model(plan, one) or "" for one in (config, config.get_text_config())), key=len)
+    if not other and model is not None and plan.weight_hash != model_hash(model):
+        differs = "other weights" if str(model.dtype) == f"torch.{plan.dtype}" else f"in {plan.dtype}"
+        other = f"a plan of {name_of(plan)} ({differs})"
+    if other:
         raise UsageError(
-            f"output_dir: {file} is no plan that can be read ({type(error).__name__}); {remedy}"
-        ) from error
-    if known != model_hash(model):
-        other = "other weights" if str(model.dtype) == f"torch.{held}" else f"in {held}"
-        raise UsageError(
-            f"output_dir: {target} holds a plan of {name} ({other}), expected none, or one of the model that is "
-            f"calibrated; {remedy}"
+            f"output_dir: {target} holds {other}, expected none, or one of the model that is calibrated; {remedy}"
         )

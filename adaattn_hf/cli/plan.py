@@ -120,7 +120,7 @@ def explore(
     """Write a page with a slider over budgets, from exact to the fastest plan.
 
     It shows the plan that the solver would choose for each budget. Losses are predicted from the risks that calibration
-    measured; what was proved on held-out text is marked. The page works offline.
+    measured; what was verified on held-out text is marked. The page works offline.
 
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report next to it.
     """
@@ -150,11 +150,17 @@ def explore(
         print_json(data)
         return
     console = Console()
+    tell(console, f"{'predicted within':>24}")
     for stop in data["stops"]:
-        proved = f", proved at most {at_most(stop['proof']['upper'])}" if stop["proof"] else ""
+        verified = f", verified at most {at_most(stop['proof']['upper'])}" if stop["proof"] else ""
         cache = f", cache {share(stop['memory'])} of the bytes" if stop["memory"] is not None else ""
         speed = f"attention {times(stop['speed'])} times as fast{cache}"
-        tell(console, f"{stop['name']:>24}: predicted increase {rise(stop['loss'])}{proved}, {speed}")
+        tell(console, f"{stop['name']:>24}: predicted increase {rise(stop['loss'])}{verified}, {speed}")
+    if any(stop["proof"] for stop in data["stops"]):
+        tell(
+            console,
+            "your plan is smaller than predictions allow: its upper bound on held-out text keeps the budget, too",
+        )
     tell(console, f"page: {html}")
 
 
@@ -163,10 +169,7 @@ def _place(path: Path | None) -> Path:
 
     own = Path(PLAN_DIRECTORY)
     if path is None and not any(own.rglob(PLAN_FILE)):
-        raise UsageError(
-            f"plan: got none, and {own} holds none, expected what adaattn calibrate saves there when a plan passed; "
-            "run adaattn calibrate MODEL first, or name another plan"
-        )
+        raise UsageError(f"plan: no plan in {own}; run `adaattn calibrate MODEL`, or name another directory")
     return path or own
 
 
@@ -184,7 +187,7 @@ def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
         "budget, nats/token": nats(plan.budget, allowed),
         "predicted increase, nats/token": nats(plan.predicted_loss, rise),
         "verified increase, at most, nats/token": nats(believed.upper if believed else None, at_most),
-        "attention of planned layers, times as fast": (speed, "none" if speed is None else times(speed)),
+        "attention, times as fast": (speed, "none" if speed is None else times(speed)),
         "heads that are not exact": (changed, f"{changed:g}"),
     }
 

@@ -24,6 +24,7 @@ from ..backends.base import spec_of
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
 from .choices.part import few_rows
+from .plan import PlanError
 from .program import PROGRAMS, Program, head_rules
 
 
@@ -248,7 +249,7 @@ def _planned(program: Program, request: AttentionRequest, backend: str | None) -
 
 
 class _OneWay(torch.autograd.Function):
-    """Identity whose backward pass raises an error."""
+    """Identity whose backward pass raises a PlanError."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, message: str, *inputs: Tensor | None) -> Tensor:
@@ -258,8 +259,7 @@ class _OneWay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        """Raises a ValueError, always."""
-        raise ValueError(ctx.message)
+        raise PlanError(ctx.message)
 
 
 def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
@@ -267,12 +267,17 @@ def _one_way(program: Program, request: AttentionRequest, backend: str | None) -
     bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
     with torch.no_grad():
         result = attend(program, replace(request, **bare), backend)
+    found = _OneWay.apply(result.out, no_gradient(program), *held.values())  # type: ignore[no-untyped-call]
+    return AttentionResult(found, result.lse)
+
+
+def no_gradient(program: Program) -> str:
+    """Returns the sentence for training under a program without a gradient."""
     lost = ", ".join(choice.label for choice, _ in program.launches if not choice.has_gradient)
-    message = (
+    return (
         f"plan of layer {program.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
         "adaattn_hf.remove_plan(model), or calibrate without int8 (--families window,bf16)"
     )
-    return AttentionResult(_OneWay.apply(result.out, message, *held.values()), result.lse)  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------- in traced graphs

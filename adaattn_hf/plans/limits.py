@@ -102,7 +102,9 @@ class Gates:
                 f"bound of Δnll is {in_nats(upper)} nats/token, above {in_nats(self.budget)})"
             )
         if not kl <= self.most_kl:
-            reasons.append(f"the mean KL is {in_nats(kl)} nats/token, above {in_nats(self.most_kl)}")
+            reasons.append(
+                f"predictions differ too much (mean KL {in_nats(kl)} nats/token, above {in_nats(self.most_kl)})"
+            )
         return (*reasons, *self.beside_the_loss(top1, lost, won, retrieved))
 
     def beside_the_loss(self, top1: float, lost: int, won: int, retrieved: int) -> tuple[str, ...]:

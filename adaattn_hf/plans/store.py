@@ -31,10 +31,10 @@ _SUCH = "layers.0.key_mean and layers.0.query_basis.0"
 _NAMED = re.compile(r"layers\.(\d{1,4})\.(?:key_mean|(query_basis|key_basis)\.(\d{1,4}))", re.ASCII)
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _tensors: dict[str, dict[str, Tensor]] = {}
-_lock = RLock()
 """Tensors of plans by their hash, those that were used last at the end."""
 _MOST = 64
 """Plans whose tensors are kept."""
+_lock = RLock()
 
 
 def plan_file(source: str | Path) -> Path:

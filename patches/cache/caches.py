@@ -94,14 +94,14 @@ class AdaAttnCache(DynamicCache):
         Args:
             model: Loaded with `attn_implementation="adaattn"`.
             stored: `"model"` (numbers in the model's dtype), `"int8"` (one scale per token and head) or `"k8v4"` (int8
-                keys, values of four bits). None: what the model's plan was proven with, `"int8"` without such a proof.
+                keys, values of four bits). None: what the model's plan was verified with, else `"int8"`.
             reserve: Tokens for which room is made at once in layers that keep everything.
             max_cache_len: The same, and more is refused: memory is what it was at the first token. Codes of full
                 attention are counted on the device then, so that `generate` compiles its steps and captures them on a
                 GPU, as with `StaticCache`.
             growth: Factor on the length when room is made.
             streaming: Heads to which the model's plan gives a window keep its first and last tokens alone, for
-                sequences up to the length that the plan speaks for. None: as the plan was proven, where `stored` is
+                sequences up to the length that the plan speaks for. None: as the plan was verified, where `stored` is
                 None, too.
             offloading: As in `DynamicCache`.
             offload_only_non_sliding: As in `DynamicCache`.
@@ -218,7 +218,7 @@ def made_for(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str) -> tuple[str, bool]:
-    """What a model's cache stores and whether heads stream: as asked, else as its plan was proven, else the default."""
+    """What a model's cache stores and whether heads stream: as asked, as its plan was verified, or the default."""
     plan = plan_of(model) if stored is None else None
     kept = None if plan is None or unproven(plan) else plan.cache
     proven = kept or (default, False)

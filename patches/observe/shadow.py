@@ -4,7 +4,7 @@
     model.config.adaattn = {"shadow": 2, "mismatch": "warn"}      # say so and go on: for production
 
 A model without a plan is compared with `attention.reference`, a model with a plan with the same plan on the eager
-backend: shadowing checks kernels, not the loss of a plan, which calibration proves and `monitor` watches.
+backend: shadowing checks kernels, not the loss of a plan, which calibration verifies and `monitor` watches.
 """
 
 from __future__ import annotations

@@ -42,10 +42,7 @@ def programs_for(
     """Returns the settings that give a model a plan, and by layer its module and its part of it; raises as `attach`."""
     modules = dict(attention_modules(model, plan.model_type))
     if not modules:
-        own = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise PlanError(
-            f"the plan was made for model type {plan.model_type!r}, this is {own!r}; give the plan of this model"
-        )
+        fit.refuse_other_configuration(plan, getattr(model, "config", model))
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
         raise PlanError(f"the plan has layers {missing!s:.200}, the model's attention layers are {sorted(modules)}")

@@ -1,11 +1,14 @@
-"""What a proof rests on beside weights: the settings of a model's configuration by which it computes."""
+"""What a plan's verdict rests on beside weights: the settings of a model's configuration by which it computes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from adaattn_hf.plans.evidence import MODEL
+from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.record import PlanError
 
 _SILENT = frozenset((
@@ -15,12 +18,18 @@ _SILENT = frozenset((
     "tokenizer_class", "torch_dtype", "torchscript", "training", "transformers_version", "transformers_weights",
     "use_cache", "use_return_dict", "vocabulary_map",
 ))  # fmt: skip
-"""Settings that change nothing that a plan is proven for: names, labels, heads, what weights and dtype say."""
+"""Settings that change nothing that a plan is verified for: names, labels, heads, what weights and dtype say."""
 _SILENT_WORDS = (
     "dropout", "layerdrop", "drop_path", "token_id", "initializer", "init_std", "aux_loss", "output_",
     "base_model_",
 )  # fmt: skip
 """What others have in their names: training, special tokens, what is returned, how work is spread."""
+
+_SIZES = frozenset((
+    "d_model", "head_dim", "hidden_size", "intermediate_size", "model_type", "n_embd", "n_head", "n_inner", "n_layer",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
+))  # fmt: skip
+"""Settings of which no model has two values: where one of them differs, it is another model."""
 
 
 def computes_by(config: Any) -> dict[str, Any]:
@@ -44,18 +53,47 @@ def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None)))
 
 
-def refuse_other_configuration(planned: Mapping[str, Any], config: Any) -> None:
-    """Refuses a model that computes by other settings, in a configuration or by name, than a plan was proven for.
+def other_model(plan: Plan, config: Any) -> str | None:
+    """Returns in words that a configuration is of another model than a plan: both names, and a setting that differs."""
+    own = {**computes_by(config), "model_type": config.model_type}
+    for name, there in {"model_type": plan.model_type, **plan.configuration}.items():
+        if name in _SIZES and own.get(name, there) != there:
+            differs = f"{name.replace('_', ' ')} {there} there, {own[name]} here"
+            held = plan.protocol.get(MODEL, plan.model_type)
+            return f"a plan of {held}; {name_of_model(config)} is another model ({differs})"
+    return None
+
+
+def refuse_other_configuration(plan: Plan, config: Any) -> None:
+    """Refuses the configuration of another model than a plan was verified for, or one with other settings.
 
     Settings that only one of them has are those of another version, and are not compared.
 
     Raises:
-        PlanError: A setting differs.
+        PlanError: Its type or a setting differs.
     """
-    own = config if isinstance(config, dict) else computes_by(config)
+    if (words := other_model(plan, config)) is not None:
+        raise PlanError(f"plan: got {words}; give the plan of this model, or calibrate it")
+    refuse_other_settings(plan.configuration, computes_by(config))
+
+
+def refuse_other_settings(planned: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuses settings that differ from those of a plan by the same names (PlanError)."""
     for name, value in planned.items():
         if name in own and own[name] != value:
             raise PlanError(
                 f"{name}: the plan was verified for a model with {value!r:.300}, this one has {own[name]!r:.300}; undo "
                 "that change, or calibrate again"
             )
+
+
+def name_of_model(model: Any) -> str:
+    """Returns the name that a model or configuration was loaded by: a hub id, or the last part of a directory."""
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    path = Path(name)
+    if not path.exists():
+        return name
+    whole = path.resolve()
+    # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
+    kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
+    return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name

@@ -16,13 +16,14 @@ from torch import nn
 
 from adaattn_hf.attention.tap import listening
 from adaattn_hf.config import settings_of
+from adaattn_hf.plans.execute import no_gradient
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import CONFIG_KEY, layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
-from .configured import refuse_other_configuration
+from .configured import refuse_other_configuration, refuse_other_settings
 from .door import Door, Stamp, door_of, running
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules, model_of, number_layers
@@ -118,6 +119,8 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
         known = slots[PROGRAM_SLOT] = _alone(before, raw) or _settled(module, before, raw)
     if module.training and not (known.trained or compiling) and trains(known.program):
         _train(module, known)
+    if module.training and not compiling and known.program is not None and not known.program.has_gradient:
+        _refuse_training(module, known.program)
     if _casts() and known.program is not None and not (module.training or known.trained or _adapts(known)):
         _refuse_autocast(known, known.program)
     return known.program
@@ -128,8 +131,15 @@ def _adapts(known: Resolved) -> bool:
     return known.door is not None and known.door.adapting is known.plan
 
 
+def _refuse_training(module: nn.Module, program: Program) -> None:
+    """Refuses a program without a gradient before the first step of a training, in place of its backward pass."""
+    whole = model_of(module) or module
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in whole.parameters()):
+        raise PlanError(no_gradient(program))
+
+
 def _refuse_autocast(known: Resolved, program: Program) -> None:
-    """Refuses autocast to another dtype than a plan's proof (PlanError); what is trained has no proof to lose.
+    """Refuses autocast to another dtype than a plan was verified in (PlanError); training has no verdict to lose.
 
     Autocast leaves fp64 alone.
     """
@@ -185,10 +195,8 @@ def _train(module: nn.Module, known: Resolved) -> None:
 def resolve(module: nn.Module, plan: Plan, raw: Mapping[str, Any]) -> Program | None:
     """Resolves and checks a module's part of the plan in settings, `None` if it is exact; PlanError for a misfit."""
     config: Any = module.config
-    if plan.model_type != config.model_type:
-        raise PlanError(f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}")
+    refuse_other_configuration(plan, config)
     check_versions(plan)
-    refuse_other_configuration(plan.configuration, config)
     index = getattr(module, "layer_idx", None)
     if index is None and (model := model_of(module)) is not None:
         number_layers(model)
@@ -284,7 +292,7 @@ def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) ->
             "another checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
         )
     facts = door.facts()
-    refuse_other_configuration(door.first, facts)
+    refuse_other_settings(door.first, facts)
     door.first, door.last = facts | door.first, state
     if adapted(model):
         say(plan.weight_hash, ADAPTED)

@@ -1,8 +1,8 @@
 """Plans as they run in a process: with permissions and states that no file can hold.
 
 A window is the same function of whatever queries and keys there are, so that a plan of windows goes on while a model is
-trained under it; mean keys and bases were calibrated on weights that training changes. No budget is proven for trained
-weights: whoever saves them saves no plan.
+trained under it; mean keys and bases were calibrated on weights that training changes. No budget is verified for
+trained weights: whoever saves them saves no plan.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ logger = logging.getLogger("adaattn_hf")
 _said: set[tuple[str, str]] = set()
 
 TRAINED = (
-    "the model is trained under its plan, whose budget is proven for the weights before: it goes on under it here, and "
-    "is saved without it; calibrate the trained model"
+    "the model is trained under its plan, which was verified for the weights before: it goes on under it here, and is "
+    "saved without it; calibrate the trained model"
 )
 ADAPTED = (
-    "the model has adapters, and its plan's budget is proven for the model without them: what they change is not "
-    "covered; merge them and calibrate again for a proof"
+    "the model has adapters, and its plan was verified without them: what they change is not covered; merge them and "
+    "calibrate again to have it verified"
 )
+
+SAVED = "saved without the plan: the weights have changed since; calibrate the trained model"
 
 
 class Allowed(dict[str, Any]):
@@ -53,10 +55,7 @@ class Trained(Allowed):
         config = None if self._holder is None else self._holder()
         if config is not None and id(config) in memo:
             return Trained.under(memo[id(config)], self)
-        logger.warning(
-            "adaattn: the plan that the model was trained under is left out of a copy of its configuration, as saving "
-            "makes one: its budget is proven for the weights before; calibrate the trained model"
-        )
+        say(str(self.get("weight_hash")), SAVED)
         return None
 
 

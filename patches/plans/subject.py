@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from adaattn_hf.plans.binding import Binding
 from adaattn_hf.plans.plan import Plan
 
 from .attach import attach, remove_plan
-from .configured import computes_by
+from .configured import computes_by, name_of_model
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules, number_layers
 from .parts import module_dtype
@@ -71,15 +70,3 @@ class Subject:
     def remove_plan(self) -> None:
         """Takes away the plan that the model carries."""
         remove_plan(self.model)
-
-
-def name_of_model(model: nn.Module) -> str:
-    """Returns the name that a model was loaded by: a hub id, or the last part of a directory."""
-    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-    path = Path(name)
-    if not path.exists():
-        return name
-    whole = path.resolve()
-    # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
-    kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
-    return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name

@@ -29,6 +29,7 @@ def bench(model: Any, length: int, batch: int = 1) -> Any:
         readings=lambda _: [reading],
         settings=settings,
         progress=silent,
+        refuse_late=lambda together: None,
     )
 
 

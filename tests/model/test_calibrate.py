@@ -612,9 +612,19 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     assert "6 of 16 needles are lost" in verdict.sentence
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01))])
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01)), ("0.1 nats/token", 0.1), ("0.01nats", 0.01)],
+)
 def test_budgets(given: str, wanted: float) -> None:
     assert nats(given) == pytest.approx(wanted)
+
+
+def test_a_bare_number_that_may_be_meant_in_percent_is_refused_with_both_readings() -> None:
+    for bare in ("0.01", "0.1", "0.5"):
+        with pytest.raises(ValueError, match=rf"write {bare}% \(a rise .* by {bare} %\) or {bare}nats \(nats/token, a"):
+            nats(bare)
+    assert nats("0.009") == 0.009
 
 
 @pytest.mark.parametrize("bad", ["", "much", "0", "-1%", "5"])

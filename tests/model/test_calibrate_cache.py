@@ -131,7 +131,7 @@ def test_text_that_is_used_up_proves_no_format_and_leaves_windows(measured: Meas
     assert kept is not None
     assert (kept["stored"], kept["streaming"], kept["verified"]) == ("model", True, None)
     assert kept["share"] == pytest.approx(48 / s.lengths[-1])
-    assert "int8 with streaming heads (0.06x of the bytes) is not proved" in words
+    assert "int8 with streaming heads (0.06x of the bytes) is not verified" in words
     assert choose_storage(measured, exact, Gates(s.budget), 0.05, used, {})[0] is None
 
 

@@ -24,12 +24,14 @@ from typer.testing import Result
 
 import adaattn_hf
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import fisher, pricing, team
+from adaattn_hf.calibration import fisher, inputs, layers, pricing, search, team
+from adaattn_hf.calibration.pace import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
+from adaattn_hf.calibration.state import FILE, MOMENTS_FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.cli.calibrate import Asked
-from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation, work_of
+from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation, outlook
 from adaattn_hf.cli.options import tokens
+from adaattn_hf.cli.place import Place
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
 from adaattn_hf.plans.plan import PlanError
@@ -305,7 +307,7 @@ def test_budgets_that_are_finished_stay_where_another_is_interrupted(
 def test_a_proven_plan_stays_where_none_can_be_proven(planned: Path, run: Run) -> None:
     before = files(planned)
     done = run(planned, "--budget", "1e-9", "--json", code=BUDGET_NOT_MET)
-    assert f"kept: the plan in {planned}, which was proven before" in done.stderr
+    assert f"kept: the plan in {planned}, which was verified before" in done.stderr
     assert json.loads(done.stdout)["plan"]["layers"] == []
     after = files(planned)
     assert json.loads(after.pop("adaattn_failed.json"))["report"]
@@ -350,7 +352,9 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
     monkeypatch.chdir(tmp_path)
     before = files(model)
     done = run(model, "--budget", "1%", place="")
-    assert done.output.startswith(f"the plan will be written to adaattn-plan; {model} is not changed\n")
+    assert done.output.startswith(
+        f"the plan will be written to adaattn-plan; {model} is not changed\nbudget: perplexity +1 %"
+    )
     assert files(model) == before
     assert adaattn("plan", "show").exit_code == 0  # finds it where it went
     adaattn("plan", "explore", "--html", "page.html")
@@ -371,6 +375,12 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
         refused = run(where, "--budget", "1%", *dtype, place="", code=2, says=(says, remedy))
         assert "moments" not in refused.output
         assert files(tmp_path / "adaattn-plan") == plan
+    read = Mock(side_effect=AssertionError("the weights were read"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    says = f"a plan of model; {demo_model_path('gpt2').name} is another model (model type llama there, gpt2 here)"
+    refused = run(demo_model_path("gpt2"), "--budget", "1%", place="", code=2, says=says)
+    assert "will be written" not in refused.output
+    assert Place().directory(None) == Path("adaattn-plan-demo"), "that of the packaged model is out of the way"
 
 
 def test_a_model_is_written_to_only_where_that_was_said(model: Path, run: Run, material: tuple[str, str]) -> None:
@@ -437,7 +447,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         "1.00 GiB is free)",
         f"shorter lengths (--lengths {LENGTH // 2})",
         "fewer rows (--rows 8)",
-        f"are kept in {target}/{FILE}: the same command with --resume goes on",
+        f"what was measured before is kept in {target}/{FILE}: the same command with --resume goes on",
     )
     run(model, "--budget", "1%", "--output-dir", target, code=6, says=says)
     run(model, "--budget", "1%", "--output-dir", target, "--resume")
@@ -450,7 +460,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
         ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
         ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
-        ("calibration.verify.compare", f"proving a plan on sequences of {LENGTH} tokens", (0, 0)),
+        ("calibration.verify.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
     ],
 )
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
@@ -465,8 +475,8 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     with monkeypatch.context() as planted:
         planted.setattr(f"adaattn_hf.{where}", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
         done = run(model, *words, priced=False, code=6, says=(doing, "what would fit: "))
-    kept = (tmp_path / "plan" / FILE).is_file()
-    assert kept == ("--resume goes on" in done.stderr) == (measured[0] == 0), done.stderr
+    file = MOMENTS_FILE if measured[0] else FILE
+    assert f"kept in {tmp_path / 'plan' / file}: the same command with --resume goes on" in done.stderr
     calls.reset_mock()
     priced.reset_mock()
     run(model, *words, "--resume", priced=False)
@@ -582,7 +592,7 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
         said = process.stderr
         assert process.returncode == 130, said
         assert "Loading weights" not in said  # no bars where nobody sees them grow
-        assert f"finished work is kept in {model}; the same command with --resume goes on" in said
+        assert f"what is measured is kept in {model}; the same command with --resume goes on" in said
         assert (model / FILE).is_file()
         run(model, *options, "--resume")
     finally:
@@ -593,7 +603,9 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
 def test_a_full_disk_is_a_sentence_and_loses_nothing(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", str(model / FILE))
     monkeypatch.setattr(CalibrationState, "save", Mock(side_effect=full))
-    says = f"{FILE}: No space left on device; what is finished is kept, --resume goes on"
+    says = (
+        f"{FILE}: No space left on device; what is measured is kept in {model}; the same command with --resume goes on"
+    )
     run(model, "--budget", "1%", code=3, says=says)
 
 
@@ -609,9 +621,8 @@ def test_lengths_may_be_written_in_thousands() -> None:
 
 
 def test_bars_show_every_stage_and_the_time_left() -> None:
-    settings = CalibrationSettings(lengths=(64, 128), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     console = Console(force_terminal=True, width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with shown_progress(work_of(settings), console) as progress:
+    with shown_progress({"moments": 1.0, "risk": 8.0, "verify 128": 9.0}, console) as progress:
         for stage in progress.work:
             for step in range(3):
                 progress(stage, step, 2)
@@ -623,26 +634,34 @@ def test_bars_show_every_stage_and_the_time_left() -> None:
     assert "0 s left" in text
 
 
-def test_the_time_left_follows_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
+def test_the_time_left_follows_the_work_done_and_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("adaattn_hf.eval.progress.time.monotonic", lambda: clock[0])
-    progress = Display(work_of(settings), Console(quiet=True), None, quiet=True)
+    progress = Display({"moments": 1.0, "risk": 7.0, "plans": 12.0}, Console(quiet=True), None, quiet=True)
     assert progress.left() == ""
+    clock[0] = 1000.0
     for stage in ("moments", "risk"):
         progress(stage, 1, 1)
-    share = (64 + 64 * 2 * 6) / sum(progress.work.values())
-    assert progress.share == pytest.approx(share)
-    clock[0] = 1000.0
-    assert progress.left() == f"{1000 * (1 - share) / share / 60:.0f} min left"
+    assert progress.share == pytest.approx(0.4)
+    assert progress.left() == "25 min left"
+    clock[0] = 1600.0
+    assert progress.left() == "15 min left"
+    progress = Display({"plans": 12.0}, Console(quiet=True), None, quiet=True)
+    clock[0] = 2000.0
+    progress.expect({"risk": 40.0, "plans": 60.0})
+    assert progress.left() == "2 min left"  # before anything is done
+    clock[0] += 80.0  # twice as long as was expected
+    progress("risk", 1, 1)
+    assert progress.left() == "2 min left"
+    progress.expect({"joint": 20.0, "plans": 0.0})
+    assert progress.left() == "40 s left"
 
 
 def test_a_long_step_is_told_of_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ten seconds where there is no terminal; every few milliseconds here."""
     monkeypatch.setattr("adaattn_hf.eval.progress.EVERY", 0.005)
-    settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     written = io.StringIO()
-    with shown_progress(work_of(settings), Console(file=written)) as progress:
+    with shown_progress({"moments": 1.0, "risk": 8.0}, Console(file=written)) as progress:
         progress("risk", 1, 2)
         limit = time.monotonic() + 20
         while written.getvalue().count("risk: 50 % after") < 2 and time.monotonic() < limit:
@@ -651,6 +670,94 @@ def test_a_long_step_is_told_of_all_the_while(monkeypatch: pytest.MonkeyPatch) -
     assert after.count("risk: 50 % after") >= 2
     time.sleep(0.05)
     assert written.getvalue() == after, "nothing is said when the work is over"
+
+
+@pytest.mark.parametrize(
+    ("per_token", "per_pair", "once"), [(1e-3, 0.0, 0.0), (1e-4, 1e-6, 0.0), (0.0, 0.0, 0.5), (1e-4, 0.0, 0.2)]
+)
+def test_long_sequences_are_foretold_by_short_ones(
+    per_token: float, per_pair: float, once: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, clock = list[int](), [0.0]
+
+    def step(tokens: int) -> Callable[[], None]:
+        def run() -> None:
+            asked.append(tokens)
+            clock[0] += per_token * tokens + per_pair * tokens**2 + once
+
+        return run
+
+    monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.perf_counter", lambda: clock[0])
+    found = seconds_at((4096, 16384), torch.device("cpu"), step)
+    for length, seconds in found.items():
+        assert seconds == pytest.approx(per_token * length + per_pair * length**2 + once, rel=0.01)
+    assert max(asked) <= 4096, "the longest sequences are not run"
+
+
+def test_before_anything_is_measured_it_is_said_how_long_it_takes_what_shortens_it_and_what_is_kept() -> None:
+    budgets = {Path("p/1pct"): 0.01, Path("p/2pct"): 0.02}
+    job = Job("m", (Path("t.txt"),), None, Path("p"), CalibrationSettings(minutes=5.0), None, Asked(), budgets)
+    stages = {"moments": 10.0, "risk": 600.0, "prices": 0.0, "plans": 295.0}
+    assert outlook(job, stages) == [
+        "time: about 20 min in all (measuring risks 10 min, finding and verifying plans 10 min); shorter with "
+        "--lengths 2048, --sequences 2 or --minutes N",
+        "--minutes 5 will end it before that, perhaps without a plan",
+        "Ctrl-C keeps what is measured by then in p, and --resume goes on with it",
+    ]
+
+
+def test_what_is_foretold_is_told_before_the_first_pass(model: Path, run: Run, tmp_path: Path) -> None:
+    size = SIZE.replace(f"--lengths {LENGTH}", "--lengths 288")
+    said = run(model, "--output-dir", tmp_path / "plan", size=size, priced=False, code=(0, BUDGET_NOT_MET)).output
+    told, kept = said.index("time: about "), said.index(f"Ctrl-C keeps what is measured by then in {tmp_path}")
+    assert told < kept < said.index("moments: done")
+
+
+def test_moments_are_kept_as_they_are_made_and_said_to_be_kept_only_then(
+    model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, size = tmp_path / "plan", SIZE.replace(f"--lengths {LENGTH}", f"--lengths 160,{LENGTH}")
+
+    def go(*more: object, to: Path = plan, code: int | tuple[int, ...] = (0, BUDGET_NOT_MET), says: str = "") -> None:
+        run(model, *more, "--output-dir", to, size=size, priced=False, code=code, says=says)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(layers, "_calls", Mock(side_effect=KeyboardInterrupt))
+        go(code=130, says="nothing was measured yet, so nothing is kept")
+    assert not list(plan.iterdir())
+    with monkeypatch.context() as planted:
+        planted.setattr(layers, "_calls", failing(layers._calls, 2, KeyboardInterrupt()))
+        go(code=130, says=f"what is measured is kept in {plan}; the same command with --resume goes on")
+    go(code=2, says="is an interrupted calibration; pass --resume")
+    go("--seed", "1", "--resume", code=2, says="belongs to another model, text or settings")
+    passes = Mock(side_effect=layers._calls)
+    with monkeypatch.context() as planted:
+        planted.setattr(layers, "_calls", passes)
+        go("--resume")
+    assert [length for (_, _, length), _ in passes.call_args_list] == [LENGTH]
+    assert not list(plan.glob("*partial*"))
+    go(to=tmp_path / "whole")
+    with np.load(plan / RISKS_FILE) as resumed, np.load(tmp_path / "whole" / RISKS_FILE) as whole:
+        for name in (f"{part}.{length}" for part in ("total", "dropped") for length in (160, LENGTH)):
+            assert np.array_equal(resumed[name], whole[name])
+    (plan / MOMENTS_FILE).write_bytes(b"no state")
+    go("--resume", code=2, says="is no whole state of a calibration; delete it")
+
+
+def test_minutes_bound_the_whole_and_keep_what_is_measured(
+    model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(real: Callable[..., Any], at: int) -> Mock:
+        return failing(real, at, lambda: monkeypatch.setattr(inputs.Inputs, "left", 0.0))
+
+    words = ("--budget", "1%", "--minutes", "30", "--output-dir", tmp_path / "plan")
+    left = inputs.Inputs.left
+    monkeypatch.setattr(fisher, "measure", late(fisher.measure, 1))
+    run(model, *words, code=4, says="30 minutes are over")
+    monkeypatch.setattr(inputs.Inputs, "left", left)
+    monkeypatch.setattr(search, "compare", late(search.compare, 1))
+    done = run(model, *words, "--resume", code=BUDGET_NOT_MET, says="30 minutes are over; the plan is exact")
+    assert "verify" not in done.output
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def directory(made: tuple[Measurement, Calibration], tmp_path_factory: pytest.Te
 
 def page(directory: Path) -> str:
     target = directory / "explore.html"
-    adaattn("plan", "explore", directory, "--html", target, says="proved at most")
+    adaattn("plan", "explore", directory, "--html", target, says="verified at most")
     return target.read_text(encoding="utf-8")
 
 

@@ -75,7 +75,7 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
 
 def test_a_plan_of_another_kind_of_model_names_both() -> None:
     _, _, plan = planned_pair()
-    with pytest.raises(PlanError, match="was made for model type 'llama', this is 'gpt2'; give the plan of this"):
+    with pytest.raises(PlanError, match=r"a plan of llama; \S+ is another model \(model type llama there, gpt2 here\)"):
         attach(fresh_pair("gpt2").ours, plan)
 
 

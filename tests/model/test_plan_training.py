@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 import adaattn_hf
+from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens
@@ -77,3 +78,14 @@ def test_checkpoints_of_trained_weights_are_exact(tmp_path: Path) -> None:
         for directory in ("trained", "checkpoint-6"):
             loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / directory, attn_implementation="adaattn")
             torch.testing.assert_close(loaded(ids).logits, exact)
+
+
+def test_a_plan_with_int8_is_refused_before_the_first_step_and_evaluates_as_before() -> None:
+    model = fresh_pair("llama").ours
+    give(model, make_choice(precision="int8"))
+    loss = model(input_ids=tokens(), labels=tokens()).loss  # evaluation with gradients left on
+    model.train()
+    with pytest.raises(PlanError, match="int8, which has no gradient; train with"):
+        model(input_ids=tokens(), labels=tokens())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens(), labels=tokens()).loss, loss)

@@ -6,6 +6,7 @@ would say is drawn: sequences whose mean loss difference is c times the KL of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,8 @@ def simulate(
     sample = SimpleNamespace(held_out=(sequence,) * POOL, joint=(sequence,))
     inputs = SimpleNamespace(
         settings=SETTINGS, samples={LENGTH: sample}, scoring=scoring, arms=None, other_source=False, sources=1,
-        team=Team(), readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None,
+        team=Team(), readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None, pace=None,
+        left=math.inf, refuse_late=lambda: None,
     )  # fmt: skip
     bound = SimpleNamespace(dtype="bfloat16")
     layers = SimpleNamespace(indices=(0,), kv_heads=1, seconds={LENGTH: 1.0}, units=[(0, 0)], bound=bound)
@@ -184,7 +186,7 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
 
     monkeypatch.setattr(search, "solve", solve)
     settings = SimpleNamespace(lengths=(LENGTH,))
-    inputs = SimpleNamespace(settings=settings, progress=lambda *_: None)
+    inputs = SimpleNamespace(settings=settings, progress=lambda *_: None, refuse_late=lambda: None)
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
     aim: Any = SimpleNamespace(affordable=lambda *_: limit, needles={}, gates=Gates(limit))
     found, _ = search.seek(passes, aim, np.ones(1), [], lambda aim, *_: aim)

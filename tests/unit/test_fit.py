@@ -58,7 +58,9 @@ def test_the_longest_length_that_the_text_can_prove_is_taken(book: Path, length:
     assert room >= (2 * 12 if fitted.held_out == 12 else FEWEST)
     longer = [one for one in LENGTHS if one > fitted.lengths[0]]
     assert all(tokens // one - OWN < 2 * 12 for one in longer)
-    assert f"sequences of {fitted.lengths[0]} tokens, {OWN} to choose by" in sentence
+    assert sentence.startswith(
+        f"text: {OWN} sequences of {fitted.lengths[0]:,} tokens to choose the plan, {fitted.held_out}"
+    )
     if plans == 2:
         assert fitted.lengths == (length,)
 
@@ -68,7 +70,7 @@ def test_a_short_text_makes_do_with_fewer_held_out_sequences(book: Path) -> None
     fitted, sentence = fit_to_text(SETTINGS, encode, [text(book, tokens)], None, None)
     assert fitted.lengths == (LENGTHS[-1],)
     assert fitted.held_out == FEWEST
-    assert f"{FEWEST} to 36 of {FEWEST}" in sentence
+    assert sentence.endswith(f"choose the plan, {FEWEST} to verify it")
     with pytest.raises(ValueError, match=r"data: \d+ tokens of text, expected at least 1664 for sequences of 128"):
         fit_to_text(SETTINGS, encode, [text(book, tokens - 200)], None, None)
 
@@ -78,7 +80,7 @@ def test_held_out_text_of_its_own_leaves_the_other_to_choose_by(book: Path, tmp_
     data = text(book, OWN * 1024 + 100)
     fitted, sentence = fit_to_text(SETTINGS, encode, [data], [other], None)
     assert fitted.lengths == (1024,)
-    assert "held out" in sentence
+    assert sentence.endswith("12 to 24 to verify it")
     alone, _ = fit_to_text(SETTINGS, encode, [data], None, None)
     assert alone.lengths[0] < 1024
     with pytest.raises(ValueError, match="and 100 held out"):

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from adaattn_hf.cli.pictures.grid import below, heat_map, png, print_plan
-from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest
+from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest, speed_of
 from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
@@ -58,7 +58,7 @@ def test_a_page_holds_the_plan_and_asks_for_nothing_from_elsewhere() -> None:
     assert stop["speed"] == 1.5
     words = "perplexity +0.010 %, at most +0.051 %, allowed +0.1 %"
     assert (data["title"], data["headline"]) == ("</script><b>", None)
-    assert stop["verdict"] == f"{words} · attention of the planned layers 1.50 times as fast"
+    assert stop["verdict"] == f"{words} · attention 1.50 times as fast"
     proof = {"mean": 1e-4, "upper": 5e-4, "sentence": "Confidence of the bound: 95 %, held-out text."}
     assert stop["proof"] == proof
     assert embedded(plan_page(make_plan(layers=(), units=())))["rows"] == []
@@ -85,7 +85,7 @@ def test_two_plans_differ_in_numbers_and_picture(tmp_path: Path) -> None:
     says = (
         "layer 0 head 0: w256+16 bf16 -> exact",
         "predicted increase, nats/token: +0.0030 % (3.00e-5) -> +0.0010 % (1.00e-5)",
-        "attention of planned layers, times as fast: 3.00 -> 1.50",
+        "attention, times as fast: 3.00 -> 1.50",
     )
     adaattn("plan", "diff", first, second, "--html", page, says=says)
     data = embedded(page.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def test_a_browser_draws_it_so_that_it_can_be_read(heads: int, window: str, tmp_
     assert float(least[1]) >= 4.5  # WCAG AA
     assert "<title>llama</title>" in page
     assert re.search(r'id="headline"[^>]*>perplexity \+0\.010 %, at most \+0\.051 %, allowed \+0\.1 % · ', page)
-    assert ">Colours run from the smallest to the largest value on this page." in page
+    assert ">Exact heads are grey; other colours run from the smallest to the largest value on this page." in page
 
 
 @needs_browser
@@ -121,9 +121,9 @@ def test_a_browser_draws_two_plans_side_by_side_and_obeys_the_keyboard(tmp_path:
     assert found.count('role="grid"') == 2
     # outlined in both: layer 0 head 0, layer 2 head 0; layer 1 is the same
     assert found.count('class="changed"') == 4
-    # a third of the time, and all of it: the ends of the ramp
-    assert found.count("background: rgb(0, 34, 78)") == 7
-    assert found.count("background: rgb(254, 232, 56)") == 5
+    # a third of the time, and exact heads, whatever theirs is
+    assert found.count("background: rgb(254, 232, 56)") == 4
+    assert found.count("background: rgb(211, 211, 211)") == 8
     assert "Layer 1, head 1" in found
     assert len(re.findall(r'<button[^>]* aria-selected="true"', found)) == 2
     assert "whole model 1.30 times as fast</td>" in found
@@ -184,6 +184,8 @@ def test_every_layer_of_the_model_is_drawn_and_counted() -> None:
         table = heat_map(plan)
         assert [str(cell) for cell in table.columns[0].cells] == list(map(str, layers))
         assert png(plan)[:4] == b"\x89PNG"
+    assert speed_of(make_plan()) == pytest.approx(1.5)
+    assert speed_of(make_plan(attention_layers=(0, 1, 2, 3))) == pytest.approx(4 / (3 + 1 / 1.5)), "of all four layers"
     assert below(plan) == ["w256+16: the last 256 keys and the first 16; bf16: products in bfloat16"]
     assert below(replace(plan, attention_layers=()))[1] == "layers 2 and up: exact"
     exact = replace(plan, layers=(), units=())

@@ -160,5 +160,5 @@ def test_lines_of_jsonl_may_be_empty_and_what_is_wrong_is_named(tmp_path: Path) 
 def test_what_is_no_text_is_no_text_to_prove_a_plan_on(tmp_path: Path) -> None:
     path = tmp_path / "book.bin"
     path.write_bytes(b"PAR1\x15\x04\x00\x15")
-    with pytest.raises(ValueError, match=r"book\.bin holds zero bytes, expected text in UTF-8"):
+    with pytest.raises(ValueError, match=r"book\.bin is a binary file \(it holds zero bytes\), expected text in UTF-8"):
         "".join(piece for _, pieces in read_documents([path]) for piece in pieces)

@@ -22,7 +22,7 @@ BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lea
 
 
 def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
-    """Returns the data of a calibration's page: the solver's plan at every budget, and the calibration's own plan.
+    """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was verified.
 
     The report beside it says what it `buys`; `name` is that of the model in the heading, the plan's own if absent.
     """
@@ -39,8 +39,8 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
             stops.append({**stop, "budget": budget})
     start = len(stops) // 2
     if plan.verified is not None and not plan.is_exact:
-        proved = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
-        stop = _stop(f"your plan, allowed {allowed(plan.budget)}", table, proved, base.price)
+        chosen = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
+        stop = _stop(f"your plan, allowed {allowed(plan.budget)}", table, chosen, base.price)
         stop |= {"verdict": verdict(plan, buys), "proof": proof(plan)}
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)

@@ -64,7 +64,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def details(plan: Plan) -> list[str]:
-    """Returns lines on how a plan was made and proved, in nats and levels: what a headline leaves out."""
+    """Returns lines on how a plan was made and verified, in nats and levels: what a headline leaves out."""
     lines = [
         f"{name_of(plan)}: {plan.model_type}, {plan.dtype}, lengths {', '.join(map(str, plan.lengths))}",
         f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
@@ -77,8 +77,8 @@ def details(plan: Plan) -> list[str]:
     speed = speed_of(plan)
     if speed is not None:
         lines.append(
-            f"predicted increase {rise(plan.predicted_loss)}, {in_nats(plan.predicted_loss)} nats/token; attention of "
-            f"the planned layers {times(speed)} times as fast as exact, by the prices measured for it"
+            f"predicted increase {rise(plan.predicted_loss)}, {in_nats(plan.predicted_loss)} nats/token; attention "
+            f"{times(speed)} times as fast as exact, by the prices measured for it"
         )
     if plan.verified is not None:
         level = plan.verified.confidence
@@ -155,6 +155,7 @@ def time_shares(plan: Plan, rows: Sequence[int], heads: int) -> list[float | Non
 
 def png(plan: Plan, buys: Bought | None = None) -> bytes:
     """Returns the picture as PNG, narrow enough for a phone; needs matplotlib."""
+    from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
     rows, choices = layers_of(plan), grid(plan)
@@ -162,28 +163,30 @@ def png(plan: Plan, buys: Bought | None = None) -> bytes:
     lines = math.ceil(width / PRINTED_COLUMNS)  # of each layer
     across = math.ceil(width / lines)
     named, codes = width <= NAMED_COLUMNS, _codes(choices)
-    shares = [100.0 if one is None else 100.0 * one for one in time_shares(plan, rows, width)] or [100.0]
-    middle = (min(shares) + max(shares)) / 2
+    known = [math.nan if one is None else 100.0 * one for one in time_shares(plan, rows, width)]
     cells = [[math.nan] * across for _ in range(max(len(rows), 1) * lines)]
+    exact = [list(row) for row in cells]
     figure = Figure(figsize=(4.4, 2.2 + (0.4 if named else 0.25) * len(cells)), layout="constrained")
     figure.suptitle(_folded(name_of(plan), *verdict(plan, buys).split(" · ")).replace("$", r"\$"), fontsize="medium")
     axes = figure.subplots()
-    for unit, time in enumerate(shares):
-        place, head = unit // width, unit % width
-        down, right = place * lines + head // across, head % across
-        cells[down][right] = time
-        if rows and head < len(choices[place]):
-            choice = choices[place][head]
-            words = choice.label.replace(" ", "\n") if named else codes[choice]
-            colour = "w" if time <= middle else "k"
-            axes.text(right, down, words, color=colour, ha="center", va="center", fontsize="small")
-    image = axes.imshow(cells, "cividis", aspect="auto")
+    planned = [(place, head, choice) for place, row in enumerate(choices) for head, choice in enumerate(row)]
+    shares = [known[place * width + head] for place, head, choice in planned if not choice.is_exact]
+    low, high = min(shares, default=100.0), max(shares, default=100.0)
+    for place, head, choice in planned:
+        down, right, time = place * lines + head // across, head % across, known[place * width + head]
+        (exact if choice.is_exact else cells)[down][right] = time
+        words = choice.label.replace(" ", "\n") if named else codes[choice]
+        colour = "w" if not choice.is_exact and time <= (low + high) / 2 else "k"
+        axes.text(right, down, words, color=colour, ha="center", va="center", fontsize="small")
+    axes.imshow(exact, ListedColormap(["lightgrey"]), aspect="auto")
+    image = axes.imshow(cells, "cividis", aspect="auto", vmin=low, vmax=high)
     for place in range(1, len(rows)):
         axes.axhline(place * lines - 0.5, color="w", linewidth=2)
-    figure.colorbar(image, label="time, % of exact", location="bottom")
+    figure.colorbar(image, label="time, % of exact (exact heads are grey)", location="bottom")
+    figure.supxlabel(_folded(*below(plan)), fontsize="small")
     axes.set_ylabel("layer")
     axes.set_yticks([place * lines for place in range(len(rows))], list(map(str, rows)))
-    axes.set_xlabel(f"key/value head\n{_folded(*below(plan))}")
+    axes.set_xlabel("key/value head")
     axes.set_xticks(range(across), ["\n".join(map(str, range(head, width, across))) for head in range(across)])
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=240)

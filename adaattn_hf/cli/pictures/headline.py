@@ -99,20 +99,23 @@ def verdict(plan: Plan, buys: Bought | None = None) -> str:
 
 def _speeds(plan: Plan, buys: Bought) -> list[str]:
     """How many times as fast the whole model and its attention are, as far as that is known."""
-    attention, named = buys.attention, "attention"
-    if attention is None and plan.units:
-        attention, named = speed_of(plan), "attention of the planned layers"
+    attention = buys.attention or (speed_of(plan) if plan.units else None)
     if plan.is_exact or (attention is None and buys.whole is None):
         return []
     if buys.whole is None:
-        return [f"{named} {times(attention)} times as fast"]
+        return [f"attention {times(attention)} times as fast"]
     low, high = (times(one) for one in buys.whole)
-    return [f"whole model {low if low == high else f'{low} to {high}'} times as fast", f"{named} {times(attention)}"]
+    return [f"whole model {low if low == high else f'{low} to {high}'} times as fast", f"attention {times(attention)}"]
 
 
 def speed_of(plan: Plan) -> float | None:
-    """Returns how many times as fast the attention of the planned layers is, by prices; None if not known."""
-    return quotient([unit.exact_price for unit in plan.units], [unit.price for unit in plan.units])
+    """Returns how many times as fast the attention of all layers is, by prices; None if not known.
+
+    A plan holds no price of a layer that is exact: it counts as much as a planned one before it was planned.
+    """
+    exact, price = [unit.exact_price for unit in plan.units], [unit.price for unit in plan.units]
+    rest = [one * (max(len(plan.attention_layers) / max(len(plan.layers), 1), 1.0) - 1.0) for one in exact]
+    return quotient(exact + rest, price + rest)
 
 
 def cost(plan: Plan) -> str:
