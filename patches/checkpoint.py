@@ -14,10 +14,10 @@ import torch
 
 from adaattn_hf.backends.select import BackendRefusal, check_possible
 from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
-from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import PLAN_FILE, TENSORS_FILE
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
-from .plans.attach import load_plan, remove_plan
+from .plans.attach import carried_by, load_plan, remove_plan
 from .plans.positions import trained_positions
 from .registry import NAMES
 
@@ -92,6 +92,39 @@ def resolve_dtype(name: str) -> torch.dtype | str:
     if name not in DTYPES:
         raise UsageError(unknown("dtype", name, [*DTYPES, "auto"]))
     return DTYPES[name]
+
+
+def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, default: str) -> str:
+    """Returns the name of the dtype that a model runs in: as asked, else that of its plans, else the default.
+
+    Args:
+        asked: A name that `resolve_dtype` knows; None where none was given.
+        plans: What the model is to run: files, directories or ids of plans, `NO_PLAN`, or None for the one that its
+            configuration carries.
+        config: The configuration.
+        default: Without plans.
+
+    Raises:
+        UsageError: A plan is of another dtype.
+        ModelUnavailable: A plan cannot be read.
+    """
+    typed, carried = asked, carried_by(config.get_text_config()).get(CONFIG_KEY)
+    for plan in plans:
+        if plan == NO_PLAN or (plan is None and carried is None):
+            continue
+        try:
+            planned = (Plan.from_dict(carried) if plan is None else Plan.from_pretrained(plan)).dtype
+        except (PlanError, OSError) as error:
+            raise ModelUnavailable(f"plan: {plan!r}: {error}") from error
+        kind = resolve_dtype(asked or planned)
+        if ((config.dtype or torch.float32) if kind == "auto" else kind) is not DTYPES[planned]:
+            remedy = f"give --dtype {planned}, or leave --dtype out" if typed else "give plans of one dtype"
+            raise UsageError(
+                f"dtype: got {asked}, and the plan {plan or 'in the configuration'} was calibrated in {planned}; "
+                f"{remedy}"
+            )
+        asked = planned
+    return asked or default
 
 
 def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
@@ -208,7 +241,8 @@ def read_config(model: str | Path, **source: Any) -> Any:
 def load(
     model: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
+    plans: Sequence[str | None] = (),
     device: str | None = None,
     tokenizer: str | None = None,
     revision: str | None = None,
@@ -221,6 +255,8 @@ def load(
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     Args:
+        dtype: Default: that of the plans, else float32.
+        plans: What the model is to run, as for `dtype_for`.
         implementation: The attention implementation; None leaves it to Transformers.
         prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 
@@ -233,12 +269,13 @@ def load(
 
     _refuse_impossible(implementation)
     name = Path(model).resolve().name if Path(model).exists() else str(model)
-    torch_dtype = resolve_dtype(dtype)
+    resolve_dtype(dtype or "auto")
     resolve_device(device)  # one that is missing is refused before weights are read
     asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     common: dict[str, Any] = {key: value for key, value in asked.items() if value}
     source = {**common, "gguf_file": gguf_file} if gguf_file else common
     config = read_config(model, **source)
+    torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
     try:
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,7 +164,8 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     writable(output.directory, "output_dir")  # of a default place last: it is made here
-    checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
+    plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
+    checkpoint = load(model, **asdict(loading), plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
 

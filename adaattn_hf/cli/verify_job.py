@@ -69,7 +69,7 @@ def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
     stored, verdicts = stored_proof(plan), dict[int, Verified]()
     with room_or_sentence(sentence.format):
         if not plan.is_exact or _format(plan) != "model":
-            loaded = load(model, dtype=plan.dtype, device="cpu", implementation="adaattn", **asked.source())
+            loaded = load(model, plans=(str(path),), device="cpu", implementation="adaattn", **asked.source())
             verdicts = _verdicts(path, plan, settings, loaded, scoring_of(loaded, masking), device, asked, console)
     return {
         "model": name_of(plan),
