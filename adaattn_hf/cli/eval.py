@@ -96,8 +96,7 @@ def _run(
         return _out_of_memory(settings, output, said)
 
     resolve_device(loading.device)
-    if output.output_dir is not None or model is None:
-        writable(output.directory, "output_dir")
+    writable(output.directory, "output_dir")
     if model is None:
         team.join()
         runs = showcase.runs(text, settings, loading, limits)
@@ -163,7 +162,6 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
     if crew.size > 1 and loading.device in (None, "cuda") and torch.cuda.is_available():
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
-    writable(output.directory, "output_dir")  # of a default place last: it is made here
     plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
     checkpoint = load(model, **asdict(loading), plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:

@@ -211,7 +211,7 @@ def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> N
     [
         (("{llama}", "--attn-implementation", "sdpa"), 2, "attn_implementation: got 'sdpa'"),
         (("{llama}", "--attn-implementation", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
-        (("/nowhere",), 4, "cannot explain"),
+        (("/nowhere",), 4, "there is no such directory"),
         (("{llama}", "--dtype", "int4"), 2, "Invalid value for '--dtype'"),
     ],
 )

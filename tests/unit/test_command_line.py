@@ -116,7 +116,7 @@ def test_an_old_name_of_an_option_is_taken_with_a_warning() -> None:
     assert warning == (
         "warning: --impl is called --attn-implementation now; the next version knows --attn-implementation alone"
     )
-    assert refusal.startswith("error: model: cannot explain 'no-such-model'")
+    assert refusal.startswith("error: model: cannot load 'no-such-model'")
     adaattn("explain", "no-such-model", "--impl=adaatn", code=2, says="attn_implementation: got 'adaatn'")
     adaattn("explain", "x", "--out", "y", code=2, says="No such option")  # it never had one
 
