@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -232,6 +233,8 @@ def read_config(model: str | Path, **source: Any) -> Any:
             f"model: {str(model)!r} holds a plan and no weights; give the model that the plan was made for, and the "
             f"plan by --plan {model} or adaattn_hf.load_plan"
         )
+    if "/" not in str(model) and _neighbour(model):  # misspelt: the Hub is not asked, which takes long to fail
+        source["local_files_only"] = True
     try:
         return AutoConfig.from_pretrained(model, **source)
     except _LOADING as error:
@@ -317,9 +320,18 @@ def why_not(model: str | Path, error: Exception) -> str:
     """Returns why a checkpoint was not loaded; for a missing path Transformers complains about a bad id."""
     name = str(model)
     path = isinstance(model, Path) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if near := _neighbour(model):
+        return f"there is no directory {name}; did you mean {near}? A model of the Hub: owner/NAME"
     if path and not Path(model).expanduser().exists():
         return "there is no such directory"
     return _first_line(error)
+
+
+def _neighbour(model: str | Path) -> str:
+    """Returns the model directory that is called much like one that is not there; empty if there is none."""
+    path = Path(model).expanduser()
+    names = [] if path.exists() else [one.parent.name for one in path.parent.glob("*/config.json")]
+    return "".join(str(path.parent / name) for name in get_close_matches(path.name, names, 1))
 
 
 def _first_line(error: BaseException) -> str:

@@ -219,6 +219,15 @@ def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, say
     adaattn("explain", *(a.format(llama=llama) for a in arguments), code=code, says=says)
 
 
+@pytest.mark.parametrize("command", ["eval", "explain", "profile"])
+def test_a_misspelt_directory_is_answered_with_the_one_beside_it(
+    command: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(llama.parent)
+    adaattn(command, f"{llama.name}a", code=4, says=f"no directory {llama.name}a; did you mean {llama.name}?")
+    assert not Path("results").exists(), "a failed command leaves nothing"
+
+
 def test_programs_hear_of_unknown_words_as_well() -> None:
     """The command line completes and checks them before."""
     with pytest.raises(UsageError, match=r"windows: got 'stridden'.*Did you mean 'strided'"):
