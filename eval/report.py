@@ -21,6 +21,23 @@ Rows = list[tuple[str, list[str]]]
 ABSENT = "-"
 BEYOND = 1e6
 """From here on a perplexity is written in four digits, and one of words says nothing of the model."""
+BRIEF = {
+    "pages": {
+        "perplexity per token": "perplexity",
+        "change of the perplexity, 95 % CI": "change, 95 % CI",
+        "at most, one-sided 95 % bound": "at most, 95 %",
+        "whole model, times as fast [quartiles]": "times as fast",
+        "tokens scored": "tokens",
+    },
+    "lastword": {
+        "items": "passages",
+        "accuracy, last word": "accuracy",
+        "perplexity, last word": "perplexity, word",
+        "change of the perplexity, 95 % CI": "change, token",
+        "whole model, times as fast [quartiles]": "times as fast",
+    },
+}
+"""Rows of a short table by the kind of text, as they are called there."""
 _nats = partial(signed_nats, digits=3)
 
 
@@ -112,16 +129,19 @@ def title(report: Report) -> str:
     return words if cache is None else f"{words}, cache {cache}"
 
 
-def terminal_table(report: Report) -> Table:
-    """The report as a rich table."""
+def terminal_table(report: Report, verbose: bool) -> Table:
+    """The report as a rich table: all rows, or five that fit a terminal of 80 columns."""
     heads, table = rows(report)
     caption = ". ".join([report["protocol"], *_word_line(report)])
+    if not verbose:
+        short, caption = BRIEF[report["data"]["kind"]], "all rows: --verbose, and report.md"
+        table = [(short[label], values) for label, values in table if label in short]
     shown = Table(title=Text(printable(title(report))), caption=Text(printable(caption)))
     shown.add_column("")
     for head in heads:
         shown.add_column(Text(printable(head)), justify="right", overflow="fold")
     for label, values in table:
-        shown.add_row(Text(label), *map(Text, values))
+        shown.add_row(Text(label), *(Text(value.replace(" %", "%")) for value in values))
     return shown
 
 

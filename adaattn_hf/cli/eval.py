@@ -39,6 +39,7 @@ def evaluate(
     output: Output,
     limits: Limits,
     threads: Threads = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every row of the report.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare an attention implementation with stock attention on real text.
@@ -67,7 +68,7 @@ def evaluate(
         prints_aside(as_json),
     ):
         use_threads(threads)
-        reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json))
+        reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json), verbose)
     if as_json and reports:
         print_json(reports[0] if len(reports) == 1 else reports)
     for sentence in broken:
@@ -84,6 +85,7 @@ def _run(
     limits: Limits,
     output: Output,
     console: Console,
+    verbose: bool,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the evaluation; the leading process returns its reports, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
@@ -127,8 +129,8 @@ def _run(
             if not crew.leads:
                 continue
             runner.write_json(output.directory / run.name / runner.REPORT, result)
-            if model is not None and not output.quiet:
-                console.print(report.terminal_table(result))
+            if (verbose or model is not None) and not output.quiet:
+                console.print(report.terminal_table(result, verbose))
     crew = team.present()
     team.leave()
     if not crew.leads:

@@ -64,7 +64,10 @@ def show(
     if as_json:
         typer.echo(shown.to_json())
         return
-    print_plan(Console(), shown, buys, verbose)
+    console = Console()
+    print_plan(console, shown, buys, verbose)
+    for file in filter(None, (png, html)):
+        tell(console, f"written: {file}")
 
 
 @app.command()
@@ -108,6 +111,8 @@ def diff(
         tell(console, line)
     for name, (_, words) in figures[0].items():
         tell(console, f"{name}: {words} -> {figures[1][name][1]}")
+    if html is not None:
+        tell(console, f"written: {html}")
 
 
 @app.command()
