@@ -59,6 +59,12 @@ def text_files(path: Path) -> list[Path]:
     return [path]
 
 
+BINARY = (
+    "data: {} is a binary file (it holds zero bytes), expected text in UTF-8: .txt or .jsonl files or directories of "
+    "them; convert it, or leave it out"
+)
+
+
 def no_table(path: Path) -> str:
     """Returns the sentence for a table."""
     return f"data: {path} is a table, expected plain text or a .jsonl with a field 'text'; write its texts as one"
@@ -142,10 +148,7 @@ def pieces(path: Path, lines: bool = False) -> Iterator[str]:
             rest = ""
             while piece := file.read(CHARS):
                 if "\0" in piece:
-                    raise ValueError(
-                        f"data: {path} holds zero bytes, expected text in UTF-8: .txt or .jsonl files or directories "
-                        "of them; convert it, or leave it out"
-                    )
+                    raise ValueError(BINARY.format(path))
                 text = rest + piece
                 cut = text.rfind("\n") + 1 or len(text)
                 rest = text[cut:]
@@ -169,5 +172,5 @@ def _refuse_foreign(path: Path) -> None:
     for magic, what, remedy in (*MAGIC, *([guess] if unmarked else [])):
         if head.startswith(magic):
             raise ValueError(f"data: {path} is {what}, expected plain text in UTF-8; convert it first: {remedy}")
-    if 0 in head:
-        raise ValueError(f"data: {path} is a binary file, expected plain text in UTF-8: give a .txt or .jsonl")
+    if b"\0" in head:
+        raise ValueError(BINARY.format(path))

@@ -13,6 +13,8 @@ from ..errors import UsageError
 
 PLAN_DIRECTORY = "adaattn-plan"
 """Where a plan goes, and where commands look for one, if nothing is said."""
+DEMO_DIRECTORY = "adaattn-plan-demo"
+"""Where that of the packaged model goes: commands do not take it for the plan of another model."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
@@ -21,7 +23,8 @@ class Place:
     """Where the plan goes.
 
     Attributes:
-        output_dir: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
+        output_dir: Directory for the plan. Default: adaattn-plan, without MODEL adaattn-plan-demo. MODEL is not
+            changed.
         in_place: Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.
     """
 
@@ -36,7 +39,7 @@ class Place:
         """
         own = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
-            target = self.output_dir or Path(PLAN_DIRECTORY)
+            target = self.output_dir or Path(DEMO_DIRECTORY if model is None else PLAN_DIRECTORY)
             if own is not None and target.resolve() == own.resolve():
                 raise UsageError(
                     f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
