@@ -181,12 +181,14 @@ class Output:
         resume: Go on with the interrupted run in --output-dir.
         overwrite: Begin again where --output-dir has a run.
         quiet: No progress bar and no table.
+        verbose: Print every row of the report.
     """
 
     output_dir: Path | None = None
     resume: bool = False
     overwrite: bool = False
     quiet: bool = False
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

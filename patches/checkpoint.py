@@ -96,14 +96,9 @@ def resolve_dtype(name: str) -> torch.dtype | str:
 
 
 def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, default: str) -> str:
-    """Returns the name of the dtype that a model runs in: as asked, else that of its plans, else the default.
+    """Returns the dtype that a model is loaded in: as asked, else that of its plans, else the default.
 
-    Args:
-        asked: A name that `resolve_dtype` knows; None where none was given.
-        plans: What the model is to run: files, directories or ids of plans, `NO_PLAN`, or None for the one that its
-            configuration carries.
-        config: The configuration.
-        default: Without plans.
+    A plan is a file, a directory or an id, `NO_PLAN`, or None for the one in the configuration.
 
     Raises:
         UsageError: A plan is of another dtype.
@@ -258,8 +253,7 @@ def load(
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     Args:
-        dtype: Default: that of the plans, else float32.
-        plans: What the model is to run, as for `dtype_for`.
+        plans: As for `dtype_for`, whose default is float32 here.
         implementation: The attention implementation; None leaves it to Transformers.
         prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 

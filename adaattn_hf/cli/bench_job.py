@@ -101,7 +101,10 @@ def run(
             found["commit"] = report["provenance"]["commit"]
             earlier[cell.title] = found
             report["cells"] = [
-                {**earlier[known.title], **_fixed(known, data)} for known in data.cells if known.title in earlier
+                # a note, dtype and shape are the grid's, and not measured
+                {**earlier[one.title], "note": one.note, "dtype": one.dtype, "shape": shape_of(one, data)}
+                for one in data.cells
+                if one.title in earlier
             ]
             tell(console, _line(found))
             gc.collect()
@@ -114,11 +117,6 @@ def run(
         for line in failed:
             tell(console, f"below its floor: {line}")
     return report, failed
-
-
-def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
-    """Returns the fields of a cell that come from the grid and not from a measurement."""
-    return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
 
 
 def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:

@@ -39,7 +39,6 @@ def evaluate(
     output: Output,
     limits: Limits,
     threads: Threads = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print every row of the report.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare an attention implementation with stock attention on real text.
@@ -68,7 +67,7 @@ def evaluate(
         prints_aside(as_json),
     ):
         use_threads(threads)
-        reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json), verbose)
+        reports, broken = _run(model, text, settings, loading, limits, output, Console(stderr=as_json))
     if as_json and reports:
         print_json(reports[0] if len(reports) == 1 else reports)
     for sentence in broken:
@@ -85,7 +84,6 @@ def _run(
     limits: Limits,
     output: Output,
     console: Console,
-    verbose: bool,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the evaluation; the leading process returns its reports, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
@@ -93,9 +91,6 @@ def _run(
 
     from ..calibration import team
     from .memory import room_or_sentence
-
-    def no_room(said: str) -> str:
-        return _out_of_memory(settings, output, said)
 
     resolve_device(loading.device)
     writable(output.directory, "output_dir")
@@ -106,7 +101,7 @@ def _run(
         runs = _runs(model, text, settings, loading, output)
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
-    with room_or_sentence(no_room):
+    with room_or_sentence(partial(_out_of_memory, settings, output)):
         for run in runs:
             crew = team.present()
             quiet = output.quiet or not crew.leads
@@ -129,8 +124,8 @@ def _run(
             if not crew.leads:
                 continue
             runner.write_json(output.directory / run.name / runner.REPORT, result)
-            if (verbose or model is not None) and not output.quiet:
-                console.print(report.terminal_table(result, verbose))
+            if (output.verbose or model is not None) and not output.quiet:
+                console.print(report.terminal_table(result, output.verbose))
     crew = team.present()
     team.leave()
     if not crew.leads:

@@ -83,47 +83,28 @@ def _explanation(model: str, asked: Explained) -> Explanation:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
     import adaattn_hf
-    from adaattn_hf.patches.checkpoint import (
-        dtype_for,
-        known_implementations,
-        objective_of,
-        read_config,
-        resolve_device,
-        resolve_dtype,
-        why_not,
-    )  # fmt: skip
-    from adaattn_hf.plans.plan import Plan, PlanError
+    from adaattn_hf.patches import checkpoint
 
     adaattn_hf.register(impossible=True)  # the device need not be here
-    ours = [name for name in known_implementations() if name.startswith("adaattn")]
+    ours = [name for name in checkpoint.known_implementations() if name.startswith("adaattn")]
     if asked.attn_implementation not in ours:
         raise UsageError(unknown("attn_implementation", asked.attn_implementation, ours))
-    where = resolve_device(asked.device, here=False)
-    try:
-        given = None if asked.plan is None else Plan.from_pretrained(asked.plan)
-    except (PlanError, OSError) as error:
-        raise UsageError(f"plan: {asked.plan!r}: {error}") from error
-    config = read_config(model, **asked.source())
-    kind: Any = resolve_dtype(dtype_for(asked.dtype, (asked.plan,), config, "auto"))
+    where = checkpoint.resolve_device(asked.device, here=False)
+    config = checkpoint.read_config(model, **asked.source())
+    kind: Any = checkpoint.resolve_dtype(checkpoint.dtype_for(asked.dtype, (asked.plan,), config, "auto"))
+    kind = (config.dtype or torch.float32) if kind == "auto" else kind
     try:
         names = " ".join(config.architectures or [])
         auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
         # a GGUF file names no class
-        unnamed = not names and objective_of(config) == "causal"
+        unnamed = not names and checkpoint.objective_of(config) == "causal"
         if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
             auto = AutoModel
         with torch.device("meta"):
             ghost = auto.from_config(config, attn_implementation=asked.attn_implementation).eval()
-        return adaattn_hf.explain(
-            ghost,
-            device=where.type,
-            dtype=(config.dtype or torch.float32) if kind == "auto" else kind,
-            cache=asked.cache,
-            streaming=asked.streaming,
-            plan=given,
-            verbose=asked.verbose,
-        )
+        how: dict[str, Any] = {"cache": asked.cache, "streaming": asked.streaming, "verbose": asked.verbose}
+        return adaattn_hf.explain(ghost, device=where.type, dtype=kind, plan=asked.plan, **how)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(
-            f"model: cannot explain {model!r} with {asked.attn_implementation!r}: {why_not(model, error)}"
+            f"model: cannot explain {model!r} with {asked.attn_implementation!r}: {checkpoint.why_not(model, error)}"
         ) from error

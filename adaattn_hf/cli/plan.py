@@ -64,10 +64,7 @@ def show(
     if as_json:
         typer.echo(shown.to_json())
         return
-    console = Console()
-    print_plan(console, shown, buys, verbose)
-    for file in filter(None, (png, html)):
-        tell(console, f"written: {file}")
+    print_plan(Console(), shown, buys, verbose)
 
 
 @app.command()
@@ -111,8 +108,6 @@ def diff(
         tell(console, line)
     for name, (_, words) in figures[0].items():
         tell(console, f"{name}: {words} -> {figures[1][name][1]}")
-    if html is not None:
-        tell(console, f"written: {html}")
 
 
 @app.command()
@@ -137,8 +132,6 @@ def export(
         _draw("--output", output, json.dumps(exported(Plan.from_pretrained(place), to), indent=1) + "\n")
     if as_json:
         print_json({"written": str(output)})
-        return
-    tell(Console(), f"written: {output}")
 
 
 @app.command()
@@ -186,7 +179,6 @@ def explore(
         cache = f", cache {share(stop['memory'])} of the bytes" if stop["memory"] is not None else ""
         speed = f"attention {times(stop['speed'])} times as fast{cache}"
         tell(console, f"{stop['name']:>24}: predicted increase {rise(stop['loss'])}{proved}, {speed}")
-    tell(console, f"page: {html}")
 
 
 def _place(path: Path | None) -> Path:
@@ -232,3 +224,4 @@ def _draw(name: str, target: Path, drawn: bytes | str) -> None:
         raise UsageError(
             f"{name}: {target} cannot be written ({error.strerror}); give a file in a directory that can"
         ) from error
+    tell(Console(stderr=True), f"written: {target}")

@@ -40,7 +40,14 @@ def run(
     Exit codes: those of the program; 2 if there is no such program.
     """
     if plan is not None:
-        _refuse_no_plan(plan)
+        from adaattn_hf.patches.plans.everywhere import configuration_of
+
+        from ..plans.plan import Plan, PlanError
+
+        try:
+            configuration_of(Plan.from_pretrained(plan))
+        except (PlanError, OSError) as error:
+            leave(UsageError(f"plan: {error}"))
     # the programs of this environment are found where it is not activated, too
     program = shutil.which(command[0]) or shutil.which(command[0], path=sysconfig.get_path("scripts"))
     if program is None:
@@ -63,17 +70,6 @@ def run(
                 )
             )
     raise typer.Exit(subprocess.run([program, *command[1:]], env=environment(plan), check=False).returncode)  # noqa: S603
-
-
-def _refuse_no_plan(directory: Path) -> None:
-    from adaattn_hf.patches.plans.everywhere import configuration_of
-
-    from ..plans.plan import Plan, PlanError
-
-    try:
-        configuration_of(Plan.from_pretrained(directory))
-    except (PlanError, OSError) as error:
-        leave(UsageError(f"plan: {error}"))
 
 
 def environment(plan: Path | None = None) -> dict[str, str]:
