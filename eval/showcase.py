@@ -43,11 +43,11 @@ def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> It
                 f"{name}: got {value!r} without MODEL; the models in the package have their own text and bars. Name a "
                 "model first: adaattn eval MODEL --data …"
             )
-    texts = (
-        corpora.wikitext_corpus(heldout_pages(), "held-out pages in the package", "pages"),
+    texts = (  # the short one first: it soon has a result
         corpora.lastword_corpus(
             [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
         ),
+        corpora.wikitext_corpus(heldout_pages(), "held-out pages in the package", "pages"),
     )
     for name in DEMO_MODELS:
         for dtype in DTYPES if loading.dtype is None else (loading.dtype,):

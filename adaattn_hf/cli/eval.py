@@ -119,6 +119,8 @@ def _run(
             if model is None:
                 kept, sentence = showcase.verdict(result)
                 sentences = [] if kept else [sentence]
+                if kept and not quiet:  # the table comes at the end
+                    tell(Console(stderr=True), sentence)
             broken += sentences
             reports.append(result)
             if not crew.leads:

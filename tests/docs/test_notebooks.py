@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from nbclient.exceptions import CellExecutionError
 
 from studies.notebooks import PATHS, cleaned
 
+from ..support.pages import heard
 from ..support.source_tree import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -35,17 +35,9 @@ def execute(notebook: nbformat.NotebookNode, place: Path) -> None:
 def test_notebook_runs_and_says_what_is_kept_in_it(path: Path, tmp_path: Path) -> None:
     stored, fresh = nbformat.read(path, as_version=4), nbformat.read(path, as_version=4)
     execute(fresh, tmp_path)
-    assert alike(stored, cleaned(fresh)) > 0.85  # a machine's figures, and what they choose, are its own
-
-
-def alike(one: Any, other: Any) -> float:
-    """Share of the words that two notebooks print in the same order, from 0 to 1."""
-
-    def words(notebook: Any) -> list[str]:
-        said = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
-        return re.findall(r"\x1b|[A-Za-z]{3,}", "".join(said))
-
-    return SequenceMatcher(None, words(one), words(other), autojunk=False).ratio()
+    kept, here = ("".join(one.get("text", "") for cell in notebook.cells for one in cell.get("outputs", []))
+                  for notebook in (stored, cleaned(fresh)))  # fmt: skip
+    assert min(heard(kept, here), heard(here, kept)) > 0.85  # a machine's figures, and what they choose, are its own
 
 
 @pytest.mark.slow

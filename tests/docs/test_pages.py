@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaattn_hf.cli.main import COMMANDS, load_command
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 
-from ..support.pages import PAGES, Block, blocks, command_lines, lacking
+from ..support.pages import PAGES, Block, blocks, command_lines, heard, lacking
 from ..support.source_tree import ROOT
 from ..support.warm import WarmInterpreter
 
@@ -111,14 +110,6 @@ def test_a_page_runs_from_top_to_bottom(
     assert unprinted(text, done.stdout) == []
     shown = [block.code for block in blocks(text) if block.language == "text" and page in (HOUR, BUDGETS)]
     assert [code for code in shown if heard(code, done.stdout + done.stderr) < 0.8] == []
-
-
-def heard(shown: str, printed: str) -> float:
-    """Share of the words of a page that were printed in that order; figures are a machine's own."""
-    page, here = (re.findall(r"[A-Za-z]{3,}", text) for text in (shown, printed))
-    return sum(match.size for match in SequenceMatcher(None, page, here, autojunk=False).get_matching_blocks()) / len(
-        page
-    )
 
 
 @pytest.mark.slow
