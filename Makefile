@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints-dev.txt $(wildcard setup.py)
 # Neither tools nor documentation: ready in a fraction of the time.
 .venv-demo/.ready: pyproject.toml constraints-dev.txt $(wildcard setup.py)
 	$(if $(wildcard .venv-demo/bin/python),,$(PYTHON) -m venv .venv-demo)
-	.ci/fill-venv .venv-demo/bin/python ""
+	.ci/fill-venv .venv-demo/bin/python .
 	touch $@
 
 demo: .venv-demo/.ready ## stock against adaattn on the models in the package, offline, in a light environment of its own
