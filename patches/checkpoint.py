@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from adaattn_hf.backends.select import BackendRefusal, check_possible
-from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
+from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
@@ -325,7 +324,8 @@ def _neighbour(model: str | Path) -> str:
     """Returns the model directory that is called much like one that is not there; empty if there is none."""
     path = Path(model).expanduser()
     names = [] if path.exists() else [one.parent.name for one in path.parent.glob("*/config.json")]
-    return "".join(str(path.parent / name) for name in get_close_matches(path.name, names, 1))
+    near = nearest(path.name, names, 0.75)
+    return near and str(path.parent / near)
 
 
 def _first_line(error: BaseException) -> str:
