@@ -46,9 +46,14 @@ class JournalMismatch(EvalError):
 def unknown(argument: str, got: str, known: Iterable[str]) -> str:
     """The sentence for an unknown name: what came, the nearest known one, and all known ones."""
     names = sorted(known)
-    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(got, names)
+    hint = f" Did you mean {near!r}?" if near else ""
     return f"{argument}: got {got!r:.80}, expected one of {', '.join(names)}.{hint}"
+
+
+def nearest(got: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The known name that is most like another one; empty if none is."""
+    return "".join(difflib.get_close_matches(got, list(known), n=1, cutoff=cutoff))
 
 
 _BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}

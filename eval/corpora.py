@@ -158,7 +158,7 @@ def _from_hub(known: str, split: str) -> Corpus:
     except ImportError as error:
         raise DataUnavailable(
             f"data: {known} comes through the package datasets, which is not installed; "
-            f"pip install datasets, or name a local file: --data {known}:PATH"
+            f"pip install datasets, or give a text of your own: --data FILE.txt"
         ) from error
     reasons = []
     for repository, configuration in HUB[known]:

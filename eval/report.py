@@ -21,6 +21,18 @@ Rows = list[tuple[str, list[str]]]
 ABSENT = "-"
 BEYOND = 1e6
 """From here on a perplexity is written in four digits, and one of words says nothing of the model."""
+_CHANGE, _TIMES = "change of the perplexity, 95 % CI", "whole model, times as fast [quartiles]"
+BRIEF = {
+    "pages": {
+        "perplexity per token": "perplexity", _CHANGE: "change, 95 % CI",
+        "at most, one-sided 95 % bound": "at most, 95 %", _TIMES: "times as fast", "tokens scored": "tokens",
+    },
+    "lastword": {
+        "items": "passages", "accuracy, last word": "accuracy", "perplexity, last word": "perplexity, word",
+        _CHANGE: "change, token", _TIMES: "times as fast",
+    },
+}  # fmt: skip
+"""Rows of a short table by the kind of text, as they are called there."""
 _nats = partial(signed_nats, digits=3)
 
 
@@ -71,9 +83,9 @@ def rows(report: Report) -> tuple[list[str], Rows]:
             lambda c: f"{c['flips']['lost']} / {c['flips']['won']}, {c['flips']['mcnemar_p']:.3g}",
         )
     per_arm("perplexity per token", "perplexity", ".6f")
-    compared("change of the perplexity, 95 % CI", lambda c: _limits(c["delta_nll"], rise))
+    compared(_CHANGE, lambda c: _limits(c["delta_nll"], rise))
     compared("at most, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], at_most))
-    times_as_fast("whole model, times as fast [quartiles]", "speed_ratio_wall")
+    times_as_fast(_TIMES, "speed_ratio_wall")
     per_arm("tokens scored", "tokens", "d")
     per_arm("nll (nats/token)", "nll_per_token", ".8f")
     if report["data"]["kind"] == "pages":
@@ -112,16 +124,19 @@ def title(report: Report) -> str:
     return words if cache is None else f"{words}, cache {cache}"
 
 
-def terminal_table(report: Report) -> Table:
-    """The report as a rich table."""
+def terminal_table(report: Report, verbose: bool) -> Table:
+    """The report as a rich table: all rows, or five that fit a terminal of 80 columns."""
     heads, table = rows(report)
     caption = ". ".join([report["protocol"], *_word_line(report)])
+    if not verbose:
+        short, caption = BRIEF[report["data"]["kind"]], "all rows: --verbose, and report.md"
+        table = [(short[label], values) for label, values in table if label in short]
     shown = Table(title=Text(printable(title(report))), caption=Text(printable(caption)))
     shown.add_column("")
     for head in heads:
         shown.add_column(Text(printable(head)), justify="right", overflow="fold")
     for label, values in table:
-        shown.add_row(Text(label), *map(Text, values))
+        shown.add_row(Text(label), *(Text(value.replace(" %", "%")) for value in values))
     return shown
 
 

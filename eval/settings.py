@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -133,7 +133,7 @@ class Loading(Source):
     """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments.
 
     Attributes:
-        dtype: Of the weights; auto: the checkpoint's. Default: float32.
+        dtype: Of the weights; auto: the checkpoint's. Default: the plan's, else float32.
         tokenizer: Tokenizer, where it is not the model's own.
         objective: How the model is read; auto: as its configuration says.
     """
@@ -141,10 +141,6 @@ class Loading(Source):
     dtype: str | None = field(default=None, metadata=DTYPE)
     tokenizer: str | None = None
     objective: str = field(default="auto", metadata={"choices": ("auto", "causal", "masked")})
-
-    def keywords(self) -> dict[str, Any]:
-        """The arguments; weights are float32 where no dtype is named."""
-        return {**asdict(self), "dtype": self.dtype or "float32"}
 
 
 @dataclass(frozen=True)
@@ -185,12 +181,14 @@ class Output:
         resume: Go on with the interrupted run in --output-dir.
         overwrite: Begin again where --output-dir has a run.
         quiet: No progress bar and no table.
+        verbose: Print every row of the report.
     """
 
     output_dir: Path | None = None
     resume: bool = False
     overwrite: bool = False
     quiet: bool = False
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

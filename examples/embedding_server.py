@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import adaattn_hf
+from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.eval.demo import demo_model_path
 
 MOST_BYTES = 1 << 20
@@ -31,6 +32,9 @@ class Embedder:
         """Loads the model, and lets it run whole batches without their padding."""
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         self.model = AutoModel.from_pretrained(name, attn_implementation="adaattn").eval()
+        if self.model.dtype == torch.float16:  # slow on a CPU, and no CPU needs it
+            fast = level_here() in ("avx512_bf16", "amx")
+            self.model.to(torch.bfloat16 if fast else torch.float32)
         adaattn_hf.prepare(self.model)
 
     @torch.inference_mode()

@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 import torch
 
 from adaattn_hf.backends.select import BackendRefusal, check_possible
-from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
-from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import PLAN_FILE, TENSORS_FILE
+from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
-from .plans.attach import load_plan, remove_plan
+from .plans.attach import carried_by, load_plan, remove_plan
 from .plans.positions import trained_positions
 from .registry import NAMES
 
@@ -92,6 +92,34 @@ def resolve_dtype(name: str) -> torch.dtype | str:
     if name not in DTYPES:
         raise UsageError(unknown("dtype", name, [*DTYPES, "auto"]))
     return DTYPES[name]
+
+
+def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, default: str) -> str:
+    """Returns the dtype that a model is loaded in: as asked, else that of its plans, else the default.
+
+    A plan is a file, a directory or an id, `NO_PLAN`, or None for the one in the configuration.
+
+    Raises:
+        UsageError: A plan is of another dtype.
+        ModelUnavailable: A plan cannot be read.
+    """
+    typed, carried = asked, carried_by(config.get_text_config()).get(CONFIG_KEY)
+    for plan in plans:
+        if plan == NO_PLAN or (plan is None and carried is None):
+            continue
+        try:
+            planned = (Plan.from_dict(carried) if plan is None else Plan.from_pretrained(plan)).dtype
+        except (PlanError, OSError) as error:
+            raise ModelUnavailable(f"plan: {plan!r}: {error}") from error
+        kind = resolve_dtype(asked or planned)
+        if ((config.dtype or torch.float32) if kind == "auto" else kind) is not DTYPES[planned]:
+            remedy = f"give --dtype {planned}, or leave --dtype out" if typed else "give plans of one dtype"
+            raise UsageError(
+                f"dtype: got {asked}, and the plan {plan or 'in the configuration'} was calibrated in {planned}; "
+                f"{remedy}"
+            )
+        asked = planned
+    return asked or default
 
 
 def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
@@ -199,6 +227,8 @@ def read_config(model: str | Path, **source: Any) -> Any:
             f"model: {str(model)!r} holds a plan and no weights; give the model that the plan was made for, and the "
             f"plan by --plan {model} or adaattn_hf.load_plan"
         )
+    if "/" not in str(model) and _neighbour(model):  # misspelt: the Hub is not asked, which takes long to fail
+        source["local_files_only"] = True
     try:
         return AutoConfig.from_pretrained(model, **source)
     except _LOADING as error:
@@ -208,7 +238,8 @@ def read_config(model: str | Path, **source: Any) -> Any:
 def load(
     model: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
+    plans: Sequence[str | None] = (),
     device: str | None = None,
     tokenizer: str | None = None,
     revision: str | None = None,
@@ -221,6 +252,7 @@ def load(
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     Args:
+        plans: As for `dtype_for`, whose default is float32 here.
         implementation: The attention implementation; None leaves it to Transformers.
         prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 
@@ -233,12 +265,13 @@ def load(
 
     _refuse_impossible(implementation)
     name = Path(model).resolve().name if Path(model).exists() else str(model)
-    torch_dtype = resolve_dtype(dtype)
+    resolve_dtype(dtype or "auto")
     resolve_device(device)  # one that is missing is refused before weights are read
     asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     common: dict[str, Any] = {key: value for key, value in asked.items() if value}
     source = {**common, "gguf_file": gguf_file} if gguf_file else common
     config = read_config(model, **source)
+    torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
     try:
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
@@ -280,9 +313,19 @@ def why_not(model: str | Path, error: Exception) -> str:
     """Returns why a checkpoint was not loaded; for a missing path Transformers complains about a bad id."""
     name = str(model)
     path = isinstance(model, Path) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if near := _neighbour(model):
+        return f"there is no directory {name}; did you mean {near}? A model of the Hub: owner/NAME"
     if path and not Path(model).expanduser().exists():
         return "there is no such directory"
     return _first_line(error)
+
+
+def _neighbour(model: str | Path) -> str:
+    """Returns the model directory that is called much like one that is not there; empty if there is none."""
+    path = Path(model).expanduser()
+    names = [] if path.exists() else [one.parent.name for one in path.parent.glob("*/config.json")]
+    near = nearest(path.name, names, 0.75)
+    return near and str(path.parent / near)
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,8 +21,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = re.compile(r"(?<![\w./])/(?:[\w.+-]+/)+")
 """Directories of this machine."""
-TIMES = re.compile(r"'\w*(?:runtime|per_second|preparation_time)': '[^']*',? ?")
-"""What Trainer says of its speed."""
+TIMES = re.compile(r"'\w*(?:runtime|per_second|preparation_time)': '[^']*',? ?|\x1b\[[0-9;]*m")
+"""What Trainer says of its speed, and codes of colours."""
 COLOURS = 64
 
 

@@ -163,10 +163,10 @@ def pieces(path: Path, lines: bool = False) -> Iterator[str]:
 def _refuse_foreign(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(256)
-    # without a mark in front, every other byte of what is written in Latin letters is zero
-    unmarked = max(head[0::2].count(0), head[1::2].count(0)) > len(head) // 4 > 0
-    order = "LE" if head[1::2].count(0) > head[0::2].count(0) else "BE"
-    guess = (b"", "text in UTF-16", f"iconv -f UTF-16{order} -t UTF-8")
+    # without a mark in front, every other byte of what is written in Latin letters is zero, and only those
+    zeros = head[0::2].count(0), head[1::2].count(0)
+    unmarked = max(zeros) > len(head) // 4 and min(zeros) == 0
+    guess = (b"", "text in UTF-16", f"iconv -f UTF-16{'BE' if zeros[0] else 'LE'} -t UTF-8")
     for magic, what, remedy in (*MAGIC, *([guess] if unmarked else [])):
         if head.startswith(magic):
             raise ValueError(f"data: {path} is {what}, expected plain text in UTF-8; convert it first: {remedy}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 import typer
@@ -31,7 +33,7 @@ class Bench:
             Default: all stock ones of the grid.
         attn_implementation: The implementation that is timed, such as adaattn or adaattn_sdpa.
         output: JSON file to write, with a `.md` next to it. Cells in it that this machine and these versions
-            measured are kept.
+            measured are kept. Default: a new one under results/bench.
         overwrite: Start over if another machine or version measured the cells of --output.
         table: Write the Markdown to this file instead, e.g. BENCHMARKS.md.
         gate: Exit with 1 if a cell is below its floor, twice.
@@ -58,12 +60,18 @@ class Bench:
         """The names in `baseline`."""
         return [name for name in self.baseline.split(",") if name]
 
-    def page(self, output: Path) -> Path:
-        """Returns the path of the Markdown page for a JSON file; UsageError if it is that file itself."""
-        page = self.table or output.with_suffix(".md")
-        if page == output:
-            better = output.with_suffix(".json")
-            raise UsageError(f"output: got {output}, where the Markdown goes; expected a name such as {better}")
+    @cached_property
+    def file(self) -> Path:
+        """The JSON file."""
+        return self.output or Path("results", "bench", f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
+
+    @property
+    def page(self) -> Path:
+        """The Markdown page of the JSON file; UsageError if it is that file itself."""
+        page = self.table or self.file.with_suffix(".md")
+        if page == self.file:
+            better = page.with_suffix(".json")
+            raise UsageError(f"output: got {page}, where the Markdown goes; expected a name such as {better}")
         return page
 
 
@@ -73,7 +81,7 @@ def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> 
 
     All implementations take turns at the same work on the same numbers, in one process. Ratios are taken per round.
     Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 3 a file cannot be written; 130 interrupted, with
-    finished cells in --output.
+    finished cells in the file.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.eval.bench.grid import read_grid
@@ -81,19 +89,15 @@ def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> 
 
     from .bench_job import check_names, choose_cells, run
 
-    output = asked.output
-
     def kept() -> str:
-        if output is None:
-            return "nothing was kept; --output FILE keeps every cell as it is finished"
-        if output.is_file():
-            return f"finished cells are kept in {output}, where --only REGEX adds the others"
+        if asked.file.is_file():
+            return f"finished cells are kept in {asked.file}; --output {asked.file} --only REGEX adds others"
         return "no cell was finished"
 
     with (
         ending(
             argument="output",
-            default=output or asked.table,
+            default=asked.file,
             stays="cells that were finished before are kept, where --only REGEX adds the others",
             kept=kept,
         ),
@@ -104,13 +108,12 @@ def bench(*, asked: Bench, threads: Threads = None, as_json: AsJson = False) -> 
         data = read_grid(asked.grid, where.type)
         cells = choose_cells(data, asked.only)
         check_names([asked.attn_implementation, *asked.named])
-        if output is not None:
-            writable(output.parent, "output")
-            writable(asked.page(output).parent, "table")
-        elif asked.table is not None:
+        if asked.output is None and asked.table is not None:
             raise UsageError(
                 f"table: got {asked.table} and no --output, expected the JSON that it is made of beside it"
             )
+        writable(asked.file.parent, "output")
+        writable(asked.page.parent, "table")
         if asked.profile is not None:
             writable(asked.profile, "profile")
         report, failed = run(cells, data, where, asked, Console(stderr=as_json))

@@ -16,7 +16,7 @@ from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
-from adaattn_hf.eval.progress import tell
+from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations
@@ -67,7 +67,7 @@ def run(
         asked: The options.
         console: Where each result is printed.
     """
-    names, output = asked.named or data.stock, asked.output
+    names, output = asked.named or data.stock, asked.file
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
     report: dict[str, Any] = {
@@ -81,36 +81,38 @@ def run(
     # a run of some cells keeps the others' figures, each with the commit that it was measured at
     earlier = _earlier(output, report, asked.overwrite)
     failed = []
-    for cell in cells:
-        others = [name for name in present if asked.named or name not in cell.without]
-        found = run_cell(cell, [asked.attn_implementation, *others], data, where, asked)
-        if found["best"] is not None and found["ratio_best"]["wall"]["median"] < cell.floor:
-            failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
-        found["commit"] = report["provenance"]["commit"]
-        earlier[cell.title] = found
-        report["cells"] = [
-            {**earlier[known.title], **_fixed(known, data)} for known in data.cells if known.title in earlier
-        ]
-        tell(console, _line(found))
-        gc.collect()
-        if output is not None:
+    step = f"{len(cells)} cells"
+    with shown_progress({step: 1.0}, Console(stderr=True)) as progress:
+        for number, cell in enumerate(cells):
+            progress(step, number, len(cells))
+            others = [name for name in present if asked.named or name not in cell.without]
+            found = run_cell(cell, [asked.attn_implementation, *others], data, where, asked)
+            if found["best"] is not None and found["ratio_best"]["wall"]["median"] < cell.floor:
+                failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
+            found["commit"] = report["provenance"]["commit"]
+            earlier[cell.title] = found
+            report["cells"] = [
+                # a note, dtype and shape are the grid's, and not measured
+                {**earlier[one.title], "note": one.note, "dtype": one.dtype, "shape": shape_of(one, data)}
+                for one in data.cells
+                if one.title in earlier
+            ]
+            tell(console, _line(found))
+            gc.collect()
             # after every cell: an interrupted run keeps what it measured
             write_atomically(output, json_text(report, indent=1) + "\n")
-            write_atomically(asked.page(output), markdown(report, output.name))
+            write_atomically(asked.page, markdown(report, output.name))
+        progress(step, len(cells), len(cells))
+    tell(console, f"written: {output}, {asked.page}")
     if asked.gate:
         for line in failed:
             tell(console, f"below its floor: {line}")
     return report, failed
 
 
-def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
-    """Returns the fields of a cell that come from the grid and not from a measurement."""
-    return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
-
-
-def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
+def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
     """Returns cells of an earlier file that were measured alike; UsageError for others without --overwrite."""
-    if output is None or not output.exists():
+    if not output.exists():
         return {}
     here, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
     try:

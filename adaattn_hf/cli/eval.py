@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,12 +92,8 @@ def _run(
     from ..calibration import team
     from .memory import room_or_sentence
 
-    def no_room(said: str) -> str:
-        return _out_of_memory(settings, output, said)
-
     resolve_device(loading.device)
-    if output.output_dir is not None or model is None:
-        writable(output.directory, "output_dir")
+    writable(output.directory, "output_dir")
     if model is None:
         team.join()
         runs = showcase.runs(text, settings, loading, limits)
@@ -105,7 +101,7 @@ def _run(
         runs = _runs(model, text, settings, loading, output)
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
-    with room_or_sentence(no_room):
+    with room_or_sentence(partial(_out_of_memory, settings, output)):
         for run in runs:
             crew = team.present()
             quiet = output.quiet or not crew.leads
@@ -123,13 +119,15 @@ def _run(
             if model is None:
                 kept, sentence = showcase.verdict(result)
                 sentences = [] if kept else [sentence]
+                if kept and not quiet:  # the table comes at the end
+                    tell(Console(stderr=True), sentence)
             broken += sentences
             reports.append(result)
             if not crew.leads:
                 continue
             runner.write_json(output.directory / run.name / runner.REPORT, result)
-            if model is not None and not output.quiet:
-                console.print(report.terminal_table(result))
+            if (output.verbose or model is not None) and not output.quiet:
+                console.print(report.terminal_table(result, output.verbose))
     crew = team.present()
     team.leave()
     if not crew.leads:
@@ -162,8 +160,8 @@ def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: 
     if crew.size > 1 and loading.device in (None, "cuda") and torch.cuda.is_available():
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
-    writable(output.directory, "output_dir")  # of a default place last: it is made here
-    checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
+    plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
+    checkpoint = load(model, **asdict(loading), plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
 

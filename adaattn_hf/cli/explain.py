@@ -24,7 +24,7 @@ class Explained(Source):
 
     Attributes:
         attn_implementation: Attention implementation.
-        dtype: Explain for this dtype; auto takes the config's.
+        dtype: Explain for this dtype; auto takes the config's. Default: the plan's, else auto.
         device: Explain for cpu or cuda, present or not. Default: cuda if there is one.
         cache: Explain for a cache that stores the model's dtype, or quantised codes.
         streaming: Count the bytes of a cache that keeps only the plan's windows.
@@ -33,7 +33,7 @@ class Explained(Source):
     """
 
     attn_implementation: str = "adaattn"
-    dtype: str = field(default="auto", metadata=DTYPE)
+    dtype: str | None = field(default=None, metadata=DTYPE)
     device: str | None = None
     cache: str = field(default="model", metadata={"choices": ("model",), "names": ("attention/stored.py", "FORMATS")})
     streaming: bool = False
@@ -80,53 +80,31 @@ def _record(explanation: Explanation) -> dict[str, Any]:
 
 def _explanation(model: str, asked: Explained) -> Explanation:
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-    )  # fmt: skip
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
     import adaattn_hf
-    from adaattn_hf.patches.checkpoint import (
-        known_implementations,
-        objective_of,
-        resolve_device,
-        resolve_dtype,
-        why_not,
-    )  # fmt: skip
-    from adaattn_hf.plans.plan import Plan, PlanError
+    from adaattn_hf.patches import checkpoint
 
     adaattn_hf.register(impossible=True)  # the device need not be here
-    ours = [name for name in known_implementations() if name.startswith("adaattn")]
+    ours = [name for name in checkpoint.known_implementations() if name.startswith("adaattn")]
     if asked.attn_implementation not in ours:
         raise UsageError(unknown("attn_implementation", asked.attn_implementation, ours))
-    where, wanted = resolve_device(asked.device, here=False), resolve_dtype(asked.dtype)
+    where = checkpoint.resolve_device(asked.device, here=False)
+    config = checkpoint.read_config(model, **asked.source())
+    kind: Any = checkpoint.resolve_dtype(checkpoint.dtype_for(asked.dtype, (asked.plan,), config, "auto"))
+    kind = (config.dtype or torch.float32) if kind == "auto" else kind
     try:
-        given = None if asked.plan is None else Plan.from_pretrained(asked.plan)
-    except (PlanError, OSError) as error:
-        raise UsageError(f"plan: {asked.plan!r}: {error}") from error
-    try:
-        config = AutoConfig.from_pretrained(model, **asked.source())
         names = " ".join(config.architectures or [])
         auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
         # a GGUF file names no class
-        unnamed = not names and objective_of(config) == "causal"
+        unnamed = not names and checkpoint.objective_of(config) == "causal"
         if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
             auto = AutoModel
         with torch.device("meta"):
             ghost = auto.from_config(config, attn_implementation=asked.attn_implementation).eval()
-        kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
-        return adaattn_hf.explain(
-            ghost,
-            device=where.type,
-            dtype=kind,
-            cache=asked.cache,
-            streaming=asked.streaming,
-            plan=given,
-            verbose=asked.verbose,
-        )
+        how: dict[str, Any] = {"cache": asked.cache, "streaming": asked.streaming, "verbose": asked.verbose}
+        return adaattn_hf.explain(ghost, device=where.type, dtype=kind, plan=asked.plan, **how)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(
-            f"model: cannot explain {model!r} with {asked.attn_implementation!r}: {why_not(model, error)}"
+            f"model: cannot explain {model!r} with {asked.attn_implementation!r}: {checkpoint.why_not(model, error)}"
         ) from error

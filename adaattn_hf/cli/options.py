@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -74,11 +75,11 @@ def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
 
 
 def writable(directory: Path, argument: str) -> None:
-    """Makes a directory if needed; refuses one that cannot be made or written to (UsageError)."""
+    """Refuses a directory that cannot be made or written to (UsageError); makes none, which a failure would leave."""
+    there = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         # permissions do not say it all: nobody can make a file in /proc, on a full disk or on one mounted for reading
-        with tempfile.TemporaryFile(dir=directory):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         what = "written to" if directory.is_dir() else "made"

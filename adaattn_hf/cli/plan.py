@@ -161,7 +161,6 @@ def explore(
             console,
             "your plan is smaller than predictions allow: its upper bound on held-out text keeps the budget, too",
         )
-    tell(console, f"page: {html}")
 
 
 def _place(path: Path | None) -> Path:
@@ -203,3 +202,4 @@ def _draw(name: str, target: Path, drawn: bytes | str) -> None:
         raise UsageError(
             f"{name}: {target} cannot be written ({error.strerror}); give a file in a directory that can"
         ) from error
+    tell(Console(stderr=True), f"written: {target}")

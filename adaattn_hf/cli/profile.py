@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,10 +100,11 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
     from adaattn_hf.eval import pages, runner
     from adaattn_hf.eval.demo import demo_model_path
     from adaattn_hf.eval.provenance import provenance
-    from adaattn_hf.patches.checkpoint import give_plan, load
+    from adaattn_hf.patches.checkpoint import NO_PLAN, give_plan, load
     from adaattn_hf.patches.observe.record import record
 
-    checkpoint = load(model or demo_model_path("llama"), implementation="adaattn", **loading.keywords())
+    plans = (asked.plan, asked.against or NO_PLAN)
+    checkpoint = load(model or demo_model_path("llama"), implementation="adaattn", plans=plans, **asdict(loading))
     give_plan(checkpoint.model, asked.plan)
     longest = checkpoint.max_length or 2048
     size = min(2048, longest) if asked.length is None else asked.length

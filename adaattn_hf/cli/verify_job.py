@@ -64,7 +64,7 @@ def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: 
     said = words(stored, plan.budget) if stored and not reason else f"the plan {reason}" if reason else "none"
     with room_or_sentence(f"memory: {device} has none left ({{}}), {room}".format):
         if not plan.is_exact or stored_as != "model":
-            loaded = load(model, dtype=plan.dtype, device="cpu", implementation="adaattn", **asked.source())
+            loaded = load(model, plans=(str(path),), device="cpu", implementation="adaattn", **asked.source())
             verdicts, gates = _verdicts(plan, loaded, scoring_of(loaded, masking), asked, judged, console)
     return {
         "model": name_of(plan),

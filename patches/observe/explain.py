@@ -73,8 +73,11 @@ class Explanation:
         said: dict[str, tuple[str, ...]] | None = None
         before: dict[str, tuple[str, ...]] = {}
         groups: dict[tuple[str, str, CallSpec, str], list[LayerChoice]] = {}
+        shown: dict[str, str] = {}
         for choice in self.layers:
-            groups.setdefault((choice.phase, choice.backend, choice.spec, choice.plan), []).append(choice)
+            plan = "as above" if choice.plan and shown.get(choice.layer) == choice.plan else choice.plan
+            groups.setdefault((choice.phase, choice.backend, choice.spec, plan), []).append(choice)
+            shown[choice.layer] = choice.plan
         for (phase, backend, spec, plan), layers in groups.items():
             first, last = layers[0].layer, layers[-1]
             refused = dict(last.refused)

@@ -14,6 +14,7 @@ from nbclient.exceptions import CellExecutionError
 
 from studies.notebooks import PATHS, cleaned
 
+from ..support.pages import heard
 from ..support.source_tree import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -30,8 +31,12 @@ def execute(notebook: nbformat.NotebookNode, place: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path: Path, tmp_path: Path) -> None:
-    execute(nbformat.read(path, as_version=4), tmp_path)
+def test_notebook_runs_and_says_what_is_kept_in_it(path: Path, tmp_path: Path) -> None:
+    stored, fresh = nbformat.read(path, as_version=4), nbformat.read(path, as_version=4)
+    execute(fresh, tmp_path)
+    kept, here = ("".join(one.get("text", "") for cell in notebook.cells for one in cell.get("outputs", []))
+                  for notebook in (stored, cleaned(fresh)))  # fmt: skip
+    assert min(heard(kept, here), heard(here, kept)) > 0.85  # a machine's figures, and what they choose, are its own
 
 
 @pytest.mark.slow
@@ -51,6 +56,7 @@ def wrong(notebook: Any) -> list[str]:
     found += ["an error" for output in outputs if output.output_type == "error"]
     found += ["stderr" for output in outputs if output.get("name") == "stderr"]
     words = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+    found += ["a code of a colour" for word in words if "\x1b" in word]
     return found + [path[0] for word in words for path in [PATHS.search(word)] if path]
 
 
@@ -69,11 +75,11 @@ def test_what_is_wrong_is_noticed_and_cleaned() -> None:
     output = nbformat.v4.new_output
     cell = nbformat.v4.new_code_cell("1 / 0", execution_count=1)
     cell.outputs = [
-        output("stream", name="stdout", text="plan: /somewhere/on/a/disk/plan.json, at 1/2"),
+        output("stream", name="stdout", text="plan: /somewhere/on/a/disk/plan.json, at \x1b[1m1/2"),
         output("stream", name="stderr", text="50%"),
     ]
     notebook = nbformat.v4.new_notebook(cells=[cell])
-    assert wrong(notebook) == ["stderr", "/somewhere/on/a/disk/"]
+    assert wrong(notebook) == ["stderr", "a code of a colour", "/somewhere/on/a/disk/"]
     assert wrong(cleaned(notebook)) == []
     assert json.loads(nbformat.writes(notebook))["cells"][0]["outputs"][0]["text"] == ["plan: plan.json, at 1/2"]
     cell.outputs = [output("error", ename="ZeroDivisionError", evalue="", traceback=[])]

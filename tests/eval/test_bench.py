@@ -122,7 +122,9 @@ def test_ctrl_c_keeps_the_finished_cells_and_says_so(tmp_path: Path) -> None:
     words = ["bench", "--grid", str(grid), "--rounds", "60", "--no-memory", "--output", str(output)]
     done = interrupted(words, output)
     assert done.returncode == 130, done.stderr
-    assert f"interrupted: finished cells are kept in {output}, where --only REGEX adds the others" in done.stderr
+    assert (
+        f"interrupted: finished cells are kept in {output}; --output {output} --only REGEX adds others" in done.stderr
+    )
     kept = [cell["title"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"]]
     assert 1 <= len(kept) < 40
     assert kept[0] == "causal 20 (float32)"

@@ -211,12 +211,21 @@ def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> N
     [
         (("{llama}", "--attn-implementation", "sdpa"), 2, "attn_implementation: got 'sdpa'"),
         (("{llama}", "--attn-implementation", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
-        (("/nowhere",), 4, "cannot explain"),
+        (("/nowhere",), 4, "there is no such directory"),
         (("{llama}", "--dtype", "int4"), 2, "Invalid value for '--dtype'"),
     ],
 )
 def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
     adaattn("explain", *(a.format(llama=llama) for a in arguments), code=code, says=says)
+
+
+@pytest.mark.parametrize("command", ["eval", "explain", "profile"])
+def test_a_misspelt_directory_is_answered_with_the_one_beside_it(
+    command: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(llama.parent)
+    adaattn(command, f"{llama.name}a", code=4, says=f"no directory {llama.name}a; did you mean {llama.name}?")
+    assert not Path("results").exists(), "a failed command leaves nothing"
 
 
 def test_programs_hear_of_unknown_words_as_well() -> None:

@@ -36,7 +36,7 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
     layer = LayerPlan(1, hashes.weight_hash(module), (make_choice("window", window), EXACT))
     verified = Verified(True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed")
     return Plan(
-        PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), "float32", "0.1.0",
+        PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), loaded.dtype, "0.1.0",
         "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
         {}, (64, 128), (layer,), (), verified, "",
     )  # fmt: skip
@@ -171,6 +171,20 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
     assert torch.equal(logits("with", "--plan", plan), planned)
     assert not torch.equal(exact, planned)
     assert torch.equal(logits("without"), exact)
+
+
+@pytest.mark.parametrize("command", ["eval", "profile", "explain"])
+def test_a_command_takes_the_dtype_of_the_plan_and_refuses_another_one(
+    command: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = kept(checkpoint.load(llama, dtype="bfloat16", device="cpu"), tmp_path / "plan", WINDOW)
+    (tmp_path / "text.txt").write_text("".join(PAGES))
+    words = [command, llama, "--device", "cpu", "--plan", plan]
+    words += [] if command == "explain" else ["--data", "text.txt"]
+    adaattn(*words, "--json", says=() if command == "profile" else "bfloat16")
+    refusal = adaattn(*words, "--dtype", "float32", code=2, says="give --dtype bfloat16, or leave --dtype out")
+    assert "torch." not in refusal.stderr
 
 
 def test_a_program_is_not_started_with_a_plan_that_is_none(tmp_path: Path) -> None:

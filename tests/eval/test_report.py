@@ -44,9 +44,9 @@ def reports(loaded: checkpoint.Checkpoint) -> dict[str, dict[str, Any]]:
     return {kind: json.loads(json.dumps(r, allow_nan=False)) for kind, r in made.items()}
 
 
-def shown(made: dict[str, Any]) -> str:
-    console = Console(file=io.StringIO(), width=240)
-    console.print(report.terminal_table(made))
+def shown(made: dict[str, Any], width: int = 240) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report.terminal_table(made, verbose=width > 80))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -58,6 +58,19 @@ def test_both_tables_hold_the_numbers_of_the_json(reports: dict[str, Any], kind:
         assert f"{made['quality']['comparisons'][1]['kl_mean']:.3e}" in text
         assert f"{made['cost']['speed'][1]['speed_ratio_wall']['median']:.3f}" in text
     assert made["protocol"] in report.markdown([made])
+
+
+@pytest.mark.parametrize("kind", ["pages", "lastword"])
+def test_a_terminal_of_80_columns_gets_five_rows_that_break_no_number(reports: dict[str, Any], kind: str) -> None:
+    lines = shown(reports[kind], width=80).splitlines()
+    names = [line[1:].split("│")[0].strip() for line in lines if line.startswith("│")]
+    assert list(filter(None, names)) == list(report.BRIEF[kind].values())
+    parts = " ".join(lines).replace("│", " ").split()
+    cells = [
+        value for label, values in report.rows(reports[kind])[1] if label in report.BRIEF[kind] for value in values
+    ]
+    numbers = [one for cell in cells for one in cell.replace(" %", "%").split(" ")]
+    assert [one for one in numbers if one not in " ".join(parts)] == []
 
 
 def test_a_table_follows_its_json(reports: dict[str, Any]) -> None:

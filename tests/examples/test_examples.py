@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import adaattn_hf
 from adaattn_hf import Plan
@@ -90,6 +90,15 @@ def test_lora_learns_under_a_plan_and_is_loaded_with_it(
     assert losses["exact"]["before"] != losses["plan"]["before"]
     assert (tmp_path / "losses.svg").read_text().startswith("<?xml")
     assert Plan.from_pretrained(tmp_path / "lora") == plan
+
+
+def test_the_embedding_server_computes_no_half_precision_that_is_slow_on_a_cpu(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "examples" / "embedding_server.py"), run_name="embedding_server")
+    AutoModel.from_pretrained(demo_model_path("bert"), dtype=torch.float16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path)
+    embed = script["Embedder"](str(tmp_path))
+    assert embed.model.dtype in (torch.bfloat16, torch.float32)
+    assert embed(["The Congress met."]).norm().item() == pytest.approx(1.0, abs=1e-2)
 
 
 def test_the_embedding_server_answers_as_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from ..support.source_tree import ROOT
 from .test_metadata import pythons
 
-TOOLS = ("bash", "cat", "dirname", "head", "make", "mktemp", "rm", "sed", "sh")
+TOOLS = ("bash", "cat", "dirname", "head", "make", "mktemp", "rm", "sed", "sh", "sleep")
 OTHER = """#!/bin/sh
 exec {real} -I -c '
 import sys
@@ -116,14 +116,16 @@ def test_the_versions_that_serve_are_those_of_the_classifiers() -> None:
     assert f"for name in {names} python3; do" in script
 
 
-def filled(path: Path, system: str, version: tuple[int, int], refused: str) -> tuple[list[str], str, int]:
+def filled(
+    path: Path, system: str, version: tuple[int, int], refused: str, *package: str
+) -> tuple[list[str], str, int]:
     """What pip was asked for, in order, what was said, and the exit code."""
     log = path.parent / "log"
     log.touch()
     tool(path, "uname", f"#!/bin/sh\necho {system}\n")
     text = PIP.format(real=sys.executable, version=(*version, 0), log=log, refused=refused)
     tool(path, "python", text)
-    done = run(path, ".ci/fill-venv", str(path / "python"))
+    done = run(path, ".ci/fill-venv", str(path / "python"), *package)
     asked = [" ".join(line.split()) for line in log.read_text().splitlines()]
     return asked, done.stderr, done.returncode
 
@@ -157,6 +159,13 @@ def test_without_a_cpu_build_the_plain_one_is_taken_with_the_triton_that_it_brin
 def test_elsewhere_than_on_linux_the_plain_build_is_the_cpu_build(path: Path) -> None:
     asked, _, code = filled(path, "Darwin", (3, 12), "nothing")
     assert (asked, code) == ([f"{what} | numpy pinned" for what in (f"torch=={TORCH}", *REST)], 0)
+
+
+def test_the_demo_gets_an_environment_without_tools(path: Path) -> None:
+    shown = run(path, "make", "-Bn", "demo", "PYTHON=mine").stdout.splitlines()
+    assert (shown[-3], shown[-1]) == (".ci/fill-venv .venv-demo/bin/python .", ".venv-demo/bin/adaattn eval")
+    asked, _, code = filled(path, "Linux", (3, 12), "nothing", ".")
+    assert (asked[-1], code) == (f"--no-build-isolation -e . {ALL}", 0)
 
 
 def test_where_no_torch_is_to_be_had_this_is_said(path: Path) -> None:

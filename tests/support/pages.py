@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import torch
 
@@ -70,6 +71,13 @@ def lacking(needs: str) -> str:
         if missing:
             return missing
     return ""
+
+
+def heard(shown: str, printed: str) -> float:
+    """Share of the words of a page that were printed in that order; figures are a machine's own."""
+    page, here = (re.findall(r"[A-Za-z]{3,}", text) for text in (shown, printed))
+    matches = SequenceMatcher(None, page, here, autojunk=False).get_matching_blocks()
+    return sum(match.size for match in matches) / len(page)
 
 
 def command_lines(text: str, program: str) -> list[list[str]]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-SECONDS = 300
+SECONDS = 600
 """After which a program is killed."""
 
 # Nothing of ours is imported, and nothing is computed: a copy of a process with threads of its own could hang.

@@ -83,6 +83,8 @@ def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) 
         ("one.txt.xz", lzma.compress(b"one two"), "is compressed by xz, .*: unxz"),
         ("one.txt.bz2", bz2.compress(b"one two"), "is compressed by bzip2, .*: bunzip2"),
         ("one.pdf", b"%PDF-1.7\n", "is a PDF, .*: pdftotext"),
+        ("model.safetensors", b'\x98;\0\0\0\0\0\0{"lm_head": \xff\xfe}', "is a binary file .* expected text in UTF-8"),
+        ("model.bin", bytes(64), "is a binary file"),
         ("late.txt", b"one " * CHARS + b"\0", "holds zero bytes"),
         ("rows.tsv", b"text\tlabel\none\t1\n", "is a table, expected plain text or a .jsonl"),
     ],
