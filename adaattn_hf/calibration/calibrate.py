@@ -32,7 +32,7 @@ from .pace import FORETOLD
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
-from .state import Known
+from .state import CalibrationState, Known
 from .subject import Subject
 
 __all__ = ["Calibration", "CalibrationSettings", "choose_and_verify", "decided", "measured", "save_plan"]
@@ -89,7 +89,12 @@ def measured(
         progress("estimate", 1, 1)
         stages = inputs.pace.stages(settings, inputs.team.size)
         expect(stages if known is None else {**stages, "risk": 0.0})
-    return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)
+    try:
+        return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)
+    except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
+        if directory is not None and not resume:
+            CalibrationState.forget(directory)
+        raise
 
 
 def decided(measurement: Measurement, budget: float | None = None) -> Calibration:
