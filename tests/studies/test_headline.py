@@ -8,11 +8,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from studies.headline_frontier import frontier
 
 from adaattn_hf.errors import UsageError
 from studies import headline, headline_peers, headline_tables
 from studies.budget.report import inside
-from studies.headline_frontier import frontier
 
 from ..support.source_tree import ROOT
 
