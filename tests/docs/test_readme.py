@@ -44,7 +44,7 @@ def test_every_backend_is_in_the_table() -> None:
 
 def test_the_readme_is_one_screen_after_another_in_this_order() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 125
+    assert len(lines) <= 130
     wanted = [
         "Who gains",
         "Install",
