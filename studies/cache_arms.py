@@ -74,39 +74,15 @@ def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, st
 
 
 SHAPES = {
-    "1b": (
-        "LLaMA-3.2-1B",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "1b": ("LLaMA-3.2-1B", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                            "tie_word_embeddings": True}),
     "8b": ("LLaMA-3.1-8B", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}),
-    "1.5b": (
-        "Qwen2.5-1.5B",
-        {
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "tiny": (
-        "a trial",
-        {
-            "hidden_size": 256,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "vocab_size": 64,
-            "head_dim": 64,
-        },
-    ),
-}
+    "1.5b": ("Qwen2.5-1.5B", {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                              "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+                              "tie_word_embeddings": True}),
+    "tiny": ("a trial", {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+                         "head_dim": 64}),
+}  # fmt: skip
 """Models with random weights: whose shape they have, and what of it differs from one to the next."""
 
 

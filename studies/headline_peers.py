@@ -18,8 +18,8 @@ UNTIMED = {
     "xFormers": "not timed: no name in Transformers; the wheel of 0.0.35 is for CUDA 12.8",
     "SageAttention": "not timed: no name in Transformers; CUDA, 8 bits, no padding masks",
     "FlashInfer": "not timed: for engines, no name in Transformers; compiles CUDA kernels at run time",
-    "ModelOpt skip-softmax": "approximate: [at its loss](figures.md#compared-with-other-libraries)",
-    "kvpress": "approximate: [at its loss](figures.md#compared-with-other-libraries), with Transformers below 5.3",
+    "ModelOpt skip-softmax": "approximate",
+    "kvpress": "approximate; for Transformers below 5.3",
 }
 """What `adaattn bench` does not time, and why."""
 

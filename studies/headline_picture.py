@@ -18,10 +18,10 @@ text { font: 14px system-ui, sans-serif; fill: #1f2328 }
 .quiet { fill: #59636e; font-size: 12.5px }
 .title { font-weight: 600; font-size: 15px }
 .one { stroke: #1f2328; stroke-width: 1.5 }
-.whole { fill: #0072b2 } .part { fill: #b35900 }
+.gpu { fill: #0072b2 } .cpu { fill: #b35900 }
 @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc } .quiet { fill: #9198a1 } .one { stroke: #f0f6fc }
-  .whole { fill: #56b4e9 } .part { fill: #e69f00 }
+  .gpu { fill: #56b4e9 } .cpu { fill: #e69f00 }
 }
 """
 
@@ -32,15 +32,15 @@ class Bar:
 
     Attributes:
         label: What ran.
-        machine: Where.
-        whole: Whether a whole model was timed, or only attention: which of the two colours.
-        ratio: Stock's time over ours.
+        beside: What it is compared with.
+        gpu: Whether on a GPU or a CPU: which of the two colours.
+        ratio: The fastest stock arm's time over ours.
         figure: The ratio as it is written.
     """
 
     label: str
-    machine: str
-    whole: bool
+    beside: str
+    gpu: bool
     ratio: float
     figure: str
 
@@ -60,19 +60,21 @@ def draw(bars: Sequence[Bar], title: str) -> str:
     unit = (WIDTH - RIGHT) / max(bar.ratio for bar in bars)
     lines = _opened(WIDTH, height, title, STYLE)
     lines.append(f'<text class="title" x="0" y="16">{escape(title)}</text>')
-    for x, kind, said in ((0, "whole", "whole model"), (120, "part", "attention only")):
+    for x, kind, said in ((0, "gpu", "GPU"), (60, "cpu", "CPU")):
         lines.append(f'<rect class="{kind}" x="{x}" y="27" width="11" height="11"/>')
         lines.append(f'<text class="quiet" x="{x + 17}" y="37">{said}</text>')
     for row, bar in enumerate(bars):
         y, long = TOP + row * ROW, unit * bar.ratio
         lines += [
             f'<text x="0" y="{y + 14}">{escape(bar.label)}</text>',
-            f'<text class="quiet" x="{WIDTH}" y="{y + 14}" text-anchor="end">{escape(bar.machine)}</text>',
-            f'<rect class="{"whole" if bar.whole else "part"}" x="0" y="{y + 20}" width="{long:.1f}" height="12"/>',
+            f'<text class="quiet" x="{WIDTH}" y="{y + 14}" text-anchor="end">{escape(bar.beside)}</text>',
+            f'<rect class="{"gpu" if bar.gpu else "cpu"}" x="0" y="{y + 20}" width="{long:.1f}" height="12"/>',
             f'<line class="one" x1="{unit:.1f}" x2="{unit:.1f}" y1="{y + 17}" y2="{y + 35}"/>',
             f'<text x="{max(long, unit) + 6:.1f}" y="{y + 31}">{bar.figure}</text>',
         ]
-    lines.append(f'<text class="quiet" x="{unit:.1f}" y="{height - 5}" text-anchor="middle">1: stock</text></svg>')
+    lines.append(
+        f'<text class="quiet" x="{unit:.1f}" y="{height - 5}" text-anchor="middle">1: the fastest of stock</text></svg>'
+    )
     return "\n".join(lines) + "\n"
 
 

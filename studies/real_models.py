@@ -9,15 +9,13 @@ goes on, on the same type of card, and processes share it. `--speed` times what 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ from adaattn_hf.calibration.verify import Evidence, gather
 from adaattn_hf.cli.options import nats, tokens
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
-from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.checkpoint import load, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
@@ -50,9 +47,7 @@ from adaattn_hf.stats.stopwatch import timed
 from .budget.held_out import ratio, scores
 from .budget.pairs import fewer_pairs
 from .budget.speed import attention_seconds
-from .cache_arms import ARMS, SHAPES, shaped
-from .cache_speed import filled, held_bytes
-from .cuda.model import by
+from .cache_arms import SHAPES, shaped
 from .real_page import write_page
 
 KINDS = ("calibration", "proof", "third")
@@ -191,17 +186,15 @@ def _peak(device: torch.device) -> Callable[[], float]:
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def speed_of(study: Study, length: int, names: Sequence[str], batches: Sequence[int], gguf: Path | None = None) -> Path:
-    """Times passes, attention and decode steps of a model under all plans of a length, anew where a plan was missing.
+def speed_of(study: Study, length: int, names: Sequence[str]) -> Path:
+    """Times passes and attention of a model under all plans of a length, anew where a plan was missing.
 
-    A plan's name is its budget and seed, `1% 0`; steps, of so many sequences at once, are timed under those of the
-    first seed. On the file `gguf` llama.cpp is timed.
+    A plan's name is its budget and seed, `1% 0`.
     """
     file = study.file("speed", length)
     kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     places = {name: study.file("plans", length, *name.split()).with_suffix("") for name in names}
     plans = {name: Plan.from_pretrained(place) for name, place in places.items() if (place / PLAN_FILE).is_file()}
-    first = {name: plan for name, plan in plans.items() if name.split()[1] == names[0].split()[1]}
     text = study.drawn(length, 1, 0)[0].tokens
     ids = torch.tensor([text], device=study.device)
     works: dict[str, tuple[Mapping[str, Plan], Callable[..., Any]]] = {
@@ -209,9 +202,6 @@ def speed_of(study: Study, length: int, names: Sequence[str], batches: Sequence[
     }
     if study.device.type == "cuda":
         works["attention"] = plans, partial(attention, study.model, ids)
-    works |= {f"steps {batch}": (first, partial(steps, study.model, batch, length)) for batch in batches}
-    if gguf is not None:
-        works["llama.cpp"] = {}, partial(llama, gguf, text)
     for name, (under, work) in works.items():
         if name not in kept or not under.keys() <= kept[name].keys():
             kept |= {"model": study.name, "length": length, "provenance": provenance(study.device), name: work(under)}
@@ -250,66 +240,6 @@ def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, f
     return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms)
 
 
-@torch.no_grad()
-def steps(model: Any, batch: int, length: int, plans: Mapping[str, Plan]) -> Figures:
-    """Tokens a second of decode steps that end at a length, and the cache's bytes a token.
-
-    On a device steps are compiled and captured, over caches of a reserved length; on a CPU over caches that grow.
-    """
-    device, config, figures = model.device, model.config, Figures()
-    captured = device.type == "cuda"
-    rounds, count = (5, 20) if captured else (3, 6)
-    known = {arm.name: arm for arm in ARMS}
-    stock, exact, int8 = (known[name] for name in ("DynamicCache", "AdaAttnCache model", "AdaAttnCache int8"))
-    if captured:
-        stock = known["StaticCache"]
-        exact = replace(stock, implementation="adaattn")
-        int8 = replace(int8, make=lambda model, room: AdaAttnCache(model, "int8", max_cache_len=room))
-    token = torch.ones(batch, 1, dtype=torch.long, device=device)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    arms = {"stock": (stock, None), "exact": (exact, None), "int8": (int8, None)}
-    for name, (arm, plan) in (arms | {name: (exact, plan) for name, plan in plans.items()}).items():
-        with by(model, arm.implementation, plan):
-            past = filled(arm, model, batch, length - (rounds + 2) * count, -(-length // 64) * 64)
-            for layer in past.layers if captured and arm is int8 else ():
-                # as behind a prompt, whose queries say along what errors of keys cancel
-                shape = (batch, config.num_attention_heads, 32, dim)
-                layer.tokens.expect(torch.randn(shape, device=device, dtype=model.dtype))
-            plain = partial(model, token, past_key_values=past)
-            step = _captured(plain) if captured else plain
-            taken = [timed(step, device, count)[1].wall for _ in range(rounds + 2)][2:]
-        held = held_bytes(past) / (batch * length)
-        figures[name] = {**spread(taken), "tokens_per_second": batch / spread(taken)["median"], "bytes_per_token": held}
-        del past, plain, step
-        gc.collect()
-    return figures
-
-
-def _captured(call: partial[Any]) -> Callable[[], None]:
-    """A call of a model, compiled afresh."""
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(call.func, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        compiled(*call.args, **call.keywords)
-
-    return step
-
-
-def llama(file: Path, ids: Sequence[int], _: Mapping[str, Plan]) -> dict[str, float]:
-    """Seconds of a prompt in llama.cpp's Python binding, and tokens a second behind it."""
-    threads, here = torch.get_num_threads(), torch.device("cpu")
-    made = import_module("llama_cpp").Llama(
-        str(file), n_ctx=len(ids) + 64, n_threads=threads, n_threads_batch=threads, verbose=False
-    )
-    made.eval(list(ids[:64]))
-    made.reset()
-    prompt = timed(partial(made.eval, list(ids)), here)[1].wall
-    own = [timed(partial(made.eval, [1]), here, 6)[1].wall for _ in range(3)]
-    return {"median": prompt, "tokens_per_second": 1 / spread(own)["median"]}
-
-
 def main() -> None:
     """Measures rows, or speed, or writes the page."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -322,9 +252,7 @@ def main() -> None:
     words.add_argument("--third", type=int, default=24, help=f"sequences of the third kind; half of it beyond {LONG}")
     words.add_argument("--prices", type=Path, help="prices of the machine that plans are for; measured here if absent")
     words.add_argument("--settings", type=json.loads, default={}, help="JSON: of the calibration, for a trial")
-    words.add_argument("--speed", action="store_true", help="time passes and steps under the plans that are there")
-    words.add_argument("--rows", default="1,8", help="sequences of decode steps, by commas")
-    words.add_argument("--llama", type=Path, help="GGUF file that llama.cpp is timed on, on a CPU")
+    words.add_argument("--speed", action="store_true", help="time passes under the plans that are there")
     words.add_argument("--device", help="cpu, cuda, cuda:1")
     words.add_argument("--write", type=Path, help="write the page of OUT into this directory")
     asked = words.parse_args()
@@ -338,7 +266,7 @@ def main() -> None:
     for length in asked.lengths:
         if asked.speed:
             names = [f"{budget} {seed}" for seed in seeds for budget in budgets]
-            speed_of(study, length, names, [int(one) for one in asked.rows.split(",")], asked.llama)
+            speed_of(study, length, names)
         for seed in () if asked.speed else seeds:
             rows_of(study, length, budgets, seed, **asked.settings)
     return None

@@ -29,8 +29,9 @@ for neither, to see how far the check carries. Values are medians over the seeds
 * *Passed*: the 95 % upper bound of the rise in perplexity is within the budget on the verification text, and enough
   needles (sentences hidden in a long text) are found. If no plan passes, attention stays exact.
 * *Stock* is Transformers' `sdpa`. *Exact* is AdaAttn without a plan, *prepared* the same after `prepare`.
-* Decode steps: on a GPU over a static cache, captured as a CUDA graph; on a CPU over a cache that grows, `DynamicCache`
-  for stock and `AdaAttnCache` for AdaAttn.
+* Decode steps (a record: `studies/real_models.py` at commit db566a4): one arm after another, on a GPU over a static
+  cache, captured; on a CPU over a cache that grows, `DynamicCache` for stock, which a static cache beats. llama.cpp ran
+  without its flash attention; its version was not recorded. Beside every arm of stock: [figures](../figures.md).
 * –: not timed, or no plan passed.
 """
 

@@ -8,9 +8,6 @@ from typing import Any
 from ..pages import harmless
 from ..provenance import processor
 
-SLOWER = 0.97
-"""Ratio below which a cell is listed as slower: by more than a timing's noise."""
-
 _HEAD = """# Benchmarks
 
 Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over rounds of the time of a stock
@@ -55,7 +52,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
             "",
         ]
     best = {cell["title"]: cell["ratio_best"]["wall"]["median"] for cell in report["cells"] if cell["ratio_best"]}
-    slower = [f"{title} {ratio:.2f}" for title, ratio in best.items() if ratio < SLOWER]
+    slower = [f"{title} {ratio:.2f}" for title, ratio in best.items() if ratio < 1]
     if slower:
         lines += ["## Slower than the fastest stock", "", "; ".join(slower) + ".", ""]
         lines += [report["slower"], ""] if report["slower"] else []

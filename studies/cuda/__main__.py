@@ -29,11 +29,11 @@ SECTIONS = {
     "packed": ("packed", "packed", "Packed and padded calls compared with dense ones"),
     "stored": ("stored", "stored", "One decode step on a quantised cache"),
     "light": ("light", "light", "Short and middling causal calls"),
-    "generation": ("generation", "generation", "Generation with a static cache"),
     "compiled": ("compiled", "compiled", "Whole models under torch.compile"),
-    "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }
 RECORDS = {
+    "generation": "Generation with a static cache",
+    "model": "A model shaped like LLaMA-8B, 32 layers, random weights",
     "eight": "Scores in int8 (record)",
 }
 """Sections of the page whose programs are no longer here."""

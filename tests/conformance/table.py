@@ -209,6 +209,7 @@ def document(results: Results) -> str:
         families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()),
         passed=stock_passed,
         failures=count,
+        beside=0 if eager == ["None."] else len(eager),
         summary="\n".join(summary(results)),
         failed="\n".join(failed),
         skipped="\n".join(skipped),

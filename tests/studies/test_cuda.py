@@ -12,13 +12,10 @@ pytest.importorskip("triton")
 
 from studies.cuda.__main__ import TITLES, app
 from studies.cuda.compiled import compiled
-from studies.cuda.generation import THOUSANDS, Clock, generation
 from studies.cuda.light import BATCHES, TOKENS, light
 from studies.cuda.measure import Cell, Section
-from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
 from studies.cuda.stored import apart, steady
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PEAKS = {"TFLOP/s": 800.0, "TB/s": 4.0}
 
 
@@ -84,15 +81,6 @@ def test_no_section_is_said(tmp_path: Path) -> None:
     assert "got no file of a section" in str(done.exception)
 
 
-def test_the_plans_that_the_rule_takes_hold_their_budgets() -> None:
-    found = records(RESULTS / "budget.json")
-    assert set(found) == set(BUDGETS)
-    for name, record in found.items():
-        assert len(record["picks"]) == LAYERS * HEADS
-        assert max(test["upper"] for test in record["test"].values()) <= BUDGETS[name]
-    assert found["1 %"]["budget"] > found["0.1 %"]["budget"]
-
-
 def test_short_calls_are_tried_without_a_device(tmp_path: Path) -> None:
     section = Section(tmp_path / "light.json", {"commit": "abc", "device": "one"}, PEAKS)
     light(section)
@@ -101,26 +89,8 @@ def test_short_calls_are_tried_without_a_device(tmp_path: Path) -> None:
     assert all(row[arm] > 0 for row in section.cells for arm in ("sdpa", "auto", "by our sdpa"))
 
 
-def test_generation_is_tried_without_a_device(tmp_path: Path) -> None:
-    section = Section(tmp_path / "generation.json", {"commit": "abc", "device": "one"}, PEAKS)
-    generation(section)
-    assert not [row for row in section.cells if "failed" in row]
-    assert len(section.cells) == len(THOUSANDS) + 1
-    arms = ["sdpa", "exact", "plan 0.1 %", "plan 1 %", "sdpa, DynamicCache"]
-    for row in section.cells:
-        assert [arm for arm in arms if row[arm] > 0] == arms
-        assert all(low <= row[arm] <= high for arm, (low, high) in row["quartiles"].items())
-        assert "note" not in row, "nothing is compiled on a processor"
-
-
 def test_compiled_models_are_tried_without_a_device(tmp_path: Path) -> None:
     section = Section(tmp_path / "compiled.json", {"commit": "abc", "device": "one"}, PEAKS)
     compiled(section)
     assert not [row for row in section.cells if "failed" in row or "refused" in row]
     assert all(row["stock"] > 0 and row["adaattn"] > 0 for row in section.cells)
-
-
-def test_a_clock_forgets_the_tokens_that_compile() -> None:
-    clock = Clock()
-    clock.at = [0.0, 9.0, 18.0, 18.001, 18.003]
-    assert clock.milliseconds() == pytest.approx([1.0, 2.0])

@@ -1,0 +1,129 @@
+"""Measures the figures of the first page: `python -m studies.front FILE CELL...`, each cell once.
+
+Cells that FILE has are kept, so that an interrupted run goes on. Without FILE the names of all cells are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from adaattn_hf._files import json_text, write_atomically
+from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.patches.checkpoint import resolve_device
+
+from .jobs import BIG, QWEN05, QWEN15, ROUNDS, Job, encoders, measure, prompt, steps
+from .served import requests, training
+
+UNSORTED = (512, 210, 120, 80, 60, 40, 31, 12)
+SORTED = (128, 126, 125, 124, 122, 121, 120, 118)
+Make = Callable[[torch.device, str | None], Job]
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+
+
+def spread(rows: int) -> tuple[int, ...]:
+    """Lengths of so many texts up to 512 tokens, mostly short, in no order: 37 % of a padded batch is real."""
+    lengths = [max(12, round(512 * (row / rows) ** 1.7)) for row in range(1, rows + 1)]
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
+    return tuple(lengths[at] for at in order)
+
+
+SLOW = "2.3 times our time in the attention of a 16k prompt (docs/results/gpu.md), and compiled anew for every shape"
+COMPILED = {
+    "flex_attention": "slower than sdpa in the attention of 4k (BENCHMARKS.md), and compiled anew for every shape"
+}
+LEFT_OUT = {"flex_attention": SLOW, "eager": BIG}
+CPU: dict[str, Make] = {
+    f"{kind} {dtype}": partial(lambda device, _, of, to: encoders(device, of, to, {}), of=lengths, to=dtype)
+    for kind, lengths in (("unsorted", UNSORTED), ("sorted", SORTED), ("query", (14,)))
+    for dtype in ("float32", "bfloat16")
+}
+CPU |= {
+    "step 4k": lambda device, of: steps(device, 1, 4096, QWEN05, of, COMPILED),
+    "step 16k": lambda device, of: steps(device, 1, 16384, QWEN05, of, COMPILED),
+    "prompt 128": lambda device, of: prompt(device, 1, 128, QWEN05, of, absent=COMPILED),
+    "prompt 4k": lambda device, of: prompt(device, 1, 4096, QWEN05, of, absent=COMPILED),
+}
+
+
+def _encoders(rows: int, sizes: Mapping[str, int], alone: bool, absent: Mapping[str, str]) -> Make:
+    return lambda device, _: encoders(device, spread(rows), "bfloat16", sizes, alone, absent)
+
+
+def _prompt(batch: int, length: int, absent: Mapping[str, str], left: bool = False) -> Make:
+    return lambda device, of: prompt(device, batch, length, QWEN15, of, left, absent)
+
+
+def _steps(batch: int, length: int) -> Make:
+    return lambda device, of: steps(device, batch, length, QWEN15, of, {"flex_attention": SLOW}, 10)
+
+
+CELLS: dict[str, Make] = CPU | {
+    "gpu encoder large 64": _encoders(64, LARGE, False, {}),
+    "gpu encoder base 32": _encoders(32, {}, True, {"flex_attention": SLOW}),
+    "gpu encoder large 256": _encoders(256, LARGE, False, LEFT_OUT),
+    "gpu prompt 2k": _prompt(1, 2048, {"flex_attention": SLOW}),
+    "gpu prompt 16k": _prompt(1, 16384, LEFT_OUT),
+    "gpu prompt 8 x 4k left-padded": _prompt(8, 4096, {"eager": BIG}, True),
+    "gpu prompt 32k": _prompt(1, 32768, LEFT_OUT),
+    "gpu prompt 8 x 4k": _prompt(8, 4096, LEFT_OUT),
+    "gpu step 16k": _steps(1, 16000),
+    "gpu step 8 x 4k": _steps(8, 4000),
+    "gpu training": lambda device, _: training(device, 16, 1024),
+    "gpu requests 8": lambda device, of: requests(device, of, 8),
+    "gpu requests 32": lambda device, of: requests(device, of, 32),
+}
+"""All cells by name; those of a GPU begin with `gpu`."""
+
+
+def main() -> None:
+    """Measures cells that FILE does not have."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("file", type=Path, nargs="?", help="JSON that cells are kept in")
+    words.add_argument("cells", nargs="*", help="their names")
+    words.add_argument("--model", help="directory of a language model (default: its shape, with random weights)")
+    words.add_argument("--rounds", type=int, default=ROUNDS, help="fewer for a trial, which no page takes")
+    asked = words.parse_args()
+    if asked.file is None:
+        sys.stdout.write("\n".join(CELLS) + "\n")
+        return
+    if strange := set(asked.cells) - CELLS.keys():
+        words.error(f"CELL: got {', '.join(sorted(strange))}, expected some of {', '.join(CELLS)}")
+    file: Path = asked.file
+    for name in asked.cells:
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if name in kept:
+            continue
+        began = time.perf_counter()
+        device = resolve_device("cuda" if name.startswith("gpu") and torch.cuda.is_available() else "cpu")
+        job = CELLS[name](device, asked.model)
+        record = {
+            "says": job.says, "conditions": dict(job.conditions), "date": datetime.date.today().isoformat(),
+            "arms": measure(job, device, asked.rounds), "provenance": provenance(device),
+        }  # fmt: skip
+        job.after()
+        del job
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        write_atomically(file, json_text(kept | {name: record}, indent=1, sort_keys=True) + "\n")
+        shown = {
+            arm: own.get("absent") or round(statistics.median(own["wall"]) * 1e3, 3)
+            for arm, own in record["arms"].items()
+        }
+        sys.stdout.write(f"{name}: {time.perf_counter() - began:.0f} s {json.dumps(shown)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

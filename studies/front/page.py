@@ -1,0 +1,251 @@
+"""What pages say of `docs/results/front_*.json`: the README's tables, its picture, and every arm in docs/figures.md.
+
+The baseline of a figure is the fastest arm of stock in its cell. A cell that lacks an arm of the protocol without a
+reason, rounds, a commit, a machine, a date or its conditions is refused.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaattn_hf.errors import UsageError
+from adaattn_hf.eval.provenance import processor
+
+from ..headline_picture import Bar
+from ..pages import commit, table
+
+STOCK = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_4")
+CUTS = tuple(
+    f"{name}, {cut}" for name in ("sdpa", "flash_attention_2") for cut in ("sorted into four", "each text alone")
+)
+GROWN = tuple(f"{name}, DynamicCache" for name in STOCK)
+STEP = (*GROWN, "sdpa, StaticCache", "eager, StaticCache")
+CAPTURED = ("sdpa, StaticCache, captured", "flash_attention_2, StaticCache, captured")
+PROTOCOL = {
+    "query": (*STOCK, *CUTS), "unsorted": (*STOCK, *CUTS), "sorted": (*STOCK, *CUTS),
+    "gpu encoder": (*STOCK, *CUTS), "prompt": (*GROWN, "sdpa, StaticCache"),
+    "gpu prompt": (*GROWN, "sdpa, StaticCache"), "step": STEP, "gpu step": (*STEP, *CAPTURED),
+    "gpu requests": STOCK, "gpu training": STOCK,
+}  # fmt: skip
+"""Stock's arms of a cell by the beginning of its name: each is timed, or has the reason why it is not."""
+LEAST, BUSY = 15, 0.7
+"""Rounds of a figure; the share of a call below which a GPU that works on it is said to wait for the host."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the README.
+
+    Attributes:
+        cell: Its name.
+        job: What a reader does, and the page of docs/guides about it.
+        bar: What the picture calls it; empty for none.
+        without: Arms whose names hold this are left out on both sides.
+        note: What the row is then.
+    """
+
+    cell: str
+    job: tuple[str, str]
+    bar: str = ""
+    without: str = "\0"
+    note: str = ""
+
+
+ENCODERS, PROMPTS = ("Encoders", "encoders.md"), ("Prompts", "long-prompts.md")
+SERVED = "Many requests", "cpu-servers.md#continuous-batching"
+CPU_STEP, GPU_STEP = ("Generation", "cpu-servers.md"), ("Generation", "cuda.md#generation")
+ROWS = {
+    "cpu": (
+        Row("unsorted bfloat16", ENCODERS, "BERT-base, unsorted texts"),
+        Row("unsorted float32", ENCODERS),
+        Row("sorted bfloat16", ENCODERS),
+        Row("query bfloat16", ENCODERS, "BERT-base, one short text"),
+        Row("prompt 4k", PROMPTS, "Prompt of 4k tokens, 0.5B"),
+        Row("prompt 128", PROMPTS),
+        Row("step 16k", CPU_STEP, "A token behind 16k, 0.5B"),
+        Row("step 4k", CPU_STEP),
+    ),
+    "gpu": (
+        Row("gpu encoder large 256", ENCODERS, "BERT-large, 256 unsorted texts"),
+        Row("gpu encoder base 32", ENCODERS),
+        Row("gpu prompt 8 x 4k left-padded", PROMPTS, "Left-padded prompts of 4k, 1.5B"),
+        Row("gpu prompt 16k", PROMPTS),
+        Row("gpu prompt 2k", PROMPTS),
+        Row("gpu step 16k", GPU_STEP, "A captured step behind 16k, 1.5B", "prepare", "captured"),
+        Row("gpu step 16k", GPU_STEP, without="captured", note="no step captured"),
+        Row("gpu requests 8", SERVED, "8 requests of 2k, a step, 1.5B"),
+    ),
+}  # fmt: skip
+"""Rows of the README by machine; each is in the report of that machine."""
+
+Cells = Mapping[str, Mapping[str, Any]]
+
+
+def checked(cells: Cells) -> Cells:
+    """The cells of a report.
+
+    Raises:
+        UsageError: One lacks what a figure needs, or they are of several machines or commits.
+    """
+    places = set()
+    for name, cell in cells.items():
+        made, arms = cell["provenance"], cell["arms"]
+        needed = {"commit": made.get("commit"), "device": made.get("device"), "date": cell.get("date")}
+        needed |= {key: cell["conditions"].get(key) for key in ("timed", "dtype")}
+        needed |= {package: made["versions"].get(package) for package in ("torch", "transformers")}
+        needed["threads" if made["device"] == "cpu" else "driver"] = made.get(
+            "threads" if made["device"] == "cpu" else "driver"
+        )
+        if lacking := [key for key, value in needed.items() if not value]:
+            raise UsageError(f"{name}: the report has no {', '.join(lacking)}; measure it again")
+        kind = max((kind for kind in PROTOCOL if name.startswith(kind)), key=len)
+        ours = [arm for arm in arms if arm.startswith("adaattn")]
+        for arm in (*PROTOCOL[kind], *ours):
+            own = arms.get(arm, {})
+            if not own.get("absent") and len(own.get("wall", ())) < LEAST:
+                raise UsageError(f"{name}: got no {LEAST} rounds of {arm!r} and no reason why; measure it again")
+            if "wall" in own and made["device"] == "cpu" and len(own.get("process", ())) < LEAST:
+                raise UsageError(f"{name}: got no processor time of {arm!r}; measure it again")
+        if not any("wall" in arms[arm] for arm in ours):
+            raise UsageError(f"{name}: got no arm of adaattn that ran")
+        places.add(str([made[key] for key in ("device", "cpu", "threads", "driver", "commit", "versions")]))
+    if len(places) > 1:
+        raise UsageError(f"got cells of {len(places)} machines, commits or versions in one report: {', '.join(places)}")
+    return cells
+
+
+def seconds(cell: Mapping[str, Any], without: str = "\0") -> dict[str, list[float]]:
+    """Of every arm that ran, fastest first."""
+    found = {name: arm["wall"] for name, arm in cell["arms"].items() if "wall" in arm and without not in name}
+    return dict(sorted(found.items(), key=lambda item: statistics.median(item[1])))
+
+
+def stock_and_ours(cell: Mapping[str, Any], without: str = "\0") -> tuple[str, str | None, str | None]:
+    """The fastest arm of stock, ours by the string alone and ours by `prepare`; None where none was timed."""
+    names = list(seconds(cell, without))
+    own = [name for name in names if name.startswith("adaattn")]
+    return (
+        next(name for name in names if name not in own),
+        next((name for name in own if "prepare" not in name), None),
+        next((name for name in own if "prepare" in name), None),
+    )
+
+
+def speedup(cell: Mapping[str, Any], stock: str, ours: str) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile over rounds of stock's time over ours."""
+    pairs = zip(cell["arms"][stock]["wall"], cell["arms"][ours]["wall"], strict=True)
+    low, middle, high = statistics.quantiles([theirs / own for theirs, own in pairs], n=4)
+    return low, middle, high
+
+
+def times(ratio: float) -> str:
+    """A ratio with as many digits as a reader keeps."""
+    return f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
+
+
+def waits(arm: Mapping[str, Any]) -> bool:
+    """Whether a GPU waits for the host in an arm."""
+    return "kernels" in arm and arm["kernels"] < BUSY * statistics.median(arm["wall"])
+
+
+def _entry(cell: Mapping[str, Any], stock: str, ours: str | None) -> str:
+    if ours is None:
+        return "–"
+    low, middle, high = speedup(cell, stock, ours)
+    shown = f"**{times(middle)}**" if low > 1 else times(middle)
+    return f"{shown} ({times(low)}–{times(high)})" + "¹" * waits(cell["arms"][ours])
+
+
+def _says(cell: Mapping[str, Any]) -> str:
+    """What ran and its conditions, in the words of a row."""
+    conditions = cell["conditions"]
+    real = conditions.get("real tokens", 1.0)
+    return ", ".join([cell["says"], *([f"{real:.0%} of tokens real"] if real < 0.99 else []), conditions["dtype"]])
+
+
+def gains(cells: Cells, rows: Sequence[Row]) -> str:
+    """A table of the README: one machine, slower rows beside the faster ones.
+
+    Raises:
+        UsageError: A cell of a row is missing.
+    """
+    lines = []
+    for row in rows:
+        if row.cell not in cells:
+            raise UsageError(f"{row.cell}: not measured; python -m studies.front FILE '{row.cell}'")
+        cell = cells[row.cell]
+        stock, alone, prepared = stock_and_ours(cell, row.without)
+        says = _says(cell) + (f", {row.note}" if row.note else "")
+        best = f"{stock.replace('flash_attention_2', 'flash-attn 2')}{'¹' * waits(cell['arms'][stock])}"
+        lines.append((
+            f"[{row.job[0]}](docs/guides/{row.job[1]}): {says}", best, _entry(cell, stock, alone),
+            _entry(cell, stock, prepared),
+        ))  # fmt: skip
+    head = (f"{where(cells)}", "Best of stock", "By the string alone", "With `prepare`")
+    return "\n".join(table(head, lines)[:-1])
+
+
+def where(cells: Cells) -> str:
+    """The machine of a report, by the name that people know."""
+    made = next(iter(cells.values()))["provenance"]
+    if made["device"] != "cpu":
+        return str(made["device"]).partition(" 80GB")[0]
+    return f"{processor(made).replace('(R)', '').replace(' Processor', '')}, {made['threads']} threads"
+
+
+def traced(cells: Cells) -> str:
+    """Machine, driver, versions, commit, dates and rounds of a report."""
+    made = next(iter(cells.values()))["provenance"]
+    names = {"torch": "torch", "transformers": "Transformers", "flash-attn": "flash-attn"}
+    versions = [f"{said} {made['versions'][name]}" for name, said in names.items() if name in made["versions"]]
+    dates = sorted({cell["date"] for cell in cells.values()})
+    rounds = min(len(arm["wall"]) for cell in cells.values() for arm in cell["arms"].values() if "wall" in arm)
+    parts = [where(cells), *([made["driver"]] if made["driver"] else []), *versions, f"commit {commit(made)}"]
+    return ", ".join([*parts, " to ".join(dict.fromkeys((dates[0], dates[-1]))), f"{rounds} rounds"]) + "."
+
+
+def bars(cells: Cells, rows: Sequence[Row]) -> Iterator[Bar]:
+    """The rows of a machine that the picture shows, with what each is compared with."""
+    for row in rows:
+        if row.bar:
+            cell = cells[row.cell]
+            stock, *ours = stock_and_ours(cell, row.without)
+            middle = max(speedup(cell, stock, own)[1] for own in ours if own is not None)
+            yield Bar(row.bar, f"beside {stock}", cell["provenance"]["device"] != "cpu", middle, times(middle))
+
+
+def every_arm(cells: Cells) -> str:
+    """All arms of all cells, for docs/figures.md."""
+    on_cpu = next(iter(cells.values()))["provenance"]["device"] == "cpu"
+    lines = [traced(cells), ""]
+    for cell in cells.values():
+        stock = stock_and_ours(cell)[0]
+        more = [
+            f"{key}: {value}"
+            for key, value in cell["conditions"].items()
+            if key in ("prompt or step", "room", "engine")
+        ]
+        rows = []
+        for name, own in seconds(cell).items():
+            low, middle, high = (1e3 * part for part in statistics.quantiles(own, n=4))
+            arm = cell["arms"][name]
+            beside = (
+                f"{1e3 * statistics.median(arm['process']):.3g}"
+                if on_cpu
+                else (f"{arm['kernels'] / statistics.median(own):.0%}" if "kernels" in arm else "–")
+            )
+            rows.append((f"**{name}**" if name == stock else name, f"{middle:.4g} ({low:.4g}–{high:.4g})", beside,
+                         times(speedup(cell, stock, name)[1])))  # fmt: skip
+        lines += ["; ".join([f"**{_says(cell)}** ({cell['conditions']['timed']})", *more]), ""]
+        lines += table(
+            ("arm", "ms (quartiles)", "processor, ms" if on_cpu else "GPU busy", "speedup over best stock"), rows
+        )
+        reasons: dict[str, list[str]] = {}
+        for name, arm in cell["arms"].items():
+            if arm.get("absent"):
+                reasons.setdefault(arm["absent"], []).append(name)
+        lines += ["Not timed: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()) + ".", ""]
+    return "\n".join(lines[:-1])

@@ -1,0 +1,127 @@
+"""Jobs of the first page beside prompts and steps: requests that are served together, and packed training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import adaattn_hf
+
+from .jobs import BIG, QWEN15, STOCK, Arm, Job, language, shaped, way
+
+ON_CUDA = torch.cuda.is_available()
+NEW, PAGE, PROMPT = (17, 256, 2048) if ON_CUDA else (4, 32, 16)
+KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
+TRAINED = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 32768,
+}  # fmt: skip
+"""LLaMA's layers, 0.4B."""
+TINY = TRAINED | {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class Served:
+    """A standing engine with the requests of a cell; a call returns the seconds of a step behind the last prompt."""
+
+    def __init__(self, model: Any, implementation: str, requests: int) -> None:
+        """The engine starts with the first call."""
+        self.model, self.implementation, self.requests = model, implementation, requests
+        self.block, self.manager = contextlib.ExitStack(), None
+
+    def start(self) -> Any:
+        """The engine: stock's by its defaults (graphs and block tables with flash-attn), ours as our block asks."""
+        self.model.set_attn_implementation(self.implementation)
+        blocks = -(-(PROMPT + NEW) // PAGE) + 1
+        asked: dict[str, Any] = {
+            # the engine reads no further prompt where less than a fifth of its blocks is free
+            "num_blocks": self.requests * blocks * 3 // 2, "max_batch_tokens": 8192 if ON_CUDA else 64,
+            "page_size": PAGE, "block_size": PAGE, "max_requests_per_batch": self.requests,
+            "max_blocks_per_request": blocks if self.implementation.startswith("flash") else None,
+            "allow_block_sharing": False, "auto_switch_to_flash": False,
+        }  # fmt: skip
+        if self.implementation == "adaattn":
+            self.block.enter_context(adaattn_hf.continuous_batching(self.model))
+            asked |= {"use_cuda_graph": False, "max_blocks_per_request": 0}
+        asked.pop("block_size" if "page_size" in KNOWN else "page_size")
+        manager = self.model.init_continuous_batching(
+            generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in asked.items() if k in KNOWN}),
+        )
+        manager.start()
+        return manager
+
+    def __call__(self) -> float:
+        """Raises RuntimeError where the engine stops, answers with an error, or serves requests one after another."""
+        self.manager = self.manager or self.start()
+        shape = (self.requests, PROMPT)
+        prompts = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        self.manager.add_requests(prompts, max_new_tokens=NEW, record_timestamps=True)
+        found: list[Any] = []
+        until = time.perf_counter() + 120
+        while len(found) < self.requests:
+            one = self.manager.get_result(timeout=1)
+            if one is None and (not self.manager.is_running() or time.perf_counter() > until):
+                raise RuntimeError("the engine stopped")
+            if one is not None and one.is_finished():
+                found.append(one)
+        errors = [one.error for one in found if one.error]
+        if errors or any(len(one.timestamps) != NEW for one in found):
+            raise RuntimeError(f"the engine: {errors[:1] or 'fewer tokens than asked for'}")
+        read, end = max(one.timestamps[0] for one in found), max(one.timestamps[-1] for one in found)
+        later = sum(at > read for one in found for at in one.timestamps)
+        if 2 * later < (NEW - 1) * self.requests:
+            raise RuntimeError(f"the engine served its requests in turn: {later} tokens came behind the last prompt")
+        return float(end - read) / (NEW - 1)
+
+    def stop(self) -> None:
+        """Ends the engine."""
+        if self.manager is not None:
+            self.manager.stop(block=True)
+        self.block.close()
+
+
+def requests(device: torch.device, directory: str | None, count: int) -> Job:
+    """A step of an engine that stands, for requests of one length that came together."""
+    model = language(device, QWEN15, directory) if ON_CUDA else shaped(TINY, device, torch.float32)
+    arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention"}
+    engines = []
+    for name in (*(one for one in STOCK if one not in arms), "adaattn"):
+        engine = Served(copy.deepcopy(model), name, count)
+        arm = way(model, engine, name)
+        arms[name] = arm if isinstance(arm, str) else Arm(engine, clocks=True)
+        engines.append(engine)
+    return Job(
+        f"Qwen2.5-1.5B's shape, random weights, a step of {count} requests behind {PROMPT:,} tokens each",
+        {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step, after the last prompt is read",
+         "engine": "standing manager"},
+        arms, after=lambda: [engine.stop() for engine in engines],
+    )  # fmt: skip
+
+
+def training(device: torch.device, documents: int, length: int) -> Job:
+    """A whole training step on documents packed into one row: forward, backward, optimizer."""
+    model = shaped(TRAINED if ON_CUDA else TINY, device, torch.bfloat16 if ON_CUDA else torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=ON_CUDA)
+    ids = torch.randint(0, 64, (1, documents * length), device=device)
+    places = torch.arange(length, device=device).repeat(documents)[None]
+
+    def step() -> None:
+        model(ids, position_ids=places, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    arms: dict[str, Arm | str] = {name: BIG if name == "eager" else way(model, step, name) for name in STOCK}
+    arms["adaattn"] = Arm(step, partial(model.set_attn_implementation, "adaattn"))
+    return Job(
+        f"LLaMA's layers, 0.4B, random weights, {documents} documents of {length:,} tokens packed into one row",
+        {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "training step: forward, backward, AdamW",
+         "real tokens": 1.0},
+        arms,
+    )  # fmt: skip

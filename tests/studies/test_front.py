@@ -1,0 +1,158 @@
+"""The harness of the first page at the size of a trial, and what its pages refuse."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn_hf.errors import UsageError
+from studies import quality
+from studies.front import __main__ as front
+from studies.front import jobs, page
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CPU = torch.device("cpu")
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OUT = {"flex_attention": "compiles for long"}
+MAKES: dict[str, Callable[[], jobs.Job]] = {
+    "unsorted": lambda: jobs.encoders(CPU, (20, 10, 8, 4, 3, 3, 2, 2), "float32", TINY, absent=OUT),
+    "sorted": lambda: jobs.encoders(CPU, (8, 8, 8, 8), "float32", TINY, absent=OUT),
+    "query": lambda: jobs.encoders(CPU, (4,), "float32", TINY, absent=OUT),
+    "prompt": lambda: jobs.prompt(CPU, 2, 16, TINY, left=True, absent=OUT),
+    "step": lambda: jobs.steps(CPU, 1, 64, TINY, absent=OUT),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_cell_has_every_arm_of_the_protocol_in_turn(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(jobs.SHARED, "vocab_size", 1024)
+    monkeypatch.setitem(front.CELLS, name, lambda device, directory: MAKES[name]())
+    file = tmp_path / "cells.json"
+    monkeypatch.setattr(sys, "argv", ["front", str(file), name])
+    front.main()
+    cells = json.loads(file.read_text())
+    monkeypatch.setitem(cells[name]["provenance"], "commit", "abcdef1")
+    assert page.checked(cells) is cells
+    arms = cells[name]["arms"]
+    assert {len(arm["process"]) for arm in arms.values() if "wall" in arm} == {page.LEAST}
+    assert arms["adaattn" if name in ("unsorted", "sorted", "query") else "adaattn, DynamicCache"]["wall"]
+    monkeypatch.setitem(front.CELLS, name, lambda device, directory: pytest.fail("measured again"))
+    front.main()
+    monkeypatch.setattr(sys, "argv", ["front", str(file), "no such cell"])
+    with pytest.raises(SystemExit):
+        front.main()
+
+
+def test_an_arm_that_cannot_run_is_kept_with_its_reason_and_one_is_not_first_in_every_round() -> None:
+    order: list[str] = []
+
+    def refuse() -> None:
+        raise RuntimeError("no kernel\nbelow")
+
+    arms = {name: jobs.Arm(partial(order.append, name)) for name in ("sdpa", "adaattn")}
+    job = jobs.Job("a", {}, {**arms, "eager": jobs.Arm(refuse), "flex_attention": "left out"})
+    found = jobs.measure(job, CPU, 2)
+    assert found["eager"] == {"absent": "RuntimeError: no kernel"}
+    assert found["flex_attention"] == {"absent": "left out"}
+    assert order[4:] == ["sdpa", "adaattn", "adaattn", "sdpa"]
+
+
+@pytest.fixture
+def cells() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((page_of("gpu")).read_text(encoding="utf-8"))
+    return found
+
+
+def page_of(place: str) -> Path:
+    return Path(__file__).parents[2] / "docs" / "results" / f"front_{place}.json"
+
+
+NAME = "gpu encoder large 256"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda cell: cell["arms"].pop("eager"), "no 15 rounds of 'eager' and no reason why"),
+        (lambda cell: cell["arms"]["eager"].update(absent=""), "no 15 rounds of 'eager' and no reason why"),
+        (lambda cell: cell["arms"]["sdpa"]["wall"].pop(), "no 15 rounds of 'sdpa'"),
+        (lambda cell: cell["arms"]["adaattn"]["wall"].pop(), "no 15 rounds of 'adaattn'"),
+        (lambda cell: cell["provenance"].update(commit=None), "has no commit"),
+        (lambda cell: cell["provenance"].update(driver=None), "has no driver"),
+        (lambda cell: cell["provenance"]["versions"].pop("torch"), "has no torch"),
+        (lambda cell: cell.update(date=""), "has no date"),
+        (lambda cell: cell["conditions"].pop("dtype"), "has no dtype"),
+        (lambda cell: cell["provenance"].update(device="cpu", threads=2), "no processor time of 'sdpa'"),
+        (lambda cell: cell["provenance"].update(device="another"), "cells of 2 machines, commits or versions"),
+        (lambda cell: cell["provenance"].update(commit="abcdef1"), "cells of 2 machines, commits or versions"),
+    ],
+)
+def test_a_cell_that_breaks_the_protocol_is_refused(
+    spoil: Callable[[dict[str, Any]], Any], says: str, cells: dict[str, Any]
+) -> None:
+    page.checked(cells)
+    spoil(cells[NAME])
+    with pytest.raises(UsageError, match=says):
+        page.checked(cells)
+
+
+def test_a_row_without_its_cell_is_refused(cells: dict[str, Any]) -> None:
+    del cells[NAME]
+    with pytest.raises(UsageError, match="gpu encoder large 256: not measured"):
+        page.gains(cells, page.ROWS["gpu"])
+
+
+def test_the_baseline_is_the_fastest_arm_of_stock_whatever_its_name(cells: dict[str, Any]) -> None:
+    cell = cells[NAME]
+    stock, alone, prepared = page.stock_and_ours(cell)
+    middle = {name: statistics.median(arm["wall"]) for name, arm in cell["arms"].items() if "wall" in arm}
+    assert (alone, prepared) == ("adaattn", "adaattn, prepare")
+    assert middle[stock] == min(each for name, each in middle.items() if not name.startswith("adaattn"))
+    faster = copy.deepcopy(cells)
+    faster[NAME]["arms"]["eager"] = {"wall": [1e-6] * page.LEAST, "kernels": 1e-6}
+    assert page.stock_and_ours(faster[NAME])[0] == "eager"
+    assert page.speedup(faster[NAME], "eager", "adaattn, prepare")[1] < 0.01
+    for block in (page.gains, lambda *given: [bar.figure for bar in page.bars(*given)]):
+        assert block(faster, page.ROWS["gpu"]) != block(cells, page.ROWS["gpu"])
+
+
+def test_a_row_is_bold_only_where_the_lower_quartile_is_a_gain(cells: dict[str, Any]) -> None:
+    row = page.Row(NAME, ("Encoders", "encoders.md"))
+    assert "**1." in page.gains(cells, [row])
+    arms = cells[NAME]["arms"]
+    arms["adaattn, prepare"]["wall"][:4] = [1.0] * 4
+    assert "**" not in page.gains(cells, [row])
+
+
+def test_what_waits_for_the_host_is_marked(cells: dict[str, Any]) -> None:
+    row = page.Row(NAME, ("Encoders", "encoders.md"))
+    assert "¹" not in page.gains(cells, [row])
+    cells[NAME]["arms"]["adaattn, prepare"]["kernels"] = 1e-3
+    assert "¹" in page.gains(cells, [row])
+
+
+def test_the_page_of_quality_shows_the_kept_reports_and_refuses_one_without_a_commit(tmp_path: Path) -> None:
+    kept = json.loads((page_of("gpu").with_name("quality.json")).read_text(encoding="utf-8"))
+    for name, report in kept.items():
+        file = tmp_path.joinpath("runs", *name.split(", "), "report.json")
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(report))
+    quality.write(tmp_path / "runs", tmp_path)
+    for suffix in ("json", "md"):
+        shown = page_of("gpu").with_name(f"quality.{suffix}").read_text(encoding="utf-8")
+        assert (tmp_path / f"quality.{suffix}").read_text(encoding="utf-8") == shown
+    report["provenance"]["commit"] = None
+    file.write_text(json.dumps(report))
+    with pytest.raises(UsageError, match="has no commit"):
+        quality.write(tmp_path / "runs", tmp_path)
