@@ -54,7 +54,9 @@ def model_of(module: nn.Module) -> nn.Module | None:
     frame: Any = sys._getframe(1)
     found: nn.Module | None = None
     while frame is not None:
-        host, frame = frame.f_locals.get("self"), frame.f_back
+        # what is read of a frame lives as long as that: of no other function, whose caller may delete a model
+        host = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if host is not found and hasattr(type(host), "base_model_prefix") and module in {*host.modules()}:
             found = host
+        frame = frame.f_back
     return found
