@@ -77,7 +77,6 @@ def share(value: Any, name: str) -> float:
 
 
 def _short(value: float) -> str:
-    """A number in a message: Python refuses to write integers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.60}"

@@ -87,7 +87,6 @@ def _relative(nats: float | None) -> float:
 
 
 def _percent(value: float, up: bool = False) -> str:
-    """Two digits, or whole numbers; `up` rounds upwards."""
     if not math.isfinite(value):
         return "unknown" if math.isnan(value) else "without bound"
     if value == 0.0:

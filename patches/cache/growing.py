@@ -153,5 +153,4 @@ def check_room(reserve: int, growth: float, max_cache_len: int | None = None) ->
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many tensors lie on the storage of this one, and what this look itself adds."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -154,8 +154,8 @@ def with_keywords(
         told = structure, cu_q, cu_q if cu_k is None else cu_k
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and structure.q_len != structure.kv_len:
             raise ValueError(
-                f"cu_seq_lens_q: got packed documents beside an attention_mask of {structure.q_len} queries and "
-                f"{structure.kv_len} keys, which does not tell where the queries stand; pass one of the two alone"
+                f"cu_seq_lens_q: got packed documents beside an attention_mask of {structure.q_len} queries, expected "
+                f"as many keys, not {structure.kv_len}: it does not say where queries stand; pass one of the two alone"
             )
         cut = 0 if mask is None else mask.cut
         structure = with_documents(*told) if mask is None else mask.once(partial(with_documents, cut=cut), *told)

@@ -109,8 +109,8 @@ def _check_fit(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, past: int |
         )
     if equal and type(past) is int and past and (structure.windowed or structure.chunk is not None):
         raise ValueError(
-            "cu_seq_lens_q: got documents that all continue what a cache holds in a layer with a window, which counts "
-            "tokens along the row; run the documents one by one, each with a copy of the cache"
+            "cu_seq_lens_q: got documents that all continue what a cache holds, expected a layer without a window or "
+            "chunks, which count tokens along the row; run the documents one by one, each with a copy of the cache"
         )
 
 

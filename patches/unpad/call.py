@@ -95,7 +95,8 @@ def read_layout(arguments: Mapping[str, Any], config: Any, *, pools: str = "") -
         return Pass("a row does not begin with a real token, and its first place is pooled")
     if pools == "all" or (pools == "last" and not _last_is_real(arguments, mask, config)):
         return Pass("its head reads a place that the mask hides")
-    if not layout.contiguous and _has_window(config):
+    windows = ("sliding_window", "attention_chunk_size", "local_attention")
+    if not layout.contiguous and any(getattr(config, name, None) for name in windows):
         return Pass("padding between real tokens, where a window counts columns")
     for name, value in arguments.items():
         if isinstance(value, Tensor) and not _known_shape(name, value, layout):
@@ -116,10 +117,6 @@ def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
     if name == "position_ids":
         return value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
     return value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
-
-
-def _has_window(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention"))
 
 
 def has_cache(config: Any) -> bool:
@@ -178,10 +175,9 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | Non
     mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
-    inputs = arguments.get("input_ids")
-    inputs = arguments.get("inputs_embeds") if inputs is None else inputs
-    several = inputs is not None and inputs.shape[1] > 1  # a step looks at no data
-    if several and isinstance(keep, int) and keep and not bool(mask[:, -keep:].any(1).all()):
+    inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    step = any(given.shape[1] == 1 for given in inputs)  # which looks at no data
+    if not step and isinstance(keep, int) and keep and not bool(mask[:, -keep:].any(1).all()):
         return Pass("all logits to keep of a row are at padding")
     if arguments.get("start_positions") is not None:
         return Pass("the loss of start_positions is over padding positions, too")

@@ -42,6 +42,7 @@ from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.layers import FullLayer
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.call.interface import attention_function
+from adaattn_hf.patches.mask.documents import with_documents
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from adaattn_hf.plans import execute
@@ -152,6 +153,7 @@ ZEROS = torch.zeros(1, 2, 6, 4)
 WORDS = Tokenizer(WordLevel({"a": 0}))
 INT8 = {"stored": "int8", "streaming": False}
 SIX = StructuredMask(CallStructure(1, 6, 6, causal=True), torch.device("cpu"))
+BEHIND = CallStructure(1, 6, 9, causal=True, q_offset=3, window=2)
 EIGHT = StructuredMask(CallStructure(1, 8, 8, causal=True), torch.device("cpu"))
 
 
@@ -245,6 +247,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("pack documents with decreasing cumulative lengths",
          lambda: attend(SIX, cu_seq_lens_q=torch.tensor([0, 4, 2, 6])),
          "cu_seq_lens_q | [0, 4, 2, 6] | from 0 to at most 6 | cumsum"),
+        ("pack documents whose keys do not fit",
+         lambda: attend(SIX, cu_seq_lens_q=torch.tensor([0, 4, 6]), cu_seq_lens_k=torch.tensor([0, 3, 6])),
+         "cu_seq_lens_k | got [0, 3, 6] for cu_seq_lens_q [0, 4, 6] | expected the same | added to all but the 0"),
+        ("continue a cache with several documents in a layer with a window",
+         lambda: with_documents(BEHIND, *[torch.tensor([0, 2, 6])] * 2),
+         "cu_seq_lens_q | all continue what a cache holds | expected a layer without | one by one"),
+        ("pack documents beside a dense mask of more keys than queries",
+         lambda: attention_function()(nn.Module(), ZEROS[:, :, :5], ZEROS, ZEROS, torch.ones(5, 6)[None, None],
+                                      cu_seq_lens_q=torch.tensor([0, 5])),
+         "cu_seq_lens_q | an attention_mask of 5 queries | expected as many keys | pass one of the two alone"),
         ("use continuous batching without its block", lambda: attend(SIX, cache=object()),
          "cache | Module | paged cache | adaattn_hf.continuous_batching(model)"),
         ("call generate inside the block of continuous batching", step,

@@ -173,7 +173,7 @@ def test_documents_behind_a_cache_see_it_and_themselves(
     structure = CallStructure(1, tokens, past + tokens, causal=True, q_offset=past, window=window)
     mask = StructuredMask(structure, torch.device("cpu"))[:, :, cut - tokens :, :]
     if shared and mask.structure.windowed:
-        with pytest.raises(ValueError, match="continue what a cache holds in a layer with a window"):
+        with pytest.raises(ValueError, match="all continue what a cache holds, expected a layer without a window"):
             with_documents(mask.structure, borders, keys, mask.cut)
         return
     ids = documents_of([*lengths, 1])

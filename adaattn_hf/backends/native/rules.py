@@ -89,7 +89,6 @@ class Rules:
 
     @functools.cached_property
     def _tensors(self) -> tuple[str, ...]:
-        """Names of the rules that lie in tensors, whose extents the call must have."""
         return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
 
     def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
