@@ -68,6 +68,7 @@ def _record(explanation: Explanation) -> dict[str, Any]:
         "model": explanation.model,
         "implementation": explanation.implementation,
         "layers": layers,
+        "unknown": explanation.unknown,
     }
     memory = explanation.cache
     if memory is not None:
@@ -79,22 +80,9 @@ def _record(explanation: Explanation) -> dict[str, Any]:
 
 
 def _explanation(model: str, asked: Explained) -> Explanation:
-    import torch
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-    )  # fmt: skip
-
     import adaattn_hf
-    from adaattn_hf.patches.checkpoint import (
-        known_implementations,
-        objective_of,
-        resolve_device,
-        resolve_dtype,
-        why_not,
-    )  # fmt: skip
+    from adaattn_hf.patches.checkpoint import known_implementations, resolve_device, resolve_dtype, why_not
+    from adaattn_hf.patches.models.support import unloaded
     from adaattn_hf.plans.plan import Plan, PlanError
 
     adaattn_hf.register(impossible=True)  # the device need not be here
@@ -107,20 +95,11 @@ def _explanation(model: str, asked: Explained) -> Explanation:
     except (PlanError, OSError) as error:
         raise UsageError(f"plan: {asked.plan!r}: {error}") from error
     try:
-        config = AutoConfig.from_pretrained(model, **asked.source())
-        names = " ".join(config.architectures or [])
-        auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
-        # a GGUF file names no class
-        unnamed = not names and objective_of(config) == "causal"
-        if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
-            auto = AutoModel
-        with torch.device("meta"):
-            ghost = auto.from_config(config, attn_implementation=asked.attn_implementation).eval()
-        kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
+        ghost = unloaded(model, asked.attn_implementation, **asked.source())
         return adaattn_hf.explain(
             ghost,
             device=where.type,
-            dtype=kind,
+            dtype=ghost.dtype if wanted == "auto" else wanted,
             cache=asked.cache,
             streaming=asked.streaming,
             plan=given,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -39,6 +41,20 @@ def model_in(thing: Any) -> Any:
     """Returns the model of what holds one and is none itself, such as a pipeline; anything else as it is."""
     held = None if isinstance(thing, (nn.Module, type)) else getattr(thing, "model", None)
     return held if isinstance(held, nn.Module) else thing
+
+
+def unloaded(name: str | Path, implementation: str = "adaattn", **source: Any) -> Any:
+    """Returns the model of a directory or Hub id on the meta device; only its configuration is read."""
+    import transformers as tf
+
+    config = tf.AutoConfig.from_pretrained(name, **source)
+    saved, kind = " ".join(config.architectures or []), type(config)
+    unnamed = not saved and kind in tf.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in tf.MODEL_FOR_MASKED_LM_MAPPING
+    auto: Any = tf.AutoModelForMaskedLM if "ForMaskedLM" in saved else tf.AutoModel
+    if unnamed or "ForCausalLM" in saved or "LMHeadModel" in saved:  # a GGUF file names no class
+        auto = tf.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config, attn_implementation=implementation).eval()
 
 
 def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTrainedModel]]:
