@@ -89,7 +89,10 @@ def read_layout(arguments: Mapping[str, Any], config: Any, *, pools_first: bool 
             return Pass(f"{name} asks for what only the padded form has")
     if pools_first and not layout.from_first:
         return Pass("a row does not begin with a real token, and its first place is pooled")
-    if not layout.contiguous and _has_window(config):
+    if layout.tokens > getattr(config, "keep_window_size", layout.tokens):
+        return Pass("it chooses keys among those of all packed rows, where they are more than keep_window_size")
+    windows = ("sliding_window", "attention_chunk_size", "local_attention")
+    if not layout.contiguous and any(getattr(config, name, None) for name in windows):
         return Pass("padding between real tokens, where a window counts columns")
     for name, value in arguments.items():
         if isinstance(value, Tensor) and not _known_shape(name, value, layout):
@@ -101,10 +104,6 @@ def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
     if name == "position_ids":
         return value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
     return value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
-
-
-def _has_window(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention"))
 
 
 def has_cache(config: Any) -> bool:

@@ -129,7 +129,9 @@ class Unpadding:
             frame.blocked = None if outer is None else outer.blocked
         else:
             frame.blocked = scored_padding(arguments, shifted=self._shifted)
-            if frame.blocked is not None or not (self.token_wise and _keeps_all_logits(arguments)):
+            keep = arguments.get("logits_to_keep")
+            all_kept = keep is None or (isinstance(keep, int) and keep == 0)
+            if frame.blocked is not None or not (self.token_wise and all_kept):
                 return None
         layout = read_layout(arguments, self.config, pools_first=self.pools_first)
         if not isinstance(layout, Pass) and frame.blocked is not None:
@@ -214,8 +216,3 @@ def _padded(value: Any, frame: _Frame) -> Any:
     elif isinstance(value, (tuple, list)):
         return type(value)(_padded(v, frame) for v in value)
     return value
-
-
-def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
-    keep = arguments.get("logits_to_keep")
-    return keep is None or (isinstance(keep, int) and keep == 0)
