@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -23,8 +24,7 @@ from adaattn_hf.plans.wording import legend
 from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, with_cache
-from ..models.families import UnsupportedModel
-from ..models.support import Holder, model_in, refusal_of, refuse_other_attention, runs_ours, towers_of, unloaded
+from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
 from ..plans.attach import plan_of
 
 _LENGTH = 8
@@ -139,8 +139,8 @@ def explain(
 ) -> Explanation:
     """Reports which backend and plan each attention layer of a model uses, by running a copy on the meta device.
 
-    The copy has no data. What stands beside attention and needs some, such as routed experts, is passed over; where the
-    model itself cannot run so, its parts do, and what is not found out then is said.
+    What needs data beside attention, such as routed experts, is passed over; of a model that cannot run so, its parts
+    are explained, and what is not found out is said.
 
     Args:
         model: A model whose attention implementation is `adaattn…`, or what holds such models (a pipeline, PEFT,
@@ -175,6 +175,7 @@ def explain(
     layers: list[LayerChoice] = []
     memories: list[CacheMemory] = []
     unknown: list[str] = []
+    here = "cuda" if torch.cuda.is_available() else "cpu"
     while waiting:
         name, tower, its = waiting.pop(0)
         spans = None
@@ -183,7 +184,7 @@ def explain(
 
             spans = spans_of(tower, its)
         missed: list[str] = []
-        where = device or tower.device.type
+        where = device or (tower.device.type if tower.device.type != "meta" else here)
         phases = _phases(tower, dtype or tower.dtype, inputs, where, cache, memories, spans, missed)
         choices = _choices(phases, name, its)
         children = [(f"{name}.{child}".strip("."), module) for child, module in tower.named_children()]
@@ -193,9 +194,7 @@ def explain(
         else:
             layers, unknown = layers + choices, unknown + missed
     if unknown and not layers:
-        for _, tower in towers:
-            if (refused := refusal_of(tower.config)) is not None:
-                raise UnsupportedModel(refused)
+        check(held)
         raise ValueError(unknown[0])
     shown = [choice for its in plans if its is not None for layer in its.layers for choice in layer.choices]
     return Explanation(
@@ -218,6 +217,14 @@ def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
         if not any("Attention" in type(inner).__name__ for inner in part.modules()):
             vars(part)["forward"] = partial(_or_input, part.forward)
     return ghost
+
+
+class _Unasked(TorchFunctionMode):
+    """Answers no where a model asks whether all of a mask is true, say, which only data could tell."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        no = func is torch.Tensor.__bool__ and args[0].is_meta
+        return False if no else func(*args, **(kwargs or {}))
 
 
 def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,30 +285,28 @@ def _phases(
     On CUDA the step follows once more, as generation with a static cache compiles it. Models that are trained with
     attention dropout begin with a step of training. Phases that the model cannot run without data are `missed`.
     """
+
+    def missing(phase: str, error: Exception) -> None:
+        why = str(error).strip().partition("\n")[0]
+        missed.append(f"{phase}: {type(model).__name__} cannot run without data: {why:.240}")
+
     try:
         ghost = _ghost(model, dtype)
+        inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
     except _FOREIGN as error:
-        missed.append(f"model: {type(model).__name__} cannot be built without data: {_first_line(error)}")
-        return
+        return missing("inputs", error)
     names = {module: name for name, module in ghost.named_modules()}
-    inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
-    if not inputs:
-        missed.append(
-            f"inputs: {type(model).__name__} reads {model.main_input_name!r}, which cannot be guessed; pass "
-            "explain(model, inputs={...}) with the keywords of its forward"
-        )
-        return
     cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
 
     def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         seen, out = Recorder(dry=True), None
         try:
-            with torch.set_grad_enabled(ghost.training), recording(seen):
+            with torch.set_grad_enabled(ghost.training), recording(seen), _Unasked():
                 out = ghost(**keywords)
         except BackendRefusal:
             raise
         except _FOREIGN as error:
-            missed.append(f"{phase}: {type(model).__name__} cannot run without data: {_first_line(error)}")
+            missing(phase, error)
         return out, [
             (names.get(module, type(module).__name__), module, spec._replace(device=device), forced)
             for module, spec, forced in seen.calls
@@ -335,10 +340,6 @@ def _phases(
         yield "compiled", [call for call in map(_compiled, calls) if call is not None]
 
 
-def _first_line(error: Exception) -> str:
-    return f"{str(error).strip().partition(chr(10))[0]:.160}"
-
-
 def _compiled(call: Call) -> Call | None:
     """A decode step as generation with a static cache compiles it; None for one that no such graph holds."""
     name, module, step, forced = call
@@ -353,12 +354,13 @@ def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
     config = ghost.config
     if ghost.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)
-        size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-        if size is None:
-            return {}
+        size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros((1, channels, height, width), dtype=ghost.dtype, device="meta")}
+        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), dtype=ghost.dtype, device="meta")}
     if ghost.main_input_name != "input_ids":
-        return {}
+        raise ValueError(
+            f"it reads {ghost.main_input_name!r}, which cannot be guessed; pass explain(model, inputs={{...}}) with "
+            "the keywords of its forward"
+        )
     ids = torch.zeros((1, _LENGTH), dtype=torch.long, device="meta")
     return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
