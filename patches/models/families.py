@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("inkling2", "inkling2_loop"), Family(unrouted="gives every token attention sinks of its own")),
 }
 _ORDINARY = Family()
+ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
 def family_of(config: Any) -> Family:
@@ -83,10 +85,10 @@ def unsupported(who: str, how: str = "") -> str:
 def uses_interface(config_class: type) -> bool:
     """Whether the modeling file beside a configuration class uses Transformers' attention interface.
 
-    True for remote code whose modeling file is not found.
+    True for one that has no attention of its own, and for remote code whose modeling file is not found.
     """
     source = modeling_source(config_class)
-    return source is None or "ALL_ATTENTION_FUNCTIONS" in source
+    return source is None or "ALL_ATTENTION_FUNCTIONS" in source or not ATTENTION_CLASS.search(source)
 
 
 @functools.cache

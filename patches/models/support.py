@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from adaattn_hf.backends.select import check_possible
 from adaattn_hf.config import settings_in
 
-from .families import UnsupportedModel, family_of, modeling_source, unsupported
+from .families import ATTENTION_CLASS, UnsupportedModel, family_of, modeling_source, unsupported
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -29,7 +29,6 @@ Holder: TypeAlias = "nn.Module | Pipeline"
 Model = TypeVar("Model", bound=Holder)
 """The same, of a function that changes it and returns it."""
 _OWN_TABLE = re.compile(r"_CLASSES\[")
-_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
 def is_ours(implementation: Any) -> bool:
@@ -135,7 +134,7 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
     if unrouted := family_of(config).unrouted:
         return unsupported(name, unrouted)
     source = modeling_source(config_class)
-    if source is None or not _ATTENTION_CLASS.search(source):
+    if source is None or not ATTENTION_CLASS.search(source):
         return None
     if _OWN_TABLE.search(source):
         return unsupported(name, "looks its attention up in a table of its own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from adaattn_hf.plans.wording import legend
 
 from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
-from ..models.cache_keyword import cache_in, with_cache
+from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
 from ..plans.attach import plan_of
 
@@ -296,7 +297,8 @@ def _phases(
     except _FOREIGN as error:
         return missing("inputs", error)
     names = {module: name for name, module in ghost.named_modules()}
-    cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
+    takes = cache_keyword(inspect.signature(type(ghost).forward)) is not None
+    cached = takes and ghost.can_generate() and not ghost.config.is_encoder_decoder
 
     def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         seen, out = Recorder(dry=True), None
@@ -354,9 +356,9 @@ def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
     config = ghost.config
     if ghost.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)
-        size = vision.image_size
+        size, channels = getattr(vision, "image_size", 224), getattr(vision, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), dtype=ghost.dtype, device="meta")}
+        return {"pixel_values": torch.zeros((1, channels, height, width), dtype=ghost.dtype, device="meta")}
     if ghost.main_input_name != "input_ids":
         raise ValueError(
             f"it reads {ghost.main_input_name!r}, which cannot be guessed; pass explain(model, inputs={{...}}) with "

@@ -175,16 +175,17 @@ def answers(family: str) -> Answers:
     """What a family answers at every door."""
     kind = next(kind for kind, names in KINDS.items() if family in names)
     name = KINDS[kind][family]
-    cls = getattr(tf, name if isinstance(name, str) else name[0])
+    cls = getattr(tf, name if isinstance(name, str) else name[0], None)
+    if cls is None:
+        return {"kind": kind, "untried": f"Transformers does not export {name}"}
     found = {"kind": kind, "class": cls.__name__}
     try:
         config, stock, given, expected = built(family, cls)
     except FOREIGN as error:
         found["untried"] = said(error).removeprefix(RAW)
-        config = CONFIG_MAPPING[family] if isinstance(error, StrictDataclassError) else CONFIG_MAPPING[family]()
-    found["check"] = tried(lambda: check(config) or YES)
-    if "untried" in found:
+        found["check"] = tried(lambda: check(CONFIG_MAPPING[family]()) or YES, CONFIG_MAPPING[family])
         return found
+    found["check"] = tried(lambda: check(config) or YES)
     models: list[Any] = []
     found["load"] = tried(lambda: models.append(build(cls, config).ours) or YES)
     if not models:
@@ -246,10 +247,12 @@ def reasons(answer: str, cls: str) -> list[str]:
     """What an answer says, reason by reason and without the names of one model."""
     if answer.startswith(ALIKE):
         return ["fails with stock attention, too"]
-    text = re.sub(r"^\w+: ", "", answer).replace(cls, "the model")
-    text = re.sub(r"^unpad: .*? without its padding: (.*)\. Use prepare.*", r"\1", text)
-    text = re.sub(r"\w+\.forward", "its forward", re.sub(r"differs by \S+ of", "differs from", text))
-    return text.replace("<", "&lt;").split("; ")
+    text = re.sub(r"^[A-Z]\w+: ", "", answer).replace("<", "&lt;")
+    unpadded = re.match(r"unpad: .*? without its padding: (.*)\. Use prepare.*", text)
+    if unpadded is None:
+        return [text.replace(cls, "the model")]
+    text = re.sub(r"\w+\.forward", "its forward", unpadded[1]).replace("); prepare the", "), prepare the")
+    return re.sub(r" by \S+ of its largest value", "", text).split("; ")
 
 
 def page(record: dict[str, Any]) -> str:
@@ -265,7 +268,7 @@ def page(record: dict[str, Any]) -> str:
 
     parts: dict[str, list[str]] = {"served": [], "refused": [], "untried": []}
     for name, doors in families.items():
-        bad = {doors.get("load", YES), doors.get("check", YES)} != {YES}
+        bad = doors.get("load", YES) != YES or not doors.get("check", YES).startswith((YES, ALIKE))
         parts["refused" if bad else "untried" if "untried" in doors else "served"].append(name)
     tables = []
     for kind in KINDS:
@@ -280,7 +283,7 @@ def page(record: dict[str, Any]) -> str:
     for name in parts["refused"]:
         why = re.search(r"which (.*?), so that", families[name].get("check", ""))
         bare = "" if families[name].get("load", YES) == YES else ": `KeyError: 'adaattn'` when it loads"
-        refused.append(f"| `{name}` | {why[1] if why else 'see the error'}{bare} |")
+        refused.append(f"| `{name}` | {why[1] if why else families[name]['check']}{bare} |")
     return Template((Path(__file__).parent / "supported.md").read_text(encoding="utf-8")).substitute(
         {name: record[name] for name in ("transformers", "torch", "commit")},
         **{name: len(names) for name, names in parts.items()},
@@ -299,10 +302,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     asked = args.families or sorted({name for names in KINDS.values() for name in names if name in CONFIG_MAPPING})
+    made = commit(ROOT / "adaattn_hf")
     with multiprocessing.pool.ThreadPool(args.jobs) as pool:
         families = dict(zip(asked, pool.map(surveyed, asked, chunksize=1), strict=True))
     versions = {name: metadata.version(name) for name in ("transformers", "torch")}
-    record = {**versions, "commit": commit(ROOT), "families": families}
+    record = {**versions, "commit": made, "families": families}
     if args.write is not None:
         write_atomically(args.write / "results" / "supported.json", json.dumps(record, indent=1) + "\n")
         write_atomically(args.write / "supported.md", page(record))

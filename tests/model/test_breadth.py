@@ -342,6 +342,13 @@ def test_a_model_that_never_asks_is_found_by_check_alone() -> None:
         check(model)
 
 
+def test_a_model_without_attention_of_its_own_is_served() -> None:
+    pair = models("dpr", {}, tf.AutoModel)
+    check(pair.ours)
+    with torch.no_grad():
+        assert_near(*(model(input_ids=tokens(), attention_mask=padding("left")).pooler_output for model in pair))
+
+
 def test_towers_with_another_implementation_are_not_refused() -> None:
     model = tf.AutoModel.from_config(configured("deberta-v2", {}), attn_implementation="eager")
     check(model)
