@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help house venv demo conformance matrix canary lowest test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
+.PHONY: help house venv demo conformance families matrix canary lowest test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
   bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer explorer-smollm2 headline freeze clean
 
 help: ## this list
@@ -106,6 +106,9 @@ conformance: $(READY) ## Transformers' own model tests, sdpa beside adaattn; ADA
 	$(BIN)/python -m pip install -q parameterized timeout_decorator
 	$(BIN)/python tests/conformance/run.py --results results/conformance
 	$(BIN)/python tests/conformance/table.py --results results/conformance docs/conformance.md
+
+families: $(READY) ## every family of the installed Transformers, tiny, through check, explain, forward, prepare, generate; writes docs/supported.md
+	$(BIN)/python tests/conformance/survey.py --write docs --jobs $(WORKERS)
 
 matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.17.0 for a part
 	$(PYTHON) tests/conformance/matrix.py $(if $(PAIRS),--pairs $(PAIRS)) --torch $(TORCH)

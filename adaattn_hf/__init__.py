@@ -5,6 +5,7 @@ Importing it registers names with Transformers and operators with torch; the res
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,13 @@ from typing import TYPE_CHECKING, Any
 _BESIDE = Path(__file__).parent.parent
 if all((_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/registry.py", "eval/provenance.py")):
     __path__.append(str(_BESIDE))
+    _native = _BESIDE / "adaattn_hf" / "backends" / "native"
+    if not any((_native / name).exists() for name in ("libadaattn.so", "build_report.json")):
+        warnings.warn(
+            f"adaattn: the checkout {_BESIDE} has no CPU kernels, so torch's are used; compile them with `python -m "
+            "adaattn_hf.backends.native` there, or start Python elsewhere to import an installed copy",
+            stacklevel=2,
+        )
 
 from adaattn_hf.patches.call.keywords import allow_keywords  # noqa: E402
 from adaattn_hf.patches.registry import NAMES, continuous_batching, register, unregister  # noqa: E402
@@ -73,7 +81,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """All public names, imported or not."""
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 register()

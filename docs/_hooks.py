@@ -1,4 +1,4 @@
-"""What the site shows besides `docs/`: pages of the root, the commands' options, the supported models, and links.
+"""What the site shows besides `docs/`: pages of the root, the commands' options, and links.
 
 The same files are read in a checkout, where `../BENCHMARKS.md` is right, and on the site, where that page lies beside
 the others. Links that leave the site lead to the repository.
@@ -42,8 +42,6 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     source = page.file.src_uri
     if source in PAGES.values() or page.file.generated_by:
         return markdown
-    if source == "supported.md":
-        markdown = "\n".join([markdown, "", *supported_models()])
     return relinked(markdown, posixpath.join("docs", posixpath.dirname(source)), source, config.repo_url or "")
 
 
@@ -76,29 +74,6 @@ def relinked(text: str, directory: str, page: str, repository: str) -> str:
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in parts)
-
-
-def supported_models() -> Iterator[str]:
-    """Markdown tables of the model types that are supported and of those that are not, from the page of conformance."""
-    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
-    families = re.findall(r"^\| ([\w-]+?)¹? \| ([a-z -]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
-    own, table = text.partition("\n## Refused\n")[2].partition("\n## ")[0].split("These look the implementation up")
-    refused = {
-        name: why
-        for part, why in (
-            (own, "has its own attention code"),
-            (table, "`KeyError: 'adaattn'` when it loads"),
-        )
-        for line in re.findall(r"^`.*", part, re.MULTILINE)
-        for name in re.findall(r"`([\w-]+)`", line)
-    }
-    for kind in dict.fromkeys(kind for _, kind, *_ in families):
-        yield f"## Supported: {kind}\n\n| model type | tests passed by stock | by `adaattn` |\n|---|---:|---:|"
-        rows = [(name, *passed) for name, of, *passed in families if of == kind and name not in refused]
-        yield "\n".join(f"| `{name}` | {stock} | {ours} |" for name, stock, ours in rows) + "\n"
-    yield '## Not supported\n\nLoad these with `attn_implementation="eager"` or `"sdpa"`.\n'
-    yield "| model type | why |\n|---|---|"
-    yield "\n".join(f"| `{name}` | {why} |" for name, why in sorted(refused.items())) + "\n"
 
 
 def command_pages() -> Iterator[str]:

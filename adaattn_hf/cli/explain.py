@@ -68,6 +68,7 @@ def _record(explanation: Explanation) -> dict[str, Any]:
         "model": explanation.model,
         "implementation": explanation.implementation,
         "layers": layers,
+        "unknown": explanation.unknown,
     }
     memory = explanation.cache
     if memory is not None:
@@ -80,10 +81,10 @@ def _record(explanation: Explanation) -> dict[str, Any]:
 
 def _explanation(model: str, asked: Explained) -> Explanation:
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
     import adaattn_hf
     from adaattn_hf.patches import checkpoint
+    from adaattn_hf.patches.models.support import unloaded
 
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in checkpoint.known_implementations() if name.startswith("adaattn")]
@@ -94,14 +95,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
     kind: Any = checkpoint.resolve_dtype(checkpoint.dtype_for(asked.dtype, (asked.plan,), config, "auto"))
     kind = (config.dtype or torch.float32) if kind == "auto" else kind
     try:
-        names = " ".join(config.architectures or [])
-        auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
-        # a GGUF file names no class
-        unnamed = not names and checkpoint.objective_of(config) == "causal"
-        if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
-            auto = AutoModel
-        with torch.device("meta"):
-            ghost = auto.from_config(config, attn_implementation=asked.attn_implementation).eval()
+        ghost = unloaded(config, asked.attn_implementation)
         how: dict[str, Any] = {"cache": asked.cache, "streaming": asked.streaming, "verbose": asked.verbose}
         return adaattn_hf.explain(ghost, device=where.type, dtype=kind, plan=asked.plan, **how)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

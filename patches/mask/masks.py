@@ -58,9 +58,9 @@ def adaattn_mask(
         shared = recall(key)
         if shared is not None:
             return StructuredMask(shared, mask_device)
-    if config is not None and not uses_interface(type(config)):
-        raise UnsupportedModel(unsupported(type(config).__name__))
     family = family_of(config)
+    if config is not None and (family.unrouted or not uses_interface(type(config))):
+        raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
     told = None
     if family.loses_borders and not tracing():
         from .told import told_to_model  # imported here: few families keep what they are told to themselves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ jina_embeddings_v3 mobilebert modernbert mpnet nomic_bert roberta roberta-prelay
 splinter xlm-roberta xlm-roberta-xl xmod
 """
 _DENSE = """
-axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
+axk2 deepseek_v32 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
 nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
 siglip2 diffusion_gemma
 """
@@ -52,9 +53,12 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_DENSE.split(), Family(dense_mask=True)),
     **dict.fromkeys(_BORDERLESS.split(), Family(loses_borders=True)),
     **dict.fromkeys(("cpmant", "diffllama", "doge", "jetmoe"), Family(computes_with_cache=True)),
-    "bigbird_pegasus": Family(unrouted="adds the mask to scores of its own in the encoder"),
+    "bigbird_pegasus": Family(unrouted="adds the attention mask to scores of its own in the encoder"),
+    "deepseek_v4": Family(unrouted="extends the mask by scores of its own"),
+    **dict.fromkeys(("inkling2", "inkling2_loop"), Family(unrouted="gives every token attention sinks of its own")),
 }
 _ORDINARY = Family()
+ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
 def family_of(config: Any) -> Family:
@@ -68,8 +72,9 @@ class UnsupportedModel(ValueError):
     """The model computes attention itself: no implementation can be chosen by name."""
 
 
-def unsupported(who: str, how: str = "does not route its attention through Transformers' attention interface") -> str:
+def unsupported(who: str, how: str = "") -> str:
     """Returns the message for a model that is not supported."""
+    how = how or "does not route its attention through Transformers' attention interface"
     return (
         f"attn_implementation: got 'adaattn' for {who}, which {how}, so that no implementation can be "
         "chosen by name; load it with attn_implementation='eager'"
@@ -80,10 +85,10 @@ def unsupported(who: str, how: str = "does not route its attention through Trans
 def uses_interface(config_class: type) -> bool:
     """Whether the modeling file beside a configuration class uses Transformers' attention interface.
 
-    True for remote code whose modeling file is not found.
+    True for one that has no attention of its own, and for remote code whose modeling file is not found.
     """
     source = modeling_source(config_class)
-    return source is None or "ALL_ATTENTION_FUNCTIONS" in source
+    return source is None or "ALL_ATTENTION_FUNCTIONS" in source or not ATTENTION_CLASS.search(source)
 
 
 @functools.cache

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from adaattn_hf.backends.select import check_possible
 from adaattn_hf.config import settings_in
 
-from .families import UnsupportedModel, family_of, modeling_source, unsupported
+from .families import ATTENTION_CLASS, UnsupportedModel, family_of, modeling_source, unsupported
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -27,7 +29,6 @@ Holder: TypeAlias = "nn.Module | Pipeline"
 Model = TypeVar("Model", bound=Holder)
 """The same, of a function that changes it and returns it."""
 _OWN_TABLE = re.compile(r"_CLASSES\[")
-_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
 def is_ours(implementation: Any) -> bool:
@@ -39,6 +40,20 @@ def model_in(thing: Any) -> Any:
     """Returns the model of what holds one and is none itself, such as a pipeline; anything else as it is."""
     held = None if isinstance(thing, (nn.Module, type)) else getattr(thing, "model", None)
     return held if isinstance(held, nn.Module) else thing
+
+
+def unloaded(source: Any, implementation: str = "adaattn") -> Any:
+    """Returns the model of a configuration, directory or Hub id on the meta device; no weights are read."""
+    import transformers as tf
+
+    config = tf.AutoConfig.from_pretrained(source) if isinstance(source, (str, Path)) else source
+    saved, kind = " ".join(config.architectures or []), type(config)
+    unnamed = not saved and kind in tf.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in tf.MODEL_FOR_MASKED_LM_MAPPING
+    auto: Any = tf.AutoModelForMaskedLM if "ForMaskedLM" in saved else tf.AutoModel
+    if unnamed or "ForCausalLM" in saved or "LMHeadModel" in saved:  # a GGUF file names no class
+        auto = tf.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config, attn_implementation=implementation).eval()
 
 
 def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTrainedModel]]:
@@ -119,7 +134,7 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
     if unrouted := family_of(config).unrouted:
         return unsupported(name, unrouted)
     source = modeling_source(config_class)
-    if source is None or not _ATTENTION_CLASS.search(source):
+    if source is None or not ATTENTION_CLASS.search(source):
         return None
     if _OWN_TABLE.search(source):
         return unsupported(name, "looks its attention up in a table of its own")

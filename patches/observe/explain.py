@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
+from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
 
 from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
-from ..models.cache_keyword import cache_in, with_cache
-from ..models.support import Holder, model_in, refuse_other_attention, runs_ours, towers_of
+from ..models.cache_keyword import cache_in, cache_keyword, with_cache
+from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
 from ..plans.attach import plan_of
 
 _LENGTH = 8
+_FOREIGN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a model's own code may raise where it looks into tensors without data."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Explanation:
     """What the labels of the plan's choices mean, empty without a plan."""
     verbose: bool = False
     """Whether its text names every reason of every backend; else those of another device are one line."""
+    unknown: tuple[str, ...] = ()
+    """Phases that could not be found out, in a sentence each."""
 
     def __str__(self) -> str:
         """One line per group of layers with equal backend, call and plan; then the refusals not listed before."""
@@ -102,6 +109,7 @@ class Explanation:
             lines.append(f"           {needed.upper()} only{absent}: {names}")
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
+        lines += [f"  unknown  {sentence}" for sentence in self.unknown]
         if not self.layers:
             lines.append("  no attention layer of this model called the attention interface")
         if any(choice.plan for choice in self.layers):
@@ -123,7 +131,7 @@ def _why_not(refused: Mapping[str, tuple[str, ...]], before: Mapping[str, tuple[
 
 
 def explain(
-    model: Holder,
+    model: Holder | str | Path,
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
     device: str | None = None,
@@ -135,9 +143,12 @@ def explain(
 ) -> Explanation:
     """Reports which backend and plan each attention layer of a model uses, by running a copy on the meta device.
 
+    What needs data beside attention, such as routed experts, is passed over; of a model that cannot run so, its parts
+    are explained, and what is not found out is said.
+
     Args:
         model: A model whose attention implementation is `adaattn…`, or what holds such models (a pipeline, PEFT,
-            sentence-transformers).
+            sentence-transformers). Of a directory or Hub id the configuration is read, and `adaattn` explained.
         inputs: Keyword arguments of the model's forward, for models that read neither token ids nor pixels.
         device: Explain for this device type (`cpu`, `cuda`) instead of the model's own.
         dtype: Explain for this dtype instead of the model's own.
@@ -148,11 +159,13 @@ def explain(
 
     Raises:
         ValueError: The model runs another attention implementation, its inputs cannot be guessed, it cannot use such a
-            cache, or no plan can be read there.
-        TypeError: There is no loaded model in it.
+            cache, no plan can be read there, or nothing could be found out.
+        UnsupportedModel: The model computes attention itself, and nothing could be found out.
+        TypeError: There is no model in it.
+        OSError: No configuration can be read there.
         BackendRefusal: A forced backend cannot serve a layer.
     """
-    held = model_in(model)
+    held = unloaded(model) if isinstance(model, (str, Path)) else model_in(model)
     refuse_other_attention(held)
     towers = [(name, tower) for name, tower in towers_of(held) if runs_ours(tower)]
     if not towers:
@@ -162,17 +175,31 @@ def explain(
         )
     given = None if plan is None else Plan.from_pretrained(plan)
     plans = [plan_of(tower) if given is None else given for _, tower in towers]
+    waiting = [(*tower, its) for tower, its in zip(towers, plans, strict=True)]
     layers: list[LayerChoice] = []
     memories: list[CacheMemory] = []
-    for (name, tower), its in zip(towers, plans, strict=True):
-        ghost = _ghost(tower, dtype or tower.dtype)
+    unknown: list[str] = []
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    while waiting:
+        name, tower, its = waiting.pop(0)
         spans = None
         if streaming:
             from ..cache.streaming import spans_of
 
             spans = spans_of(tower, its)
-        phases = _phases(ghost, inputs, device or tower.device.type, cache, memories, spans, tower.training)
-        layers += _choices(name, ghost, phases, its)
+        missed: list[str] = []
+        where = device or (tower.device.type if tower.device.type != "meta" else here)
+        phases = _phases(tower, dtype or tower.dtype, inputs, where, cache, memories, spans, missed)
+        choices = _choices(phases, name, its)
+        children = [(f"{name}.{child}".strip("."), module) for child, module in tower.named_children()]
+        parts = [part for place, module in children for part in towers_of(module, place) if runs_ours(part[1])]
+        if missed and not choices and inputs is None and parts:
+            waiting[:0] = [(*part, its) for part in parts]
+        else:
+            layers, unknown = layers + choices, unknown + missed
+    if unknown and not layers:
+        check(held)
+        raise ValueError(unknown[0])
     shown = [choice for its in plans if its is not None for layer in its.layers for choice in layer.choices]
     return Explanation(
         ", ".join(type(tower).__name__ for _, tower in towers),
@@ -181,31 +208,51 @@ def explain(
         memories[0] if memories else None,
         legend(shown),
         verbose,
+        tuple(unknown),
     )
 
 
 def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
-    """Returns a copy of a model on the meta device."""
     with torch.device("meta"):
         ghost: Any = type(model)(copy.deepcopy(model.config))
     for part in ghost.to(dtype=dtype).eval().modules():
         if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
+            vars(part)["forward"] = partial(_or_input, part.forward)
     return ghost
 
 
-Calls = list[tuple[nn.Module, CallSpec, str | None]]
+class _Unasked(TorchFunctionMode):
+    """Answers no where a model asks whether all of a mask is true, say, which only data could tell."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        no = func is torch.Tensor.__bool__ and args[0].is_meta
+        return False if no else func(*args, **(kwargs or {}))
 
 
-def _choices(path: str, ghost: nn.Module, phases: Iterator[tuple[str, Calls]], plan: Plan | None) -> list[LayerChoice]:
+def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the output of a part beside attention, or its first input, of the same shape, where it needs data."""
+    try:
+        return forward(*args, **kwargs)
+    except _FOREIGN:
+        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if tensor is None:
+            raise
+        return tensor
+
+
+Call = tuple[str, nn.Module, CallSpec, str | None]  # name and module, facts of the call, the backend that is forced
+
+
+def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | None) -> list[LayerChoice]:
     """Returns the choices of a model's layers, one for each phase and kind of call."""
-    names = {module: f"{path}.{name}".strip(".") for name, module in ghost.named_modules()}
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
     found: dict[tuple[str, str, CallSpec], LayerChoice] = {}
     for phase, calls in phases:
         exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
-        for module, spec, forced in calls:
-            key = (names.get(module, type(module).__name__), phase, spec)
+        for name, module, spec, forced in calls:
+            key = (f"{path}.{name}".strip("."), phase, spec)
             if key in found:
                 continue
             backend = choose(spec, forced).name
@@ -217,7 +264,6 @@ def _choices(path: str, ghost: nn.Module, phases: Iterator[tuple[str, Calls]], p
 
 
 def _in_words(layer: LayerPlan) -> str:
-    """Returns the choices of a layer in words, each with its key/value heads; empty if all are exact."""
     heads: dict[str, list[str]] = {}
     for head, choice in enumerate(layer.choices):
         heads.setdefault(choice.label, []).append(str(head))
@@ -229,75 +275,97 @@ def _in_words(layer: LayerPlan) -> str:
 
 
 def _phases(
-    ghost: PreTrainedModel,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
     given: Mapping[str, torch.Tensor] | None,
     device: str,
     stored: str,
     memories: list[CacheMemory],
     spans: Mapping[int, Any] | None,
-    training: bool,
-) -> Iterator[tuple[str, Calls]]:
+    missed: list[str],
+) -> Iterator[tuple[str, list[Call]]]:
     """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step.
 
     On CUDA the step follows once more, as generation with a static cache compiles it. Models that are trained with
-    attention dropout begin with a step of training.
+    attention dropout begin with a step of training. Phases that the model cannot run without data are `missed`.
     """
-    inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
-    cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
 
-    def calls_of(**keywords: Any) -> tuple[Any, Calls]:
-        seen = Recorder(dry=True)
-        with torch.set_grad_enabled(ghost.training), recording(seen):
-            out = ghost(**keywords)
-        return out, [(module, spec._replace(device=device), forced) for module, spec, forced in seen.calls]
+    def missing(phase: str, error: Exception) -> None:
+        why = str(error).strip().partition("\n")[0]
+        missed.append(f"{phase}: {type(model).__name__} cannot run without data: {why:.240}")
 
-    if training:
+    try:
+        ghost = _ghost(model, dtype)
+        inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
+    except _FOREIGN as error:
+        return missing("inputs", error)
+    names = {module: name for name, module in ghost.named_modules()}
+    takes = cache_keyword(inspect.signature(type(ghost).forward)) is not None
+    cached = takes and ghost.can_generate() and not ghost.config.is_encoder_decoder
+
+    def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
+        seen, out = Recorder(dry=True), None
+        try:
+            with torch.set_grad_enabled(ghost.training), recording(seen), _Unasked():
+                out = ghost(**keywords)
+        except BackendRefusal:
+            raise
+        except _FOREIGN as error:
+            missing(phase, error)
+        return out, [
+            (names.get(module, type(module).__name__), module, spec._replace(device=device), forced)
+            for module, spec, forced in seen.calls
+        ]
+
+    if model.training:
         ghost.train()
-        _, calls = calls_of(**inputs)
-        if any(spec.dropout for _, spec, _ in calls):
+        _, calls = calls_of("training", **inputs)
+        if any(spec.dropout for _, _, spec, _ in calls):
             yield "training", calls
         ghost.eval()
     # with a cache Transformers does not look for packed documents, which would need data
     keywords: dict[str, Any] = {"use_cache": True} if cached else {}
     if stored != "model":
         keywords |= with_cache(ghost, AdaAttnCache(ghost, stored))
-    out, calls = calls_of(**inputs, **keywords)
+    out, calls = calls_of("prefill", **inputs, **keywords)
     yield "prefill", calls
+    if out is None:
+        return
     if "input_ids" in inputs:
-        yield "padded", calls_of(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1]
+        yield "padded", calls_of("padded", **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1]
     filled = cache_in(out) if cached else None
     if filled is None:
         return
     if isinstance(filled, Cache):
         memories.append(memory_of(filled, stored, spans))
-    _, calls = calls_of(input_ids=inputs["input_ids"][:, :1], use_cache=True, **with_cache(ghost, filled))
+    token = inputs["input_ids"][:, :1]
+    _, calls = calls_of("decode", input_ids=token, use_cache=True, **with_cache(ghost, filled))
     yield "decode", calls
     if device == "cuda":
         yield "compiled", [call for call in map(_compiled, calls) if call is not None]
 
 
-def _compiled(call: tuple[nn.Module, CallSpec, str | None]) -> tuple[nn.Module, CallSpec, str | None] | None:
+def _compiled(call: Call) -> Call | None:
     """A decode step as generation with a static cache compiles it; None for one that no such graph holds."""
-    module, step, forced = call
+    name, module, step, forced = call
     # where the tokens end lies on the device, and a traced graph knows no lengths
     kind = "ragged" if step.kind == "suffix" else step.kind
     spec = step._replace(kind=kind, compiling=True, keys=0, kv_bytes=0, pairs=0)
     served = spec.stored is None and (forced is None or not refusals_of(forced, spec))
-    return (module, spec, forced) if served else None
+    return (name, module, spec, forced) if served else None
 
 
 def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
-    """Returns small inputs on the meta device."""
     config = ghost.config
     if ghost.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)
-        size = vision.image_size
+        size, channels = getattr(vision, "image_size", 224), getattr(vision, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), dtype=ghost.dtype, device="meta")}
+        return {"pixel_values": torch.zeros((1, channels, height, width), dtype=ghost.dtype, device="meta")}
     if ghost.main_input_name != "input_ids":
         raise ValueError(
-            f"inputs: {type(ghost).__name__} reads {ghost.main_input_name!r}, which cannot be guessed; pass "
-            "explain(model, inputs={...}) with the keywords of its forward"
+            f"it reads {ghost.main_input_name!r}, which cannot be guessed; pass explain(model, inputs={{...}}) with "
+            "the keywords of its forward"
         )
     ids = torch.zeros((1, _LENGTH), dtype=torch.long, device="meta")
     return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}

@@ -95,6 +95,8 @@ def read_layout(arguments: Mapping[str, Any], config: Any, *, pools: str = "") -
         return Pass("a row does not begin with a real token, and its first place is pooled")
     if pools == "all" or (pools == "last" and not _last_is_real(arguments, mask, config)):
         return Pass("its head reads a place that the mask hides")
+    if layout.tokens > getattr(config, "keep_window_size", layout.tokens):
+        return Pass("it chooses keys among those of all packed rows, where they are more than keep_window_size")
     windows = ("sliding_window", "attention_chunk_size", "local_attention")
     if not layout.contiguous and any(getattr(config, name, None) for name in windows):
         return Pass("padding between real tokens, where a window counts columns")

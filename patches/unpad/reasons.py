@@ -51,18 +51,15 @@ def refusals(model: PreTrainedModel) -> tuple[str, ...]:
         reasons.append(f"it has layers ({', '.join(recurrent)}) that run from one packed row into the next")
     if any(isinstance(m, _CONVOLUTIONS) and max(m.kernel_size) > 1 for m in trunk.modules()):
         reasons.append("it has convolutions, which mix neighbouring tokens of different rows")
+    if any(hasattr(module, "indexer") for module in trunk.modules()):
+        reasons.append("its indexer chooses keys among those of all packed rows")
     if any("relative_attention_bias" in name for name, _ in trunk.named_modules()):
         reasons.append("its attention adds a bias by relative position in the padded batch")
-    reasons.extend(_signature_refusals(trunk))
+    parameters: dict[str, Any] = dict(inspect.signature(type(trunk).forward).parameters)
+    missing = [name for name in ("attention_mask", "position_ids") if name not in parameters]
+    reasons += [f"{type(trunk).__name__}.forward takes no {name}" for name in missing]
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        reasons.append(f"{type(trunk).__name__}.forward passes no keywords on to attention")
     if trunk is model and model.base_model_prefix and re.search("For[A-Z]", type(model).__name__):
         reasons.append(f"it has a head and no separate base model {model.base_model_prefix!r}")
     return tuple(reasons)
-
-
-def _signature_refusals(trunk: nn.Module) -> list[str]:
-    parameters: dict[str, Any] = dict(inspect.signature(type(trunk).forward).parameters)
-    missing = [name for name in ("attention_mask", "position_ids") if name not in parameters]
-    reasons = [f"{type(trunk).__name__}.forward takes no {name}" for name in missing]
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        reasons.append(f"{type(trunk).__name__}.forward passes no keywords on to attention")
-    return reasons

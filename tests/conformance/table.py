@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import textwrap
 from collections import Counter
 from pathlib import Path
 from string import Template
@@ -124,22 +123,6 @@ def listed(results: Results, outcome_of_ours: tuple[str, ...], stock_sdpa: bool 
     return lines or ["None."]
 
 
-def refused() -> tuple[list[str], list[str]]:
-    """Returns the model types of the installed Transformers that are refused, and those that look up a table."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    import adaattn_hf  # noqa: F401  registers the names
-    from adaattn_hf.patches.models.support import refusal_of
-
-    plain: list[str] = []
-    tables: list[str] = []
-    for model_type, config_class in sorted(CONFIG_MAPPING.items()):
-        reason = refusal_of(config_class)
-        if reason is not None:
-            (tables if "table of its own" in reason else plain).append(model_type)
-    return plain, tables
-
-
 def versions_table(record: Path) -> list[str]:
     """Returns the tests that ran under each set of versions, from what `matrix.py --record` kept."""
     kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
@@ -200,7 +183,6 @@ def document(results: Results) -> str:
     failed, skipped = listed(results, ("failed", "error")), listed(results, ("skipped",))
     eager = listed(results, ("failed", "error", "skipped"), stock_sdpa=False)
     count = 0 if failed == ["None."] else len(failed)
-    plain, tables = refused()
     template = Template((HERE / "page.md").read_text(encoding="utf-8"))
     return template.substitute(
         transformers=", ".join(sorted(versions["transformers"])),
@@ -216,15 +198,8 @@ def document(results: Results) -> str:
         eager="\n".join(eager),
         alone="\n".join(alone(results)),
         matrix="\n".join(matrix(results)),
-        plain=prose(", ".join(f"`{name}`" for name in plain)),
         versions="\n".join(versions_table(VERSIONS)),
-        tables=prose(", ".join(f"`{name}`" for name in tables)),
     )
-
-
-def prose(text: str) -> str:
-    """Returns a paragraph of lines of readable length."""
-    return textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def alone(results: Results) -> list[str]:

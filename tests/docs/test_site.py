@@ -144,9 +144,5 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
     served, refused = supported.split('id="not-supported"')
     for name, part in (("llama", served), ("modernbert", served), ("deberta-v2", refused), ("falcon", refused)):
         assert f"<code>{name}</code>" in part
-    families = re.search(r"\*\*(\d+) families", (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8"))
-    assert families is not None
-    # one of them, got_ocr2, is served in part, and refused
-    assert served.count("<tr>\n<td><code>") == int(families[1]) - 1
     commands = (tmp_path / "site" / "reference" / "commands.html").read_text(encoding="utf-8")
     assert "--verify-data" in commands

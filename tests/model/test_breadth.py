@@ -308,13 +308,20 @@ def test_check_lets_routed_families_pass(family: str) -> None:
     check(tf.AutoConfig.for_model(family))
 
 
-@pytest.mark.parametrize("family", ["bloom", "rembert", "mpnet"])
-def test_a_model_that_makes_its_own_scores_raises_one_sentence(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        *((family, "does not route its attention") for family in ("bloom", "rembert", "mpnet")),
+        ("inkling2_text", "gives every token attention sinks of its own"),
+        ("deepseek_v4", "extends the mask by scores of its own"),
+    ],
+)
+def test_a_model_that_no_kernel_here_serves_raises_one_sentence(family: str, how: str) -> None:
     config = configured(family, dict(n_head=4, n_layer=2) if family == "bloom" else {})
     model = tf.AutoModel.from_config(config, attn_implementation="adaattn").eval()
-    with pytest.raises(UnsupportedModel, match="does not route its attention"):
+    with pytest.raises(UnsupportedModel, match=how):
         model(input_ids=tokens(), attention_mask=padding("left"))
-    with pytest.raises(UnsupportedModel, match="does not route its attention"):
+    with pytest.raises(UnsupportedModel, match=how):
         check(model)
 
 
@@ -332,6 +339,13 @@ def test_a_model_that_never_asks_is_found_by_check_alone() -> None:
     assert not heard.calls
     with pytest.raises(UnsupportedModel):
         check(model)
+
+
+def test_a_model_without_attention_of_its_own_is_served() -> None:
+    pair = models("dpr", {}, tf.AutoModel)
+    check(pair.ours)
+    with torch.no_grad():
+        assert_near(*(model(input_ids=tokens(), attention_mask=padding("left")).pooler_output for model in pair))
 
 
 def test_towers_with_another_implementation_are_not_refused() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 from torch import nn
 
 import adaattn_hf
+from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
-from ..support.models import fresh_pair
+from ..support.families import LISTED, configured, models
+from ..support.models import fresh_pair, tokens
 from ..support.plans import plan_for
 
 
@@ -60,9 +64,71 @@ def test_two_models_in_one_are_both_explained() -> None:
 
 @pytest.mark.parametrize("thing", ["gpt2", 3, None, object()])
 def test_what_holds_no_model_is_refused(thing: Any) -> None:
-    for ask in (adaattn_hf.explain, adaattn_hf.check):
+    for ask in (adaattn_hf.explain, adaattn_hf.check)[isinstance(thing, str) :]:
         with pytest.raises(TypeError, match=r"model: got .*, expected a loaded model"):
             ask(thing)
+
+
+def test_a_directory_is_read_as_the_command_reads_it(tmp_path: Path) -> None:
+    _, ours = fresh_pair("gpt2")
+    ours.config.architectures = ["GPT2LMHeadModel"]
+    ours.config.save_pretrained(tmp_path)
+    for place in (tmp_path, str(tmp_path)):
+        assert adaattn_hf.explain(place).layers == adaattn_hf.explain(ours).layers
+
+
+NEEDS_DATA: dict[str, dict[str, Any]] = {
+    "mixtral": {}, "lfm2": {"layer_types": ["conv", "full_attention"]}, "falcon_h1": LISTED["others"]["falcon_h1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", NEEDS_DATA)
+def test_experts_and_scans_need_no_data(family: str, dtype: torch.dtype) -> None:
+    model = models(family, NEEDS_DATA[family], tf.AutoModelForCausalLM).ours
+    found = adaattn_hf.explain(model, dtype=dtype)
+    called = {choice.layer for choice in found.layers if choice.phase == "decode"}
+    with torch.no_grad(), recording(Recorder()) as heard:
+        model(input_ids=tokens())
+    assert len(called) == len({module for module, _, _ in heard.calls}) > 0
+    assert {choice.phase for choice in found.layers} == {"prefill", "padded", "decode"}
+    assert {choice.spec.dtype for choice in found.layers} == {dtype}
+    assert found.unknown == ()
+
+
+def test_two_towers_are_explained_apart() -> None:
+    text, image = configured("bert", {}), configured("vit", {})
+    both = tf.SiglipConfig(
+        text_config=configured("siglip_text_model", {}).to_dict(),
+        vision_config=configured("siglip_vision_model", {}).to_dict(),
+    )
+    composed = tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(image, text)
+    for cls, config, starts in (
+        (tf.SiglipModel, both, {"text_model", "vision_model"}),
+        (tf.VisionEncoderDecoderModel, composed, {"encoder", "decoder"}),
+    ):
+        found = adaattn_hf.explain(cls._from_config(config, attn_implementation="adaattn").eval())
+        assert {choice.layer.partition(".")[0] for choice in found.layers} == starts
+        assert found.unknown == ()
+
+
+def test_what_cannot_be_found_out_is_said() -> None:
+    whisper = tf.AutoModelForSpeechSeq2Seq.from_config(configured("whisper", {}), attn_implementation="adaattn").eval()
+    found = adaattn_hf.explain(whisper)
+    assert {choice.layer.split(".")[1] for choice in found.layers} == {"decoder"}
+    assert "inputs: WhisperEncoder cannot run without data: it reads 'input_features', which cannot be" in str(found)
+    jetmoe = tf.AutoModelForCausalLM.from_config(configured("jetmoe", {}), attn_implementation="adaattn").eval()
+    for model, inputs in ((jetmoe, None), (fresh_pair("llama").ours, {"input_ids": torch.zeros(1, 2, 3, 4)})):
+        with pytest.raises(ValueError, match=r"^prefill: .* cannot run without data: "):
+            adaattn_hf.explain(model, inputs=inputs)
+
+
+def test_what_check_refuses_is_refused_in_the_same_words() -> None:
+    model = tf.AutoModel.from_config(configured("xlm", {}), attn_implementation="adaattn").eval()
+    with pytest.raises(adaattn_hf.UnsupportedModel) as refused:
+        adaattn_hf.explain(model)
+    with pytest.raises(adaattn_hf.UnsupportedModel, match=re.escape(str(refused.value))):
+        adaattn_hf.check(model)
 
 
 def test_a_part_that_cannot_be_built_is_refused_in_words() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import adaattn_hf
 from adaattn_hf.patches.unpad import PaddedCallError, hooks
 
-from ..support.families import configured
+from ..support.families import LISTED, configured, models
 from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
 from .test_training import arguments, examples
 from .test_unpad import UNPADDED
@@ -62,13 +62,26 @@ def test_another_implementation_is_refused() -> None:
             "from one packed row into the next",
         ),
         ("clip", tf.CLIPModel, {"text_config": TOWER, "vision_config": TOWER}, "several towers"),
+        *((name, tf.AutoModelForCausalLM, changes, "its indexer") for name, changes in LISTED["sparse"].items()),
     ],
 )  # fmt: skip
 def test_what_mixes_rows_attends_across_or_has_several_towers_is_refused(
     kind: str, cls: Any, changes: dict[str, Any], words: str
 ) -> None:
-    model = cls._from_config(configured(kind, changes), attn_implementation="adaattn")
+    build = getattr(cls, "from_config", None) or cls._from_config
+    model = build(configured(kind, changes), attn_implementation="adaattn")
     assert words in refusal_of(model)
+
+
+def test_keys_that_are_chosen_over_all_rows_keep_their_padding() -> None:
+    pair = models("doge", {"keep_window_size": 20}, tf.AutoModelForCausalLM)
+    ids, mask = tokens(length=30), padding("left", length=30)
+    assert mask is not None
+    adaattn_hf.prepare(pair.ours)
+    with torch.no_grad():
+        stock, ours = (model(input_ids=ids, attention_mask=mask).logits for model in pair)
+    assert_same(stock, ours, mask)
+    assert "keep_window_size" in "".join(adaattn_hf.unpad_calls(pair.ours))
 
 
 def test_attention_that_is_not_ours_is_refused() -> None:

@@ -175,6 +175,11 @@ print(adaattn_hf.__file__, adaattn_hf.patches.__file__, adaattn_hf.eval.__file__
     expected = [str(source / name / "__init__.py") for name in ("adaattn_hf", "patches", "eval")]
     assert run([python, "-c", code], cwd=source).split() == expected
     assert run([python, "-m", "adaattn_hf", "--version"], cwd=source).startswith("adaattn")
+    strict = [python, "-W", "error:adaattn:UserWarning", "-c", "import adaattn_hf"]
+    with pytest.raises(AssertionError, match=r"has no CPU kernels, so torch's are used; compile them with `python -m"):
+        run(strict, cwd=source)
+    (source / "adaattn_hf" / "backends" / "native" / "build_report.json").write_text("{}", encoding="utf-8")
+    run(strict, cwd=source)
     below = "import adaattn_hf.patches; print(adaattn_hf.__path__, adaattn_hf.patches.__file__)"
     if beside:
         found = run([python, "-c", below], cwd=tmp_path)

@@ -122,12 +122,23 @@ RECIPES = MappingProxyType({**DECODERS, **ENCODERS, **ENCODER_DECODERS})
 
 
 def sized(config_class: Any, changes: Mapping[str, Any] = MappingProxyType({})) -> tf.PreTrainedConfig:
-    """A tiny configuration of a class: the usual sizes that it knows, and changes."""
+    """A tiny configuration of a class: the usual sizes that it and its parts know, and changes."""
     known = config_class()
+    known.allow_global_per_layer_attribute_access = True  # else one whose layers differ hides what it has
     usual = {name: value for name, value in USUAL.items() if hasattr(known, name)}
     if hasattr(known, "kv_lora_rank"):
         usual |= MLA
-    config: tf.PreTrainedConfig = config_class(**{**usual, **copy.deepcopy(dict(changes))})
+    for name, value in list(usual.items()):
+        default = getattr(known, name, None)
+        if getattr(getattr(config_class, name, None), "fset", name) is None:
+            del usual[name]  # a property
+        elif isinstance(default, (list, tuple)) and isinstance(value, int):
+            usual[name] = [value] * len(default)
+    changes = copy.deepcopy(dict(changes))
+    for name in config_class.sub_configs:
+        if isinstance(part := getattr(known, name, None), tf.PreTrainedConfig):
+            usual[name] = sized(type(part), changes.pop(name, {})).to_dict()
+    config: tf.PreTrainedConfig = config_class(**{**usual, **changes})
     return config
 
 

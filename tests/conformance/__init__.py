@@ -1,0 +1,1 @@
+"""Programs that judge this package by Transformers' own tests and by all of its families."""
