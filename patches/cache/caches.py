@@ -191,7 +191,7 @@ def _in_place(layer: Any, stored: str, spans: Spans | None, room: Mapping[str, A
         made = SlidingLayer(stored, layer.sliding_window, room["growth"])
         made.record_past = layer.record_past
         return made
-    if stored == "model" or layer.is_initialized:  # from the start: it reads the keys of another layer, and stores none
+    if stored == "model" or getattr(layer, "is_initialized", False):  # from the start: it stores nothing
         return layer
     raise ValueError(
         f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "

@@ -385,6 +385,7 @@ def test_few_logits_are_kept_from_the_padded_form() -> None:
 def test_heads_that_pool_at_hidden_places_read_what_an_unprepared_model_has_there(family: str, side: str) -> None:
     """Transformers pools where the last id is not that of padding, or at the end of embeddings; Electra may average."""
     mask, encoder = padding(side), family == "electra"
+    assert mask is not None
     auto = AutoModelForMultipleChoice if encoder else AutoModelForSequenceClassification
     changes: dict[str, Any] = {"pad_token_id": 0, "num_labels": 3, **({"summary_type": "mean"} if encoder else {})}
     stock, ours = models(family, changes, auto)

@@ -40,7 +40,9 @@ def sharing(name: str) -> Pair:
     """A model of four layers, of which the last two read the keys of those before."""
     if not hasattr(tf, f"{name}TextConfig"):
         pytest.skip(f"transformers {tf.__version__} has no {name}")
-    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    sizes: dict[str, Any] = dict(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2
+    )
     sizes |= dict(head_dim=16, global_head_dim=16, num_global_key_value_heads=2, sliding_window=5, pad_token_id=0)
     sizes |= dict(vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, num_hidden_layers=4)
     sizes |= dict(laurel_rank=4, activation_sparsity_pattern=[0.0] * 4)  # of Gemma 3n
