@@ -5,10 +5,11 @@ Importing it registers names with Transformers and operators with torch; the res
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .errors import warn
 
 # In a checkout the other directories of the package lie beside this one: a Python that is started there finds them so.
 _BESIDE = Path(__file__).parent.parent
@@ -16,10 +17,9 @@ if all((_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/regist
     __path__.append(str(_BESIDE))
     _native = _BESIDE / "adaattn_hf" / "backends" / "native"
     if not any((_native / name).exists() for name in ("libadaattn.so", "build_report.json")):
-        warnings.warn(
+        warn(
             f"adaattn: the checkout {_BESIDE} has no CPU kernels, so torch's are used; compile them with `python -m "
-            "adaattn_hf.backends.native` there, or start Python elsewhere to import an installed copy",
-            stacklevel=2,
+            "adaattn_hf.backends.native` there, or start Python elsewhere to import an installed copy"
         )
 
 from adaattn_hf.patches.call.keywords import allow_keywords  # noqa: E402
