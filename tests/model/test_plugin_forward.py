@@ -129,7 +129,7 @@ def test_autocast_leaves_fp64_alone(name: str) -> None:
     stock, ours = (model.double() for model in fresh_pair("llama", name))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         right = stock(input_ids=tokens()).logits
-        torch.testing.assert_close(ours(input_ids=tokens()).logits, right)
+        torch.testing.assert_close(ours(input_ids=tokens()).logits, right, atol=1e-5, rtol=0)
     assert right.dtype == torch.float64
 
 

@@ -13,6 +13,7 @@ import transformers as tf
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import adaattn_hf
+from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
@@ -201,8 +202,9 @@ def test_where_transformers_refuses_a_name_the_settings_name_the_backend(family:
     model = fresh_pair(family).ours
     right = logits(model)
     adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend="sdpa"))
-    torch.testing.assert_close(logits(model), right)
-    assert {one["backend"] for one in adaattn_hf.explain(model).to_dict()["layers"]} == {"sdpa"}
+    with recording(Recorder()) as heard:
+        torch.testing.assert_close(logits(model), right)
+    assert {forced for *_, forced in heard.calls} == {"sdpa"}
 
 
 def test_devices_that_may_come_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
