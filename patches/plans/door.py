@@ -74,7 +74,8 @@ class State:
             said += [(vars(one), name) for name in computes_by(one)]
         values += [deepcopy(room[name]) for room, name in said[len(values) :]]
         held = ((part.prefix + name, one) for part in inside for name, one in part.weights.items())
-        return cls(Weights.of(trunk, whole=True), dict(held), *zip(*said, strict=True), values, Stamp(door))
+        rooms, names = zip(*said, strict=True)
+        return cls(Weights.of(trunk, whole=True), dict(held), rooms, names, values, Stamp(door))
 
     def same(self) -> bool:
         """Whether nothing has changed; asked in every pass, so done by iterators."""

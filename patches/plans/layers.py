@@ -55,7 +55,7 @@ def model_of(module: nn.Module) -> nn.Module | None:
     found: nn.Module | None = None
     while frame is not None:
         # what is read of a frame lives as long as that: of no other function, whose caller may delete a model
-        host = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        host: Any = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if host is not found and hasattr(type(host), "base_model_prefix") and module in {*host.modules()}:
             found = host
         frame = frame.f_back
