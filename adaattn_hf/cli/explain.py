@@ -80,6 +80,8 @@ def _record(explanation: Explanation) -> dict[str, Any]:
 
 
 def _explanation(model: str, asked: Explained) -> Explanation:
+    import torch
+
     import adaattn_hf
     from adaattn_hf.patches.checkpoint import known_implementations, resolve_device, resolve_dtype, why_not
     from adaattn_hf.patches.models.support import unloaded
@@ -99,7 +101,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
         return adaattn_hf.explain(
             ghost,
             device=where.type,
-            dtype=ghost.dtype if wanted == "auto" else wanted,
+            dtype=wanted if isinstance(wanted, torch.dtype) else ghost.dtype,
             cache=asked.cache,
             streaming=asked.streaming,
             plan=given,
