@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ..conformance import survey
+from ..support.models import main_output
 
 
 def test_the_page_is_what_the_survey_recorded(checkout: Path) -> None:
@@ -30,7 +31,7 @@ def failing(*args: Any) -> Any:
 
 def test_a_raw_error_and_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(model: Any, given: Any) -> Any:
-        return survey.main_output(model(**given)) + float(model.config._attn_implementation == "adaattn")
+        return main_output(model(**given)) + float(model.config._attn_implementation == "adaattn")
 
     assert survey.raw({"llama": survey.answers("llama")}) == []
     monkeypatch.setattr(survey, "explain", failing)

@@ -134,11 +134,11 @@ def sized(config_class: Any, changes: Mapping[str, Any] = MappingProxyType({})) 
             del usual[name]  # a property
         elif isinstance(default, (list, tuple)) and isinstance(value, int):
             usual[name] = [value] * len(default)
-    changes = copy.deepcopy(dict(changes))
+    asked = copy.deepcopy(dict(changes))
     for name in config_class.sub_configs:
         if isinstance(part := getattr(known, name, None), tf.PreTrainedConfig):
-            usual[name] = sized(type(part), changes.pop(name, {})).to_dict()
-    config: tf.PreTrainedConfig = config_class(**{**usual, **changes})
+            usual[name] = sized(type(part), asked.pop(name, {})).to_dict()
+    config: tf.PreTrainedConfig = config_class(**{**usual, **asked})
     return config
 
 
