@@ -77,11 +77,8 @@ def forward(
 ) -> torch.Tensor:
     """Logits `[batch, length, vocab]` without gradients.
 
-    Args:
-        batch: Its inputs, unpadded where there is a cache.
-        cache: What a cache stores over which the tokens are read in pieces (teacher-forced decoding), `dynamic` for
-            Transformers' `DynamicCache`; None reads all at once, without a cache.
-        streaming: Heads with a window in the plan keep it alone in the cache.
+    A `cache` names what it stores, `dynamic` Transformers' own: unpadded tokens are read in pieces over it. With
+    `streaming`, heads with a window keep it alone in the cache.
     """
     if cache is not None:
         from transformers import DynamicCache

@@ -91,7 +91,6 @@ def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind:
 
 
 def _ratio(difference: Mapping[str, Any]) -> dict[str, float | None]:
-    """exp of a difference and of its limits."""
     keys = {"value": "mean", "low": "low", "high": "high", "upper": "upper"}
     found = {name: difference[key] for name, key in keys.items()}
     return {name: None if value is None else math.exp(value) for name, value in found.items()}

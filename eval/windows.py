@@ -42,7 +42,6 @@ class Window:
 
 
 def _tail(document: int, input_ids: Sequence[int], targets: Sequence[int]) -> Window:
-    """A window whose last `len(targets)` logits are scored."""
     positions = np.arange(len(input_ids) - len(targets), len(input_ids), dtype=np.int64)
     return Window(document, np.asarray(input_ids, np.int64), positions, np.asarray(targets, np.int64))
 

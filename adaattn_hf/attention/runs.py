@@ -124,12 +124,9 @@ def aligned_runs(
 ) -> tuple[Segment, ...]:
     """The runs of sequences packed one after the other in one row; the last query of each stands at its last key.
 
-    Running sums that do not start with 0, fall, or go beyond the tokens are refused.
-
-    Args:
-        cu_q, cu_k: `sequences + 1` running sums of lengths, starting with 0.
-        q_total, k_total: Tokens that there are; those after the last sequence belong to none.
-        causal: Queries before the first key of a sequence then see nothing, and are left out.
+    `cu_q` and `cu_k` are `sequences + 1` running sums; others that do not start with 0, fall, or go beyond the tokens
+    are refused. Tokens after the last sequence belong to none. Causal queries before the first key of a sequence see
+    nothing, and are left out.
     """
     if len(cu_q) != len(cu_k):
         raise ValueError(f"cu_seqlens_k: got {len(cu_k)} entries, expected as many as cu_seqlens_q has, {len(cu_q)}")

@@ -56,11 +56,7 @@ class BackendRefusal(RuntimeError):
 
 
 def by_name(name: str) -> Backend:
-    """The backend of that name.
-
-    Raises:
-        ValueError: Unknown name; lists the known ones and the nearest.
-    """
+    """The backend of that name; a ValueError for another lists the known ones and the nearest."""
     if name not in BACKENDS:
         raise ValueError(unknown("backend", name, BACKENDS))
     return BACKENDS[name]
@@ -79,12 +75,7 @@ def possible(name: str) -> bool:
 
 
 def check_possible(name: str) -> None:
-    """Refuses a backend that can serve no call of this process, whatever it asks for.
-
-    Raises:
-        BackendRefusal: Says all that it lacks.
-        ValueError: There is no backend of that name.
-    """
+    """Refuses a backend that can serve no call of this process; the BackendRefusal says all that it lacks."""
     lacking = list(by_name(name).missing())
     if BACKENDS[name].device == "cuda" and not torch.cuda.is_available():
         lacking.append("it runs on CUDA devices, of which torch sees none here")
@@ -179,11 +170,7 @@ def launch_for(
 
 
 def choose(spec: CallSpec, forced: str | None = None) -> Backend:
-    """The backend for calls of this kind; remembered.
-
-    Raises:
-        BackendRefusal: `forced` cannot serve the call.
-    """
+    """The backend for calls of this kind; remembered. BackendRefusal where `forced` cannot serve it."""
     found, passed = _found(spec, forced)
     if found is None:
         raise BackendRefusal(
@@ -220,11 +207,7 @@ def _find(spec: CallSpec, forced: str | None) -> tuple[Backend | None, tuple[str
 
 
 def attend(request: AttentionRequest, backend: str | None = None) -> AttentionResult:
-    """Attention by the backend that is chosen for the request, or by the one that is named.
-
-    Raises:
-        BackendRefusal: The named backend cannot serve the call.
-    """
+    """Attention by the chosen backend, or by a named one (BackendRefusal if that cannot serve the request)."""
     spec = spec_of(request, backend)
     serves = choose(spec, backend)
     # extents are symbols in a graph, which would be guarded by what is asked of them

@@ -64,7 +64,6 @@ class ModelArms:
         self.layers = layers_of(model, self.attentions)
 
     def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """Finds the function from last hidden states to logits, `None` if none gives the model's logits."""
         probe = torch.arange(1, 9, device=self.device)[None]
 
         def listen(module: nn.Module, request: AttentionRequest) -> Tensor:

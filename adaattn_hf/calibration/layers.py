@@ -115,10 +115,7 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
-    """Runs one sequence of a length, adds up its moments, and returns an attention call of each window of the model.
-
-    Those without a window of their own come first. Of each kind the one nearest to the middle of the model is kept.
-    """
+    """Runs one sequence, adds up its moments; a call of each window, none first, of the layer nearest to the middle."""
     nearest: dict[int | None, tuple[int, AttentionRequest]] = {}
     place, middle = count(), len(inputs.arms.attentions) // 2
 

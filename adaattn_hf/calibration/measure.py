@@ -200,10 +200,7 @@ def measure_risks(
 
 
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
-    """Returns the rows, the sums of risks, the dropped mass and the risks for retrieval of one sequence.
-
-    Only the first one is asked for needles: what counts of their risks is which heads retrieve.
-    """
+    """Rows, sums of risks, dropped mass and risks for retrieval; the first sequence alone is asked for needles."""
     s, sequence = inputs.settings, inputs.samples[length].risk[number]
     # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)

@@ -76,7 +76,6 @@ def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[
 def _length(
     measurement: Measurement, by_layer: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
 ) -> tuple[Verified, Evidence, bool]:
-    """Returns verdict and evidence for one length, and whether a limit other than that of the loss failed."""
     inputs = measurement.inputs
     s, tap = inputs.settings, stored_tap(by_layer, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))

@@ -95,8 +95,7 @@ class Program:
     def over_stored(self) -> Program:
         """The program for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
-        Raises:
-            ValueError: If a choice needs unquantised keys.
+        A choice that needs unquantised keys is a ValueError.
         """
         lost = [choice.label for choice, _ in self.launches if choice.over_stored() is None]
         if lost:

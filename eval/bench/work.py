@@ -21,8 +21,6 @@ Work = Callable[[], Any]
 
 
 class _Layer(nn.Module):
-    """What an attention function may ask of its module."""
-
     def __init__(self, cell: Cell, implementation: str) -> None:
         super().__init__()
         self.is_causal = cell.mask == "causal"
@@ -104,7 +102,6 @@ def structure_of(cell: Cell, device: torch.device) -> CallStructure:
 
 
 def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
-    """Makes a cell's mask for an implementation, as a model does."""
     padding = padding_of(cell, device)
     function = _mask_function(cell, device)
     offset: Any = 0

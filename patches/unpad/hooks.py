@@ -39,8 +39,6 @@ class PaddedCallError(RuntimeError):
 
 @dataclass
 class _Frame:
-    """State of one forward pass between its pre-hook and its hook."""
-
     module: nn.Module
     owner: Unpadding
     layout: PackedLayout | None = None
@@ -116,7 +114,6 @@ class Unpadding:
 
     # ------------------------------------------------------------------ pre-hooks
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The packed arguments, or None to leave the call as it is, whose reasons the base model counts."""
         if tracing():
             return None
         frames = self._open(module)

@@ -32,9 +32,7 @@ def lies(tensor: Tensor) -> bool:
 def readable(tensor: Tensor, name: str) -> Tensor:
     """The tensor with its numbers in memory: lazily negated, conjugated and all-zero tensors are written out.
 
-    Raises:
-        ValueError: Its memory cannot be read: another device or layout, a tensor subclass that only traces, wraps or
-            shards, or storage that was freed.
+    A ValueError for another device or layout, storage that was freed, or a subclass that only traces, wraps or shards.
     """
     if lies(tensor):
         return tensor

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 def one_call(native: Library, group: Group | None = None, rules: HeadRules | None = None) -> Launch:
     """Calls of one kind as one call of the library each, without a gradient.
 
-    Args:
-        native: The library.
-        group: All heads, where they have rules of their own; else they all do the same.
-        rules: Those of the group.
+    Where heads have rules of their own, `group` is all of them, and `rules` are its.
     """
     heads = ALL_ALIKE if group is None else group.packed
 

@@ -95,13 +95,9 @@ def attend_step(
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
-    A structure that is not made of segments is refused.
-
-    Args:
-        graph: Whether it is a node of a traced graph, in whose memory nothing may be kept. Nothing but padding cuts its
-            batch rows then.
-        windows: Of its heads where they are known; else those of its structure and rules.
-        until: Position of a sequence from which on a query sees as if these had no end.
+    A structure that is not made of segments is refused. Nothing may be kept in the memory of a traced `graph`, and
+    nothing but padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no
+    end.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     kv_heads = key.shape[1]

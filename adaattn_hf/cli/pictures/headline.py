@@ -98,7 +98,6 @@ def verdict(plan: Plan, buys: Bought | None = None) -> str:
 
 
 def _speeds(plan: Plan, buys: Bought) -> list[str]:
-    """How many times as fast the whole model and its attention are, as far as that is known."""
     attention = buys.attention or (speed_of(plan) if plan.units else None)
     if plan.is_exact or (attention is None and buys.whole is None):
         return []

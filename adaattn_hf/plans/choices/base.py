@@ -126,12 +126,8 @@ class Choice:
     def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Returns the request whose exact attention is what the choice computes for these key/value heads.
 
-        It may hold a dense mask, and serves tests, `output_attentions` and calibration.
-
-        Args:
-            request: The request of these heads alone; see `attention.heads.some_heads`.
-            heads: Their indices in the layer, for `layer`.
-            layer: Bases and means of the layer.
+        It may hold a dense mask, and serves tests, `output_attentions` and calibration. The request is of these heads
+        alone (`attention.heads.some_heads`); `heads` are their indices in `layer`.
         """
         changed = request
         for part in self.operands:
