@@ -73,11 +73,7 @@ def _held(descriptor: int) -> bool:
 
 
 class Journal:
-    """Records of finished batches, kept in an append-only file where there is a directory for one.
-
-    Attributes:
-        records: Batch to its record, those that the file held included.
-    """
+    """Records of finished batches, kept in an append-only file where there is a directory for one."""
 
     def __init__(self, directory: Path | None, fingerprint: Mapping[str, Any], *, resume: bool = False) -> None:
         """Open or begin the journal of a directory; None for a run that is too short to be interrupted.

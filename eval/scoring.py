@@ -21,13 +21,7 @@ _CHUNK_BATCHES = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """The model's keywords for a batch, and where each window begins in its row.
-
-    Attributes:
-        keywords: `input_ids` `[batch, length]`; with padding `attention_mask`, on the left `position_ids`,
-            too.
-        offsets: `[batch]`, columns of padding before each window.
-    """
+    """The model's keywords for a batch, and the columns of padding before each window `[batch]`."""
 
     keywords: dict[str, torch.Tensor]
     offsets: tuple[int, ...]

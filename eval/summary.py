@@ -21,13 +21,7 @@ from .timing import ratio_summary
 
 @dataclass(frozen=True)
 class Tokens:
-    """All scored tokens of a run, in the order of the documents, whatever the order of the batches was.
-
-    Attributes:
-        scores: numbers per token.
-        document: `[tokens]`, index of each token's document.
-        window: `[tokens]`, index of each token's window.
-    """
+    """All scored tokens of a run in the order of the documents, with each one's document and window `[tokens]`."""
 
     scores: TokenScores
     document: npt.NDArray[np.int64]

@@ -235,15 +235,9 @@ def load(
 ) -> Checkpoint:
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
-    Args:
-        plans: As for `dtype_for`, whose default is float32 here.
-        implementation: The attention implementation; None leaves it to Transformers.
-        prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
-
-    Raises:
-        ModelUnavailable: there is no such model or tokenizer, it has no language-model head, or the backend that is
-            named can serve nothing here.
-        UsageError: an unknown dtype, device or objective, or no such token.
+    `plans` are as for `dtype_for`, whose default is float32 here. An implementation of None leaves it to Transformers.
+    With `prefixed` a causal model without a token to put before documents is refused before its weights are read.
+    ModelUnavailable where model, tokenizer, head or named backend are not to be had; else UsageError.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -344,13 +338,8 @@ def arms(
     """Returns one model per attention implementation, all sharing the checkpoint's parameters.
 
     Each model (arm) has its own modules, configuration and buffers, so that no arm can affect another; the parameters
-    are the same tensors, held in memory once.
-
-    Args:
-        plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for the model's own.
-
-    Raises:
-        ModelUnavailable: an implementation is unknown or the model refuses it, or a plan belongs to another model.
+    are the same tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
+    ModelUnavailable for an implementation that is unknown or refused, or a plan of another model.
     """
     known = known_implementations()
     models = []

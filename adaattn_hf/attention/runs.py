@@ -70,12 +70,7 @@ class Runs(CallStructure):
         return found.to(device)
 
     def visible(
-        self,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        rows: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        self, start: int = 0, stop: int | None = None, *, rows: Tensor | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Boolean `[batch, 1, rows, kv_len]`: what the same rules say within each run."""
         keep = torch.zeros(self.batch, 1, self.q_len, self.kv_len, dtype=torch.bool, device=device)

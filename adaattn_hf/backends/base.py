@@ -40,13 +40,8 @@ class Launch(Protocol):
     ) -> Tensor:
         """Returns the output `[batch, q_len, heads, head_dim_v]`.
 
-        Args:
-            query: `[batch, heads, q_len, head_dim]`.
-            key: `[batch, num_kv_heads, kv_len, head_dim]`.
-            value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
-            scaling: Factor on the scores, above 0.
-            structure: Settled.
-            stored: What turns key and value into numbers, where they are a cache's codes.
+        Queries are `[batch, heads, q_len, head_dim]`, keys and values `[batch, num_kv_heads, kv_len, …]`. The factor on
+        the scores is above 0, the structure settled. `stored` turns key and value into numbers where they are codes.
         """
         ...
 

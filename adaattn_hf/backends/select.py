@@ -116,20 +116,9 @@ def launch_for(
 ) -> Launch | None:
     """The launch of an ordinary call, one without dropout, bias, softcap and learned sinks; decided once per kind.
 
-    Args:
-        query, key, value: As `Launch` takes them.
-        structure: Settled.
-        forced: Name of the backend that the user asked for.
-        stored: What turns codes of a cache into numbers.
-        rules: Rules per head.
-
-    Returns:
-        None for tensors that ask for a closer look (subclasses, other layouts, one batch row for all, none at all), and
-        where all backends that may be asked refuse rules per head.
-
-    Raises:
-        ValueError: The tensors do not belong together.
-        BackendRefusal: `forced` cannot serve the call.
+    Tensors are as `Launch` takes them. None for those that ask for a closer look (subclasses, other layouts, one batch
+    row for all, none at all), and where all backends that may be asked refuse rules per head. Tensors that do not
+    belong together are a ValueError; BackendRefusal where `forced` cannot serve the call.
     """
     if not (
         query.dim() == key.dim() == value.dim() == 4

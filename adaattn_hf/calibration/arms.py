@@ -39,10 +39,8 @@ HOLDERS = (nn.ModuleList, nn.ModuleDict)
 class ModelArms:
     """A model, `model(input_ids)` giving `logits`, split into its base model (the body) and its head.
 
-    Attributes:
-        device: Where its weights are, or the first of them.
-        attentions: Its attention modules, in the order of their calls.
-        layers: Parts of it with at most one attention module each, which hold nearly all of a pass's activations.
+    `attentions` are its attention modules in the order of their calls; `layers` parts with at most one of them each,
+    which hold nearly all of a pass's activations.
     """
 
     def __init__(self, model: nn.Module) -> None:

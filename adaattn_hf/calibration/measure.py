@@ -39,14 +39,9 @@ from .state import MOMENTS_FILE, CalibrationState, KeptMoments, Known
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """Layers, risks and prices of one model.
+    """Layers, risks and prices (`[units, choices]`, seconds) of one model.
 
-    Attributes:
-        state: Sums over the sequences measured.
-        table: Measured prices.
-        prices: `[units, choices]`, seconds.
-        launches: Constants of the launches.
-        exact_steps: Whether decode steps stay exact, see `pricing.steps_stay_exact`; prices are then the prefill's.
+    With `exact_steps` decode steps stay exact (`pricing.steps_stay_exact`), and prices are the prefill's.
     """
 
     inputs: Inputs

@@ -45,12 +45,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
             lines += [f"## {title}", "", *_table(cells), ""]
     missed = [cell for cell in report["cells"] if verdict(cell) == "missed"]
     if missed:
-        lines += [
-            "## Missed",
-            "",
-            *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed),
-            "",
-        ]
+        lines += ["## Missed", "", *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed), ""]
     best = {cell["title"]: cell["ratio_best"]["wall"]["median"] for cell in report["cells"] if cell["ratio_best"]}
     slower = [f"{title} {ratio:.2f}" for title, ratio in best.items() if ratio < 1]
     if slower:

@@ -76,14 +76,7 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
             with torch.set_grad_enabled(cell.gradient):
                 for _ in range(cell.layers):
                     out = attend(
-                        layer,
-                        query,
-                        key,
-                        value,
-                        mask,
-                        scaling=scaling,
-                        dropout=0.0,
-                        sliding_window=cell.window,
+                        layer, query, key, value, mask, scaling=scaling, dropout=0.0, sliding_window=cell.window
                     )[0]
                     if cell.gradient:
                         torch.autograd.grad(out.sum(), (query, key, value))
@@ -170,8 +163,7 @@ def _mask_function(cell: Cell, device: torch.device) -> Callable[..., Any]:
         function = masking_utils.chunked_causal_mask_function(cell.chunk, starts)
     if cell.packed:
         numbers = torch.repeat_interleave(
-            torch.arange(len(cell.packed), device="cpu"),
-            torch.tensor(cell.packed, dtype=torch.int64, device="cpu"),
+            torch.arange(len(cell.packed), device="cpu"), torch.tensor(cell.packed, dtype=torch.int64, device="cpu")
         )
         documents = numbers.expand(cell.batch, -1).to(device)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))

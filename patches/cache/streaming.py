@@ -88,9 +88,7 @@ class StreamingLayer(FullLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`read`).
 
-        Raises:
-            RuntimeError: A gradient is wanted, or no attention has read the tokens before these.
-            ValueError: `max_cache_len` is passed.
+        RuntimeError where a gradient is wanted or tokens before these were not read, ValueError beyond `max_cache_len`.
         """
         refuse_gradients("dropped", key_states, value_states)
         if self.fresh is not None:

@@ -38,14 +38,9 @@ _LEAST_KEYS = 256
 
 
 class Sized(NamedTuple):
-    """What all steps of a kind share, whatever their lengths.
+    """What all steps of a kind share, whatever their lengths: bits of a value's codes, 0 for numbers, …
 
-    Attributes:
-        bits: Of a value's codes, 0 for numbers.
-        value_dim: Channels of a value.
-        least: Fewest keys that a program reads.
-        processors: Of the device.
-        constants: The kernel's, as far as structures and lengths do not change them.
+    `least` is the fewest keys that a program reads; `constants` the kernel's, as far as lengths do not change them.
     """
 
     bits: int
@@ -215,14 +210,9 @@ def split(
 ) -> tuple[int, int]:
     """Into how many shares the head that reads most splits its keys, and how many keys a share has.
 
-    The same for `least` lengths in a row, so that steps of a generation round alike, and are worked out once.
-
-    Args:
-        windows: Of `head_windows`.
-        spans: Of `least` keys each, of all sequences.
-        programs: As many as the device runs at once; there are no more shares unless each head has one.
-        least: Fewest keys worth a program.
-        whole: Whether every head may have to read all keys, where windows end.
+    The same for `least` lengths in a row, the fewest keys worth a program, so that steps of a generation round alike,
+    and are worked out once. `programs` run at once; there are no more shares unless each head has one. With `whole`
+    every head may have to read all keys, where windows end.
     """
     heads = ((ALL, 0),) * kv_heads if windows is None or whole else windows
     reads: Counter[int] = Counter()

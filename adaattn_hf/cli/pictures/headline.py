@@ -27,12 +27,7 @@ PLAN_HASH = "plan_sha256"
 
 @dataclass(frozen=True)
 class Bought:
-    """What a plan buys on the machine that it was made on; None where that is not known.
-
-    Attributes:
-        whole: How many times as fast whole forward passes are, the least and the most of all lengths.
-        attention: The same of the attention of all layers, by measured prices.
-    """
+    """What a plan buys where it was made: how many times as fast passes (least, most) and attention are, if known."""
 
     whole: tuple[float, float] | None = None
     attention: float | None = None

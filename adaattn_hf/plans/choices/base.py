@@ -20,12 +20,7 @@ _FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "rank": 0, "precision": "
 
 @dataclass(frozen=True)
 class Choice:
-    """What one key/value head (and the query heads that share it) computes.
-
-    Attributes:
-        keys: Which keys it reads; None for all that the mask allows.
-        operands: Changes of queries, keys and values, in this order.
-    """
+    """What a key/value head and the query heads that share it compute: keys read, then changes of operands in order."""
 
     keys: Keys | None = None
     operands: tuple[Operands, ...] = ()

@@ -46,16 +46,9 @@ def _few_rows(structure: CallStructure) -> bool | Tensor:
 
 @dataclass(frozen=True)
 class Setting:
-    """What candidates depend on.
+    """What candidates depend on: the longest sequence in tokens, the smallest head size of the layers, …
 
-    Attributes:
-        length: Longest sequence in tokens.
-        head_dim: Smallest head size of the layers.
-        dtype: Name of the weights' dtype.
-        families: Names of the families that are asked for.
-        windows: Windows to consider.
-        causal: Whether attention is causal.
-        memory: Whether a smaller cache is wanted, and not time.
+    With `memory` a smaller cache is wanted, and not time.
     """
 
     length: int
