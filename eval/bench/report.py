@@ -73,7 +73,8 @@ def _table(cells: list[Mapping[str, Any]]) -> list[str]:
     for cell in cells:
         ours, best = cell["times"]["adaattn"], cell["best"]
         eager = cell["ratios"].get("eager")
-        memory = " / ".join(_mebibytes(cell["peak_bytes"].get(name)) for name in ("adaattn", best, "eager"))
+        peaks = [cell["peak_bytes"].get(name) for name in ("adaattn", best, "eager")]
+        memory = " / ".join("-" if peak is None else f"{peak / 2**20:.3g}" for peak in peaks)
         target = "" if cell["target"] is None else f"{cell['target']:g} {verdict(cell)}"
         rows.append(
             f"| {cell['title']} | {ours['wall']['median'] * 1e3:.3g} | {best or '-'} "
@@ -88,7 +89,3 @@ def _ratio(entry: Mapping[str, Any] | None, clock: str) -> str:
         return "-"
     found = entry[clock]
     return f"{found['median']:.2f} [{found['quartile_25']:.2f}, {found['quartile_75']:.2f}]"
-
-
-def _mebibytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 2**20:.3g}"

@@ -38,9 +38,10 @@ _LEAST_KEYS = 256
 
 
 class Sized(NamedTuple):
-    """What all steps of a kind share, whatever their lengths: bits of a value's codes, 0 for numbers, …
+    """What all steps of a kind share, whatever their lengths.
 
-    `least` is the fewest keys that a program reads; `constants` the kernel's, as far as lengths do not change them.
+    `bits` of a value's codes are 0 for numbers; `least` is the fewest keys that a program reads; `constants` are the
+    kernel's, as far as lengths do not change them.
     """
 
     bits: int

@@ -46,10 +46,7 @@ def _few_rows(structure: CallStructure) -> bool | Tensor:
 
 @dataclass(frozen=True)
 class Setting:
-    """What candidates depend on: the longest sequence in tokens, the smallest head size of the layers, …
-
-    With `memory` a smaller cache is wanted, and not time.
-    """
+    """What candidates depend on: the longest sequence, the smallest head size, what to save (`memory`, not time)."""
 
     length: int
     head_dim: int
