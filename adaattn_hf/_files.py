@@ -36,11 +36,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text that anybody may have written.
-
-    Raises:
-        ValueError: It is no JSON, deeper or longer than a parser reads, or has a key twice; says which.
-    """
+    """Returns the value of a JSON text; ValueError for no JSON, one too deep or long, or a key that comes twice."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:
@@ -57,12 +53,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_text(value: Any, **layout: Any) -> str:
-    """Returns a value as JSON, null for what is no finite number: the format has neither infinity nor NaN.
-
-    Args:
-        value: Dictionaries, lists, tuples, strings and numbers.
-        layout: Keywords of `json.dumps`.
-    """
+    """Returns a value as JSON, null for what is no finite number; `layout` are keywords of `json.dumps`."""
     return json.dumps(_finite(value), allow_nan=False, **layout)
 
 

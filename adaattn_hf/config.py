@@ -65,11 +65,7 @@ class AdaAttnConfig:
         for name, kinds, expected in (
             ("preset", str, "a preset's name"),
             ("backend", (str, type(None)), "a backend's name or None"),
-            (
-                "plan",
-                (Mapping, type(None)),
-                "a plan as a dictionary (written by `adaattn calibrate`) or None",
-            ),
+            ("plan", (Mapping, type(None)), "a plan as a dictionary (written by `adaattn calibrate`) or None"),
             ("monitor", bool, "True or False"),
             ("tensors", (str, type(None)), "base64 of a plan's tensors or None"),
             ("version", int, f"{CONFIG_VERSION}"),

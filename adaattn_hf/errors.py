@@ -71,11 +71,7 @@ def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
 
 
 def from_environment(variable: str, known: Iterable[str], default: str) -> str:
-    """The value of an environment variable, `default` where it is not set or empty.
-
-    Raises:
-        UsageError: It is neither the default nor one of the known values.
-    """
+    """The value of an environment variable, `default` where it is not set or empty; UsageError for an unknown one."""
     asked = os.environ.get(variable) or default
     if asked != default and asked not in known:
         raise UsageError(unknown(variable, asked, known))

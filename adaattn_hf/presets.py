@@ -29,11 +29,7 @@ def load_preset(name: str) -> AdaAttnConfig:
 
 
 def budget_of(name: str) -> float:
-    """The budget that a preset's file names.
-
-    Raises:
-        ConfigError: As `load_preset`.
-    """
+    """The budget that a preset's file names; ConfigError as of `load_preset`."""
     return float(_read(name).get("budget", 0.0))
 
 

@@ -178,7 +178,6 @@ def _from_hub(known: str, split: str) -> Corpus:
 
 
 def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
-    """WikiText pages of rows that hold pages (`page`) or lines (`text`)."""
     listed = list(rows)
     whole = bool(listed) and isinstance(listed[0], dict) and "page" in listed[0]
     texts = [_field(row, where, number, ("page", "text")) for number, row in enumerate(listed)]
@@ -208,7 +207,6 @@ def _files(path: Path) -> list[Path]:
 
 @contextmanager
 def _reading(path: Path | str) -> Iterator[None]:
-    """Says of a file that cannot be read, or holds something else, that the data are not available."""
     try:
         yield
     except OSError as error:
@@ -241,7 +239,6 @@ def _field(row: Any, where: Path | str, number: int, fields: tuple[str, ...] = (
 
 
 def _rows(path: Path, split: str) -> Iterator[Any]:
-    """Rows of a .jsonl file, or of anything else that `datasets` reads or saved."""
     kind = path.suffix.lower()
     if kind == ".jsonl":
         with _reading(path):

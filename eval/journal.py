@@ -73,22 +73,12 @@ def _held(descriptor: int) -> bool:
 
 
 class Journal:
-    """Records of finished batches, kept in an append-only file where there is a directory for one.
-
-    Attributes:
-        records: Batch to its record, those that the file held included.
-    """
+    """Records of finished batches, kept in an append-only file where there is a directory for one."""
 
     def __init__(self, directory: Path | None, fingerprint: Mapping[str, Any], *, resume: bool = False) -> None:
-        """Open or begin the journal of a directory.
+        """Open or begin the journal of a directory; None for a run that is too short to be interrupted.
 
-        Args:
-            directory: made where it is missing; None for a run that is too short to be interrupted.
-            fingerprint: flat mapping of what is measured.
-            resume: go on with a journal that is there; otherwise its presence is an error.
-
-        Raises:
-            JournalMismatch: the directory holds another run, or one that was not asked to be continued.
+        JournalMismatch: it holds another run by the fingerprint, or one that was not asked to be continued (`resume`).
         """
         self.records: dict[int, BatchRecord] = {}
         self._file: BinaryIO | None = None
@@ -106,7 +96,6 @@ class Journal:
             raise
 
     def _begin(self, file: BinaryIO, resume: bool) -> None:
-        """Alone in the file from here on: read it, or write its first line."""
         if not _held(file.fileno()):
             raise JournalMismatch(
                 f"output_dir: {self.path} is being written by another process; wait for it, or pass another "
@@ -185,7 +174,6 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """The value of a line, or None where it is torn."""
     head, _, body = raw.rstrip(b"\n").partition(b" ")
     if not raw.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):
         return None

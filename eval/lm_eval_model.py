@@ -20,14 +20,9 @@ class AdaAttnLM(HFLM):  # type: ignore[misc]
     def __init__(
         self, pretrained: Any, attn_implementation: str = "adaattn", plan: str | None = None, **kwargs: Any
     ) -> None:
-        """Load a model, or take one.
+        """Load a model by hub id or directory, or take one that is loaded, whose attention is then switched.
 
-        Args:
-            pretrained: hub id or directory; or a model that is loaded already, whose attention is then
-                switched.
-            attn_implementation: any name that Transformers knows.
-            plan: file or directory of a plan, or `none` to run without the one that the model carries.
-            **kwargs: as for the model `hf`.
+        `plan` is a file or directory, or `none` to run without the one that the model carries; `kwargs` as for `hf`.
         """
         if isinstance(pretrained, str):
             super().__init__(pretrained=pretrained, attn_implementation=attn_implementation, **kwargs)

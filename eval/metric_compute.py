@@ -28,18 +28,9 @@ def compute(
     tokenizer: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Perplexity of texts under `attn_implementation` beside `baseline`.
+    """Perplexity of texts, each a document, under `attn_implementation` beside `baseline`.
 
-    Args:
-        predictions: texts; each is a document.
-        model_id: hub id or directory.
-        dtype: of the weights.
-        device: where they run.
-        tokenizer: where it is not the model's own.
-        **settings: fields of `Settings` (attn_implementation, baseline, context, stride, batch_size, windows, …).
-
-    Returns:
-        See the metric's own description.
+    `settings` are fields of `Settings` (attn_implementation, baseline, context, stride, batch_size, windows, …).
     """
     loaded = checkpoint.load(model_id, dtype=dtype, device=device, tokenizer=tokenizer)
     corpus = corpora.text_corpus(predictions, "predictions", "predictions")

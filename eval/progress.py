@@ -56,10 +56,7 @@ def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool =
 class Display:
     """Told of progress, it moves bars on a terminal; elsewhere it writes a line where a stage ends.
 
-    Attributes:
-        work: The work of each stage, in any unit until `expect` tells it in seconds.
-        done: Share of each stage that is done.
-        stage: The stage that was told of last, empty before the first.
+    `work` of a stage is in any unit until `expect` tells it in seconds; `stage` is empty before the first.
     """
 
     def __init__(self, work: Mapping[str, float], console: Console, bars: Bars | None, quiet: bool) -> None:

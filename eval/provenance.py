@@ -76,10 +76,8 @@ def _versions() -> dict[str, str]:
 def commit(directory: Path) -> str | None:
     """The commit of the checkout that holds a directory, marked `+dirty` where tracked files differ.
 
-    Outside a checkout it is what ADAATTN_COMMIT says: files that were copied to another machine have no other way.
-
-    Raises:
-        UsageError: ADAATTN_COMMIT is no commit.
+    Outside a checkout it is what ADAATTN_COMMIT says (UsageError if that is no commit): files that were copied to
+    another machine have no other way.
     """
 
     def git(*words: str) -> str:

@@ -106,7 +106,6 @@ def rows(report: Report) -> tuple[list[str], Rows]:
 
 
 def _word_line(report: Report) -> list[str]:
-    """A sentence on a perplexity per word that nothing can be read from."""
     words, found = (report["quality"]["arms"][0].get(name) for name in ("words", "word_perplexity"))
     if report["data"]["kind"] != "pages" or not words or (found is not None and found < BEYOND):
         return []
@@ -146,7 +145,6 @@ def markdown(reports: Sequence[Report]) -> str:
 
 
 def _cache_line(settings: Mapping[str, Any]) -> list[str]:
-    """What the arms read their windows over, where it is a cache."""
     if settings.get("cache") is None:
         return []
     heads = " with streaming heads" if settings.get("streaming") else ""

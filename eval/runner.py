@@ -58,8 +58,6 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class _Work:
-    """What every batch is put through."""
-
     arms: Sequence[Arm]
     task: tasks.Task
     batches: Sequence[Sequence[int]]
@@ -98,10 +96,7 @@ def measure(
     """Measure an attention implementation against stock, on the same tokens in the same batches.
 
     An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
-
-    Raises:
-        UsageError, DataUnavailable, ModelUnavailable, JournalMismatch: as their names say.
-        KeyboardInterrupt: passed on; finished batches are in the journal.
+    KeyboardInterrupt is passed on: finished batches are in the journal.
     """
     if settings.cache is not None and checkpoint.objective != "causal":
         raise UsageError(
@@ -186,7 +181,6 @@ def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: 
 
 
 def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[Arm]:
-    """The model under each implementation, stock first; refuses a cache or streaming that the tested one cannot do."""
     _, names, plans, _ = zip(*settings.arms, strict=True)
     models = copies(checkpoint, names, plans)
     if settings.cache is not None:
@@ -210,10 +204,7 @@ def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[
 
 
 def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> None:
-    """Run every batch that is not yet recorded through all arms, and record it.
-
-    Of several processes each runs every n-th of these batches, and all know every record.
-    """
+    """Run every batch that is not yet recorded; of several processes each runs every n-th, all know every record."""
     count = len(work.batches)
     sizes = [sum(len(work.task.windows[w].targets) for w in batch) for batch in work.batches]
     done, total = sum(sizes[i] for i in records.records), sum(sizes)
@@ -229,7 +220,6 @@ def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> 
 
 
 def _measured(work: _Work, index: int) -> BatchRecord:
-    """One batch through all arms, each first in its turn."""
     windows = [work.task.windows[w] for w in work.batches[index]]
     inputs = work.collate(windows)
     logits: list[Any] = [None] * len(work.arms)
@@ -260,7 +250,6 @@ def _memory(work: _Work) -> list[dict[str, Any]]:
 
 
 def _plan_entry(model: Any, implementation: str, path: str | None) -> dict[str, Any] | None:
-    """Where an arm's plan came from, and what it is; None for an arm that runs nothing but exact attention."""
     plan = plan_of(model) if implementation.startswith("adaattn") else None
     if plan is None:
         return None

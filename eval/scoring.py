@@ -21,13 +21,7 @@ _CHUNK_BATCHES = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """The model's keywords for a batch, and where each window begins in its row.
-
-    Attributes:
-        keywords: `input_ids` `[batch, length]`; with padding `attention_mask`, on the left `position_ids`,
-            too.
-        offsets: `[batch]`, columns of padding before each window.
-    """
+    """The model's keywords for a batch, and the columns of padding before each window `[batch]`."""
 
     keywords: dict[str, torch.Tensor]
     offsets: tuple[int, ...]
@@ -77,11 +71,8 @@ def forward(
 ) -> torch.Tensor:
     """Logits `[batch, length, vocab]` without gradients.
 
-    Args:
-        batch: Its inputs, unpadded where there is a cache.
-        cache: What a cache stores over which the tokens are read in pieces (teacher-forced decoding), `dynamic` for
-            Transformers' `DynamicCache`; None reads all at once, without a cache.
-        streaming: Heads with a window in the plan keep it alone in the cache.
+    A `cache` names what it stores, `dynamic` Transformers' own: unpadded tokens are read in pieces over it. With
+    `streaming`, heads with a window keep it alone in the cache.
     """
     if cache is not None:
         from transformers import DynamicCache

@@ -21,13 +21,7 @@ from .timing import ratio_summary
 
 @dataclass(frozen=True)
 class Tokens:
-    """All scored tokens of a run, in the order of the documents, whatever the order of the batches was.
-
-    Attributes:
-        scores: numbers per token.
-        document: `[tokens]`, index of each token's document.
-        window: `[tokens]`, index of each token's window.
-    """
+    """All scored tokens of a run in the order of the documents, with each one's document and window `[tokens]`."""
 
     scores: TokenScores
     document: npt.NDArray[np.int64]
@@ -91,7 +85,6 @@ def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind:
 
 
 def _ratio(difference: Mapping[str, Any]) -> dict[str, float | None]:
-    """exp of a difference and of its limits."""
     keys = {"value": "mean", "low": "low", "high": "high", "upper": "upper"}
     found = {name: difference[key] for name, key in keys.items()}
     return {name: None if value is None else math.exp(value) for name, value in found.items()}

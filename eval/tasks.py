@@ -72,7 +72,6 @@ def _context(checkpoint: Checkpoint, settings: Settings) -> int:
 
 
 def _encoded(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> tuple[list[list[int]], bool]:
-    """Tokens of each document within the budget of `limit_tokens`, and whether one was cut short."""
     special = settings.add_bos if checkpoint.objective == "causal" else False
     keywords = {} if special is None else {"add_special_tokens": special}
     left = settings.limit_tokens

@@ -26,14 +26,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Window:
-    """One model input and what is scored in it.
-
-    Attributes:
-        document: index of the document in the corpus.
-        input_ids: `[length]`, what the model reads.
-        positions: `[scored]`, rows of the logits that predict the targets.
-        targets: `[scored]`, the token that each of these rows should predict.
-    """
+    """One model input and what is scored in it: rows of the logits, and the token that each should predict."""
 
     document: int
     input_ids: Tokens
@@ -42,7 +35,6 @@ class Window:
 
 
 def _tail(document: int, input_ids: Sequence[int], targets: Sequence[int]) -> Window:
-    """A window whose last `len(targets)` logits are scored."""
     positions = np.arange(len(input_ids) - len(targets), len(input_ids), dtype=np.int64)
     return Window(document, np.asarray(input_ids, np.int64), positions, np.asarray(targets, np.int64))
 

@@ -97,11 +97,8 @@ def resolve_dtype(name: str) -> torch.dtype | str:
 def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, default: str) -> str:
     """Returns the dtype that a model is loaded in: as asked, else that of its plans, else the default.
 
-    A plan is a file, a directory or an id, `NO_PLAN`, or None for the one in the configuration.
-
-    Raises:
-        UsageError: A plan is of another dtype.
-        ModelUnavailable: A plan cannot be read.
+    A plan is a file, a directory or an id, `NO_PLAN`, or None for the one in the configuration. One of another dtype is
+    a UsageError, one that cannot be read ModelUnavailable.
     """
     typed, carried = asked, carried_by(config.get_text_config()).get(CONFIG_KEY)
     for plan in plans:
@@ -123,14 +120,9 @@ def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, defau
 
 
 def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
-    """Returns the device of a name, by default CUDA if available, else the CPU.
+    """Returns the device of a name, by default or with `auto` CUDA if available, else the CPU.
 
-    Args:
-        name: `cpu`, `cuda`, `cuda:1`, or another accelerator that torch sees here; `auto` is the default, see `placed`.
-        here: Refuse a CUDA device that is missing.
-
-    Raises:
-        UsageError: There is no such device.
+    UsageError: there is no such device, or with `here` no such CUDA device.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     if name is None or name == "auto":
@@ -150,11 +142,7 @@ def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
 
 
 def placed(model: Any, device: str | None) -> Any:
-    """Returns the model where `resolve_device` says; `auto` shares its layers out among all GPUs, by accelerate.
-
-    Raises:
-        UsageError: There are several GPUs, and accelerate is not installed.
-    """
+    """The model where `resolve_device` says; `auto` shares its layers among GPUs by accelerate (else UsageError)."""
     if device != "auto" or torch.cuda.device_count() < 2:
         return model.to(resolve_device(device))
     if find_spec("accelerate") is None:
@@ -214,11 +202,7 @@ def prefix_token(tokenizer: Any, name: str) -> int:
 
 
 def read_config(model: str | Path, **source: Any) -> Any:
-    """Returns the configuration of a checkpoint that has weights.
-
-    Raises:
-        ModelUnavailable: there is no such model, or only a plan.
-    """
+    """Returns the configuration of a checkpoint that has weights; ModelUnavailable for no model, or only a plan."""
     from transformers import AutoConfig
 
     files = {path.name for path in Path(model).glob("*.*")} - {TENSORS_FILE}
@@ -251,15 +235,9 @@ def load(
 ) -> Checkpoint:
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
-    Args:
-        plans: As for `dtype_for`, whose default is float32 here.
-        implementation: The attention implementation; None leaves it to Transformers.
-        prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
-
-    Raises:
-        ModelUnavailable: there is no such model or tokenizer, it has no language-model head, or the backend that is
-            named can serve nothing here.
-        UsageError: an unknown dtype, device or objective, or no such token.
+    `plans` are as for `dtype_for`, whose default is float32 here. An implementation of None leaves it to Transformers.
+    With `prefixed` a causal model without a token to put before documents is refused before its weights are read.
+    ModelUnavailable where model, tokenizer, head or named backend are not to be had; else UsageError.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -321,7 +299,6 @@ def why_not(model: str | Path, error: Exception) -> str:
 
 
 def _neighbour(model: str | Path) -> str:
-    """Returns the model directory that is called much like one that is not there; empty if there is none."""
     path = Path(model).expanduser()
     names = [] if path.exists() else [one.parent.name for one in path.parent.glob("*/config.json")]
     near = nearest(path.name, names, 0.75)
@@ -361,13 +338,8 @@ def arms(
     """Returns one model per attention implementation, all sharing the checkpoint's parameters.
 
     Each model (arm) has its own modules, configuration and buffers, so that no arm can affect another; the parameters
-    are the same tensors, held in memory once.
-
-    Args:
-        plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for the model's own.
-
-    Raises:
-        ModelUnavailable: an implementation is unknown or the model refuses it, or a plan belongs to another model.
+    are the same tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
+    ModelUnavailable for an implementation that is unknown or refused, or a plan of another model.
     """
     known = known_implementations()
     models = []

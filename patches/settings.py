@@ -62,7 +62,6 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
 
 
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
-    """Returns the plan if its budget is within the preset's, else None. Raises PlanError where it is malformed."""
     budget = 0.0 if plan is None else Plan.from_dict(plan).budget
     if budget <= math.log1p(preset.budget) * (1 + 1e-6):
         return plan

@@ -22,7 +22,6 @@ class _Refusal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Raises a RuntimeError, always."""
         raise RuntimeError(
             "second derivatives of attention: the fused backward passes have none, nor have those of stock sdpa; load "
             'the model with attn_implementation="adaattn_eager", which is differentiable any number of times'
@@ -52,12 +51,10 @@ def first_order(backward: Backward) -> Backward:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """`-sum_i p_sink,i D_i` with `D = rowsum(dO * O)`: a sink draws weight and carries no value.
+    """`-sum_i p_sink,i D_i` `[heads]` with `D = rowsum(dO * O)`: a sink draws weight and carries no value.
 
-    Args:
-        grad, out: Of the output, `[batch, q_len, heads, head_dim_v]`.
-        lse: Log-sum-exp of each row with the sink in it, `[batch, heads, q_len]`, nats; its dtype is computed in.
-        sink_logits: `[heads]`, as the result.
+    `grad` and `out` are `[batch, q_len, heads, head_dim_v]`; `lse` `[batch, heads, q_len]`, in nats and with the sink
+    in it, has the dtype that is computed in.
     """
     wide = lse.dtype
     delta = (grad.to(wide) * out.to(wide)).sum(dim=3).transpose(1, 2)

@@ -70,12 +70,7 @@ class Runs(CallStructure):
         return found.to(device)
 
     def visible(
-        self,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        rows: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        self, start: int = 0, stop: int | None = None, *, rows: Tensor | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Boolean `[batch, 1, rows, kv_len]`: what the same rules say within each run."""
         keep = torch.zeros(self.batch, 1, self.q_len, self.kv_len, dtype=torch.bool, device=device)
@@ -124,12 +119,9 @@ def aligned_runs(
 ) -> tuple[Segment, ...]:
     """The runs of sequences packed one after the other in one row; the last query of each stands at its last key.
 
-    Running sums that do not start with 0, fall, or go beyond the tokens are refused.
-
-    Args:
-        cu_q, cu_k: `sequences + 1` running sums of lengths, starting with 0.
-        q_total, k_total: Tokens that there are; those after the last sequence belong to none.
-        causal: Queries before the first key of a sequence then see nothing, and are left out.
+    `cu_q` and `cu_k` are `sequences + 1` running sums; others that do not start with 0, fall, or go beyond the tokens
+    are refused. Tokens after the last sequence belong to none. Causal queries before the first key of a sequence see
+    nothing, and are left out.
     """
     if len(cu_q) != len(cu_k):
         raise ValueError(f"cu_seqlens_k: got {len(cu_k)} entries, expected as many as cu_seqlens_q has, {len(cu_q)}")

@@ -217,12 +217,7 @@ class CallStructure:
 
     # ------------------------------------------------------------------ the definition
     def visible(
-        self,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        rows: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        self, start: int = 0, stop: int | None = None, *, rows: Tensor | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Boolean `[batch or 1, heads or 1, rows, kv_len]`: True where the query sees the key.
 

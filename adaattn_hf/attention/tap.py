@@ -48,9 +48,8 @@ SEATED = "_adaattn_seated"
 class Recorder:
     """Collects the calls of a forward pass: the module, the spec and the backend that was asked for by name.
 
-    Attributes:
-        looks: Whether `answered` needs all heads of a call at once, and all keys that they see.
-        dry: Nothing is computed; calls return uninitialised tensors of the right shape (for the meta device).
+    With `looks`, `answered` needs all heads of a call at once, and all keys that they see. A `dry` one computes
+    nothing: calls return uninitialised tensors of the right shape (for the meta device).
     """
 
     looks: ClassVar[bool] = False

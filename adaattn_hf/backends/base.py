@@ -40,13 +40,8 @@ class Launch(Protocol):
     ) -> Tensor:
         """Returns the output `[batch, q_len, heads, head_dim_v]`.
 
-        Args:
-            query: `[batch, heads, q_len, head_dim]`.
-            key: `[batch, num_kv_heads, kv_len, head_dim]`.
-            value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
-            scaling: Factor on the scores, above 0.
-            structure: Settled.
-            stored: What turns key and value into numbers, where they are a cache's codes.
+        Queries are `[batch, heads, q_len, head_dim]`, keys and values `[batch, num_kv_heads, kv_len, …]`. The factor on
+        the scores is above 0, the structure settled. `stored` turns key and value into numbers where they are codes.
         """
         ...
 
@@ -93,9 +88,7 @@ def _worth_a_look(structure: CallStructure, device: str, backend: str | None) ->
 def installed(module: str, whole: bool = False) -> bool:
     """Whether a module can be imported; it is not. A traced graph cannot look for it, and takes the answer as it is.
 
-    Args:
-        module: Its name.
-        whole: A directory of that name without a file of its own does not count.
+    With `whole` a directory of that name without a file of its own does not count.
     """
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
@@ -129,12 +122,7 @@ def _made_on_stream(
 
 
 def by_requests(attend: Callable[[AttentionRequest], AttentionResult], rules: HeadRules | None) -> Launch:
-    """The launch that makes a request of each call, and has it answered.
-
-    Args:
-        attend: Answers a request.
-        rules: Rules per head of all calls.
-    """
+    """The launch that makes a request of each call, with the rules per head of all, and has `attend` answer it."""
 
     def launch(
         query: Tensor,
@@ -178,14 +166,10 @@ class Backend(Protocol):
         ...
 
     def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
-        """The launch for all calls of a kind.
+        """The launch for all calls of a kind that is not refused, whose rules per head are `rules`.
 
         Asked once for each kind, outside of traced graphs, for calls without dropout, bias, softcap or learned sinks,
         whose factor is positive, and whose log-sum-exp nobody needs.
-
-        Args:
-            spec: A kind that is not refused.
-            rules: Rules per head of its calls.
         """
         return by_requests(self.attend, rules)
 
@@ -197,9 +181,7 @@ class Backend(Protocol):
 def bound(backend: Backend, request: AttentionRequest) -> Callable[[], object]:
     """Returns an ordinary call as layers make it, with its tensors; where a gradient is wanted, both passes.
 
-    Args:
-        backend: The backend that was chosen.
-        request: The call, without dropout, bias, softcap or learned sinks.
+    The request is without dropout, bias, softcap and learned sinks.
     """
     spec = spec_of(request)
     inputs = request.query, request.key, request.value
@@ -229,12 +211,10 @@ OPTIONS = {
 
 
 def unnamed(spec: CallSpec, kernels: str, serves: Collection[str] = ()) -> tuple[str, ...]:
-    """The refusals of a backend of all that it does not name.
+    """The refusals of all that a backend does not name.
 
-    Args:
-        spec: Facts of the call.
-        kernels: What the backend runs, as the subject of a sentence in the plural.
-        serves: Of `OPTIONS` those that it serves, or refuses in words of its own.
+    `kernels` is the subject of a sentence in the plural; `serves` are those of `OPTIONS` that it serves, or refuses in
+    words of its own.
     """
     asked = {fact: getattr(spec, fact) for fact in OPTIONS if fact not in serves}
     return tuple(
@@ -245,12 +225,7 @@ def unnamed(spec: CallSpec, kernels: str, serves: Collection[str] = ()) -> tuple
 
 
 def run_refusals(spec: CallSpec, kernels: str) -> list[str]:
-    """The refusals of packed kernels, which count windows from the last key of a run.
-
-    Args:
-        spec: Facts of the call.
-        kernels: As in `unnamed`.
-    """
+    """The refusals of packed kernels, which count windows from the last key of a run; `kernels` as in `unnamed`."""
     if spec.kind != "ragged" or spec.compiling:
         return []
     reasons = []
@@ -271,13 +246,8 @@ def softmax_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights `[batch, heads, q_len, kv_len]` by separate operations, in at least fp32 and without dropout.
 
-    With them come each row's largest score, 0 where that is infinite, and its sum of exponentials, as columns.
-
-    Args:
-        request: Softcap, learned sinks and the factor on the scores are its.
-        query, key: Some of its tokens.
-        mask: Additive or boolean; `bias` is added before it.
-        work: Dtype of the products; that of the softmax when None.
+    With them come each row's largest score, 0 where that is infinite, and its sum of exponentials, as columns. `bias`
+    is added before the mask. `work` is the dtype of the products; that of the softmax when None.
     """
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]

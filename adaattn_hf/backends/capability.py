@@ -67,10 +67,7 @@ def _has_devices() -> bool:
 
 @torch.compiler.assume_constant_result
 def _sm_while_tracing(index: int | None) -> int:
-    """Compute capability of a device for a traced graph, which is not to look into a cache: 90 for 9.0, 0 for none.
-
-    One number, as torch 2.11 cannot compare a tuple that it took for a constant.
-    """
+    """For a traced graph: 90 for 9.0, 0 for none. One number, as torch 2.11 cannot compare tuples of constants."""
     if not _has_devices():
         return 0
     major, minor = torch.cuda.get_device_capability(torch.cuda.current_device() if index is None else index)

@@ -56,11 +56,7 @@ class BackendRefusal(RuntimeError):
 
 
 def by_name(name: str) -> Backend:
-    """The backend of that name.
-
-    Raises:
-        ValueError: Unknown name; lists the known ones and the nearest.
-    """
+    """The backend of that name; a ValueError for another lists the known ones and the nearest."""
     if name not in BACKENDS:
         raise ValueError(unknown("backend", name, BACKENDS))
     return BACKENDS[name]
@@ -79,12 +75,7 @@ def possible(name: str) -> bool:
 
 
 def check_possible(name: str) -> None:
-    """Refuses a backend that can serve no call of this process, whatever it asks for.
-
-    Raises:
-        BackendRefusal: Says all that it lacks.
-        ValueError: There is no backend of that name.
-    """
+    """Refuses a backend that can serve no call of this process; the BackendRefusal says all that it lacks."""
     lacking = list(by_name(name).missing())
     if BACKENDS[name].device == "cuda" and not torch.cuda.is_available():
         lacking.append("it runs on CUDA devices, of which torch sees none here")
@@ -125,20 +116,9 @@ def launch_for(
 ) -> Launch | None:
     """The launch of an ordinary call, one without dropout, bias, softcap and learned sinks; decided once per kind.
 
-    Args:
-        query, key, value: As `Launch` takes them.
-        structure: Settled.
-        forced: Name of the backend that the user asked for.
-        stored: What turns codes of a cache into numbers.
-        rules: Rules per head.
-
-    Returns:
-        None for tensors that ask for a closer look (subclasses, other layouts, one batch row for all, none at all), and
-        where all backends that may be asked refuse rules per head.
-
-    Raises:
-        ValueError: The tensors do not belong together.
-        BackendRefusal: `forced` cannot serve the call.
+    Tensors are as `Launch` takes them. None for those that ask for a closer look (subclasses, other layouts, one batch
+    row for all, none at all), and where all backends that may be asked refuse rules per head. Tensors that do not
+    belong together are a ValueError; BackendRefusal where `forced` cannot serve the call.
     """
     if not (
         query.dim() == key.dim() == value.dim() == 4
@@ -179,11 +159,7 @@ def launch_for(
 
 
 def choose(spec: CallSpec, forced: str | None = None) -> Backend:
-    """The backend for calls of this kind; remembered.
-
-    Raises:
-        BackendRefusal: `forced` cannot serve the call.
-    """
+    """The backend for calls of this kind; remembered. BackendRefusal where `forced` cannot serve it."""
     found, passed = _found(spec, forced)
     if found is None:
         raise BackendRefusal(
@@ -220,11 +196,7 @@ def _find(spec: CallSpec, forced: str | None) -> tuple[Backend | None, tuple[str
 
 
 def attend(request: AttentionRequest, backend: str | None = None) -> AttentionResult:
-    """Attention by the backend that is chosen for the request, or by the one that is named.
-
-    Raises:
-        BackendRefusal: The named backend cannot serve the call.
-    """
+    """Attention by the chosen backend, or by a named one (BackendRefusal if that cannot serve the request)."""
     spec = spec_of(request, backend)
     serves = choose(spec, backend)
     # extents are symbols in a graph, which would be guarded by what is asked of them

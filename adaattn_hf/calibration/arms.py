@@ -39,10 +39,8 @@ HOLDERS = (nn.ModuleList, nn.ModuleDict)
 class ModelArms:
     """A model, `model(input_ids)` giving `logits`, split into its base model (the body) and its head.
 
-    Attributes:
-        device: Where its weights are, or the first of them.
-        attentions: Its attention modules, in the order of their calls.
-        layers: Parts of it with at most one attention module each, which hold nearly all of a pass's activations.
+    `attentions` are its attention modules in the order of their calls; `layers` parts with at most one of them each,
+    which hold nearly all of a pass's activations.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,7 +62,6 @@ class ModelArms:
         self.layers = layers_of(model, self.attentions)
 
     def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """Finds the function from last hidden states to logits, `None` if none gives the model's logits."""
         probe = torch.arange(1, 9, device=self.device)[None]
 
         def listen(module: nn.Module, request: AttentionRequest) -> Tensor:

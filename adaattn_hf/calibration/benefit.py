@@ -28,11 +28,8 @@ WORTH = 5.0
 class Benefit:
     """Speed-up of a whole forward pass of `batch` sequences over exact attention.
 
-    Attributes:
-        ratio: Geometric mean over the rounds of exact seconds over planned seconds.
-        low, high: Limits of the two-sided 95 % interval, by Student's t on the logarithms.
-        rounds: Rounds, each of one exact and one planned pass.
-        clock: What was measured, `time` or `CPU time`.
+    `ratio` is the geometric mean over rounds of one exact and one planned pass each; `low` and `high` its two-sided 95
+    % interval, by Student's t on the logarithms; `clock` is `time` or `CPU time`.
     """
 
     length: int

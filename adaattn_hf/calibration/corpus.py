@@ -28,12 +28,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A chunk of text as token ids.
-
-    Attributes:
-        document: Name of the document that it comes from; chunks of one document are not independent.
-        source: Name of the file or directory, as the user gave it.
-    """
+    """A chunk of text as token ids; chunks of one document are not independent. `source` is as the user gave it."""
 
     document: str
     tokens: tuple[int, ...]

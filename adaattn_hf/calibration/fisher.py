@@ -77,11 +77,7 @@ def in_pieces(
 class FisherRecorder:
     """Records the gradients and changes of one layer at a time, as layers are computed again on the way back.
 
-    `rows`, `choices`, `tensors`, `labels` and `report` are those of `measure`.
-
-    Attributes:
-        left: Indices of the layers that are not reported yet.
-        forward: Whether the forward pass is still under way.
+    Fields are those of `measure`, the layers `left` to report, and whether the `forward` pass is still under way.
     """
 
     rows: Tensor
@@ -145,9 +141,7 @@ def learns(one: Any) -> bool:
 class LayerCall:
     """One call of a layer, whose graph is not kept: it is computed again when all gradients of its outputs are known.
 
-    Attributes:
-        given: Its arguments, flattened; `spec` puts them together.
-        gradients: By label and output, the gradients so far.
+    `given` are its arguments, flattened as `spec` says; `gradients` those so far, by label and output.
     """
 
     forward: Callable[..., Any]
@@ -200,13 +194,9 @@ class Cut(torch.autograd.Function):
 
 @dataclass(eq=False)
 class WayBack:
-    """The calls of a model's layers, in order, and the way back through them for several labels at once.
+    """The calls of a model's layers still to be gone back through, in order, for several labels at once.
 
     Autograd holds one layer's activations, and each layer is computed again once, whatever the number of labels.
-
-    Attributes:
-        calls: The calls that are still to be gone back through.
-        label: The label whose gradients are being computed.
     """
 
     labels: int
@@ -298,13 +288,9 @@ def measure(
 ) -> None:
     """Runs one sequence forward and `labels` times backward; refuses a model whose loss does not depend on a layer.
 
-    Labels are drawn for every scored prediction: at each position, or at the places of a reading.
-
-    Args:
-        tensors: By layer index.
-        rows: Sampled query rows.
-        report: Called once for each layer, the last one first, with its index, the products g . do `[labels, choices,
-            heads, rows]` and the dropped mass `[choices, heads, rows]`.
+    Labels are drawn for every scored prediction: at each position, or at the places of a reading. `report` is called
+    once for each layer, the last one first, with its index, the products g . do `[labels, choices, heads, rows]` and
+    the dropped mass `[choices, heads, rows]`.
     """
     recorder, way = FisherRecorder(rows, choices, tensors, labels, report), WayBack(labels)
     with differentiable(arms.model), tapping(recorder.tap):

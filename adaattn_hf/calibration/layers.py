@@ -27,15 +27,10 @@ from .state import KeptMoments
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The attention layers of a model.
+    """The attention layers of a model, by ascending index, and what their plan is bound to.
 
-    Attributes:
-        bound: What a plan for them is bound to.
-        indices: Indices of the layers, ascending.
-        windows: By layer: the model's own window, `None` without one.
-        candidates: The choices of each unit (a key/value head of a layer).
-        tensors: By layer: mean keys, and bases of ranks.
-        calls: By kind and length: an attention call for timing; see `kinds`.
+    `windows` are the model's own. `candidates` are of each unit (a key/value head of a layer), `tensors` mean keys and
+    bases. `calls` are by kind and length, for timing; see `kinds`.
     """
 
     bound: Binding
@@ -115,10 +110,7 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
-    """Runs one sequence of a length, adds up its moments, and returns an attention call of each window of the model.
-
-    Those without a window of their own come first. Of each kind the one nearest to the middle of the model is kept.
-    """
+    """Runs one sequence, adds up its moments; a call of each window, none first, of the layer nearest to the middle."""
     nearest: dict[int | None, tuple[int, AttentionRequest]] = {}
     place, middle = count(), len(inputs.arms.attentions) // 2
 

@@ -39,14 +39,9 @@ from .state import MOMENTS_FILE, CalibrationState, KeptMoments, Known
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """Layers, risks and prices of one model.
+    """Layers, risks and prices (`[units, choices]`, seconds) of one model.
 
-    Attributes:
-        state: Sums over the sequences measured.
-        table: Measured prices.
-        prices: `[units, choices]`, seconds.
-        launches: Constants of the launches.
-        exact_steps: Whether decode steps stay exact, see `pricing.steps_stay_exact`; prices are then the prefill's.
+    With `exact_steps` decode steps stay exact (`pricing.steps_stay_exact`), and prices are the prefill's.
     """
 
     inputs: Inputs
@@ -200,10 +195,7 @@ def measure_risks(
 
 
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
-    """Returns the rows, the sums of risks, the dropped mass and the risks for retrieval of one sequence.
-
-    Only the first one is asked for needles: what counts of their risks is which heads retrieve.
-    """
+    """Rows, sums of risks, dropped mass and risks for retrieval; the first sequence alone is asked for needles."""
     s, sequence = inputs.settings, inputs.samples[length].risk[number]
     # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)

@@ -25,12 +25,10 @@ VALUE = 4
 
 @dataclass(frozen=True)
 class Haystack:
-    """A context with its needles.
+    """A context of `[length]` tokens with its needles and questions.
 
-    Attributes:
-        tokens: `[length]` token ids, needles and questions included.
-        answers: Per needle the position of the first value token in the question.
-        likely: Per needle the accepted first tokens, one for each value of its key.
+    Per needle `answers` is the position of the first value token in the question, and `likely` the accepted first
+    tokens, one for each value of its key.
     """
 
     tokens: Tensor

@@ -156,14 +156,10 @@ def measure_prices(
     batch: int = 1,
     captured: bool = False,
 ) -> PriceTable:
-    """Returns the measured prices of every choice.
+    """Returns the measured prices of every choice in phases; models that do not generate have no decode.
 
-    Args:
-        kinds: By kind of layer (see `launch_label`) and length, a call of one layer of the model on real text.
-        tensors: Bases and means of that layer.
-        phases: Phases to time; models that do not generate have no decode.
-        batch: Sequences at once.
-        captured: Whether a decode step on CUDA costs only the device's time, as in a captured graph.
+    `kinds` holds by kind of layer (`launch_label`) and length a call of one layer on real text, `tensors` that layer's
+    bases. With `captured` a decode step on CUDA costs only the device's time, as in a captured graph.
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
     for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:

@@ -42,13 +42,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class Test:
-    """How a plan is tested.
+    """How a plan is tested, as the `number`-th, over a cache of the format `stored`.
 
-    Attributes:
-        level: Error rate of all looks at one length; a plan must pass at every length.
-        number: Plans tested so far, including this one.
-        predicted: By length: predicted KL, nats/token.
-        stored: Format of the cache that the plan is computed over.
+    `level` is the error rate of all looks at one length: a plan must pass at every one. KL is predicted in nats/token.
     """
 
     gates: Gates
@@ -76,7 +72,6 @@ def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[
 def _length(
     measurement: Measurement, by_layer: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
 ) -> tuple[Verified, Evidence, bool]:
-    """Returns verdict and evidence for one length, and whether a limit other than that of the loss failed."""
     inputs = measurement.inputs
     s, tap = inputs.settings, stored_tap(by_layer, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))

@@ -78,14 +78,10 @@ NEXT_TOKEN = NextToken()
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Masked-language models: the true tokens at masked positions, in several readings of each sequence.
+    """Masked-language models: true tokens at a `share` of masked positions, in `count` readings of each sequence.
 
     The masked positions of different readings are disjoint as long as there are positions left. Special tokens before a
     text (`prefix`) and after it (`suffix`) are never masked.
-
-    Attributes:
-        share: Share of the text's tokens that is masked in a reading.
-        count: Readings of a sequence.
     """
 
     mask_token: int

@@ -218,14 +218,10 @@ def seek(
 ) -> tuple[Found | None, Array]:
     """Returns the cheapest plan that is predicted to keep all gates, `None` if none saves anything.
 
-    The first plan is chosen by its sum of risks, and its measured KL re-scales the risks at every length. From then on
-    one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one beyond it. A
-    plan that loses needles has lowered the limit on the risk for retrieval, and is followed by one within that.
-
-    Args:
-        alpha: `[lengths]`, factors that re-scale risks, from earlier searches.
-        history: List to which predictions and measurements are added.
-        update: Returns the target updated with the plans measured at a length.
+    The first plan is chosen by its sum of risks, and its measured KL re-scales the risks at every length (`alpha`).
+    From then on one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one
+    beyond it. A plan that loses needles has lowered the limit on the risk for retrieval, and is followed by one within
+    that. Predictions and measurements join the history; `update` makes a target of the plans measured at a length.
     """
     measurement = passes.measurement
     lengths, progress = measurement.inputs.settings.lengths, measurement.inputs.progress

@@ -201,12 +201,7 @@ class CalibrationState:
 
 @dataclass(frozen=True)
 class KeptMoments:
-    """The file that keeps what pass zero found, length by length.
-
-    Attributes:
-        identity: What it belongs to.
-        resume: Whether a file of an earlier run is read.
-    """
+    """The file that keeps what pass zero found, length by length; with `resume` that of an earlier run is read."""
 
     path: Path
     identity: str

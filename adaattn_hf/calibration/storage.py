@@ -31,12 +31,9 @@ PROTOCOL = "cache"
 
 @dataclass(frozen=True)
 class Storage:
-    """A way to keep keys and values.
+    """A way to keep keys and values: `model` or a stored format, and whether heads with a window keep that alone.
 
-    Attributes:
-        stored: `model`, or one of `attention.stored.FORMATS`.
-        streaming: Whether heads with a window keep only that window.
-        share: Bytes at the longest length, as a share of a cache of all tokens in the model's dtype.
+    `share` is of the bytes of a cache of all tokens in the model's dtype, at the longest length.
     """
 
     stored: str
@@ -104,22 +101,12 @@ def aimed_at(measurement: Measurement, found: Sequence[Rounding], afforded: Arra
 
 
 def choose_storage(
-    measurement: Measurement,
-    picks: Picks,
-    gates: Gates,
-    level: float,
-    used: int,
-    known: Mapping[str, Verified | str],
+    measurement: Measurement, picks: Picks, gates: Gates, level: float, used: int, known: Mapping[str, Verified | str]
 ) -> tuple[dict[str, Any] | None, str]:
     """Returns the protocol's entry on the cache, None if no format was verified, and the outcome in words.
 
-    Formats are tried from the smallest on, or with `kv_bytes` from the most precise one that is small enough. Formats
-    without a verdict are tested on held-out text that no plan has seen, and share the error rate.
-
-    Args:
-        level: Error rate of these tests together.
-        used: Held-out sequences that plans have used.
-        known: Verdicts on formats that were tested with the plan, or why a format is not to be tested.
+    Formats are tried from the smallest on, or with `kv_bytes` from the most precise one that is small enough. Those
+    without a verdict or a reason in `known` are tested on held-out text beyond the `used`, at the `level` together.
     """
     inputs = measurement.inputs
     s = inputs.settings

@@ -58,15 +58,7 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
 def run(
     cells: list[Cell], data: Grid, where: torch.device, asked: Bench, console: Console
 ) -> tuple[dict[str, Any], list[str]]:
-    """Measures, prints and writes; returns the report, and a line for each cell that is below its floor.
-
-    Args:
-        cells: The cells to measure.
-        data: The grid of these cells.
-        where: The device.
-        asked: The options.
-        console: Where each result is printed.
-    """
+    """Measures, prints and writes; returns the report, and a line for each cell that is below its floor."""
     names, output = asked.named or data.stock, asked.file
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
@@ -111,7 +103,6 @@ def run(
 
 
 def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
-    """Returns cells of an earlier file that were measured alike; UsageError for others without --overwrite."""
     if not output.exists():
         return {}
     here, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")

@@ -108,12 +108,7 @@ def calibrate(
             return "nothing was measured yet, so nothing is kept"
         return f"what is measured is kept in {target}; the same command with --resume goes on"
 
-    with ending(
-        default=target,
-        stays=kept,
-        kept=kept,
-        wrong=(ValueError, FileNotFoundError, ModelUnavailable),
-    ):
+    with ending(default=target, stays=kept, kept=kept, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
         use_threads(threads)
         resolve_device(asked.device)
         job = job_of(model, asked, settings, target, places)

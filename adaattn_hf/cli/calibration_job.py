@@ -78,10 +78,7 @@ class Job:
 def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, target: Path, places: Sequence[Path]) -> Job:
     """Returns the job for the options; without a model the packaged one, without text its pages.
 
-    `places` are the directories of the plans.
-
-    Raises:
-        ValueError: If text or prices are missing.
+    `places` are the directories of the plans. Missing text or prices are a ValueError.
     """
     allowed = [nats(one) for one in asked.budget or ("1%" if model is None else "0.1%",)]
     if model is not None and not asked.data:

@@ -85,7 +85,6 @@ def _run(
     output: Output,
     console: Console,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run the evaluation; the leading process returns its reports, and a sentence for each broken bound."""
     from adaattn_hf.eval import bounds, report, runner, showcase
     from adaattn_hf.patches.checkpoint import resolve_device
 

@@ -55,10 +55,8 @@ def fit_to_text(
 ) -> tuple[CalibrationSettings, str]:
     """Returns settings whose length and folds the text can fill, and a sentence that says which.
 
-    The longest length is taken at which the text verifies two plans, then one, then with fewer held-out sequences.
-
-    Raises:
-        ValueError: If the text is too short for the shortest length.
+    The longest length is taken at which the text verifies two plans, then one, then with fewer held-out sequences. Text
+    too short for the shortest length is a ValueError.
     """
     lengths = [length for length in LENGTHS if positions is None or length <= positions] or [positions or 0]
     if positions is not None and lengths[0] < min(positions, LENGTHS[0]):

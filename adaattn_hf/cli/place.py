@@ -92,7 +92,6 @@ def _refuse_kept(target: Path, argument: str) -> None:
 
 
 def _refuse_checkpoint(target: Path) -> None:
-    """Refuses a directory whose `config.json` was not written by a calibration (UsageError)."""
     weights = [
         file.name for kind in WEIGHTS for file in sorted(target.glob(kind)) if not file.name.startswith("adaattn_")
     ]

@@ -153,7 +153,6 @@ def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
 
 
 def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[str, Tensor]:
-    """Returns the name of the text and its first tokens. Raises DataUnavailable where there is no text."""
     import torch
 
     from adaattn_hf.eval import corpora

@@ -81,7 +81,6 @@ def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: 
 def _verdicts(
     plan: Plan, loaded: Checkpoint, scoring: Scoring, asked: Proved, judged: Judged, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
-    """Returns the verdict by length, from one look at one plan, and the limits that it was judged by."""
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(judged))
     subject = Subject(placed(loaded.model, asked.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))

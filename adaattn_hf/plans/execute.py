@@ -50,12 +50,8 @@ def attend(
 ) -> AttentionResult:
     """Returns the output of the plan, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
-    Args:
-        backend: Name of the backend for every launch; chosen per launch if absent.
-        window: The layer's own window, which one row of a dense mask, as traced graphs make it, does not show.
-
-    Raises:
-        ValueError: If the plan is for another number of key/value heads.
+    `window` is the layer's own, which one row of a dense mask, as traced graphs make it, does not show. A plan for
+    another number of key/value heads is a ValueError.
     """
     kv_heads = request.key.shape[1]
     program = program.of_call(kv_heads)
@@ -229,7 +225,6 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
 
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    """Computes all heads of a layer: in one request those that a backend serves together, else in one per choice."""
     asked = program.requests[few_rows(request.structure) is True]
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
@@ -253,7 +248,6 @@ class _OneWay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, message: str, *inputs: Tensor | None) -> Tensor:
-        """Returns the output; `inputs` are the tensors that a gradient might be asked of."""
         ctx.message = message
         return out.view_as(out)
 

@@ -90,8 +90,7 @@ class Monitor:
     ) -> Program | None:
         """Records one call of a layer; returns the program to run, with heads made exact that lose too much.
 
-        Args:
-            training: Whether the call may be repeated for its gradients, so that nothing may be made exact.
+        In `training` the call may be repeated for its gradients, so that nothing may be made exact.
         """
         start = time.perf_counter()
         program = None if program is None else program.of_call(request.key.shape[1])

@@ -19,13 +19,9 @@ from .tensors import LayerTensors
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """The requests that compute a layer's choices, as few as possible.
+    """The requests that compute a layer's choices, as few as possible; `apart` need one of their own, with their heads.
 
-    Attributes:
-        heads: Key/value heads of the request with rules per head.
-        rules: Its rules per head; None if all these heads are exact.
-        ending: The same, which end with the lengths that the plan speaks for.
-        apart: Choices that need a request of their own, with their heads.
+    `rules` are those per head of `heads`, None if all are exact; `ending` the same, which end with the plan's lengths.
     """
 
     heads: tuple[int, ...]
@@ -95,8 +91,7 @@ class Program:
     def over_stored(self) -> Program:
         """The program for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
-        Raises:
-            ValueError: If a choice needs unquantised keys.
+        A choice that needs unquantised keys is a ValueError.
         """
         lost = [choice.label for choice, _ in self.launches if choice.over_stored() is None]
         if lost:

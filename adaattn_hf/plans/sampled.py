@@ -92,14 +92,9 @@ def row_outputs(
 
 
 def losses(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns what a plan loses on a few rows, as `row_outputs` measures it; 0 for rows beyond the plan's lengths.
+    """Losses `[num_kv_heads, rows]` of a plan, of each the worst query head, as `row_outputs` measures them.
 
-    Args:
-        request: A call with a batch of one and a plain structure.
-        rows: `[rows]` query rows.
-
-    Returns:
-        `[num_kv_heads, rows]`, the worst query head of each.
+    The call has a batch of one and a plain structure. Rows beyond the plan's lengths lose 0.
     """
     kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
     found = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")

@@ -99,8 +99,7 @@ def remember_tensors(tensors: dict[str, Tensor]) -> str:
 def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
     """Returns a plan's tensors by their hash: from memory, from their file, or from settings that carry them.
 
-    Raises:
-        PlanError: They are nowhere, or others than the plan names.
+    PlanError: they are nowhere, or others than the plan names.
     """
     with _lock:
         kept = _tensors.get(name)
@@ -139,7 +138,6 @@ def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerT
 
 
 def _read(file: Path, most: int) -> bytes:
-    """Returns what a file of a plan holds. Raises PlanError if it cannot be read, or is larger than any plan's."""
     try:
         size = file.stat().st_size
         if size > most:
@@ -158,7 +156,6 @@ def text_file(file: Path) -> str:
 
 
 def _beside(source: str | Path, name: str) -> Path | None:
-    """Returns a file of a directory, beside a file, or of the Hub (PlanError if it cannot be had); None where none."""
     path = Path(source)
     place = path.parent if path.is_file() else path
     words = str(source)
@@ -204,7 +201,6 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
 
 
 def _use(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Notes tensors as those that were used last, and forgets those that have not been for long."""
     with _lock:
         _tensors.pop(name, None)
         _tensors[name] = tensors

@@ -10,12 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LayerTensors:
-    """Calibrated tensors of one layer.
+    """Calibrated tensors of one layer: key means `[num_kv_heads, head_dim]`, zeros if absent, and per head bases.
 
-    Attributes:
-        key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before int8 rounding; zeros if absent.
-        query_basis: Per key/value head `[head_dim, rank]`; see `stats.spectrum.score_factors`.
-        key_basis: Per key/value head `[head_dim, rank]`.
+    Bases are `[head_dim, rank]`; see `stats.spectrum.score_factors`.
     """
 
     key_mean: Tensor | None = None

@@ -59,13 +59,8 @@ def of_units(
     """Returns the prices `[units, choices]` that measured lines add up to, and their launches.
 
     Wherever a plan's time is told, it is this: a launch takes the largest constant among its heads' choices and the sum
-    of their slopes, at each length and phase by itself.
-
-    Args:
-        calls: By phase and length, how many calls there are.
-        labels: `[units][choices]`, what prices are named by.
-        names: `[choices]`, names of launches.
-        layers: `[units]`, the layer of each unit.
+    of their slopes, at each length and phase by itself. `calls` counts those of a phase and length; prices are named by
+    `labels` `[units][choices]`, launches by `names` `[choices]`.
     """
     kinds = list(dict.fromkeys(map(tuple, labels)))
     of_unit = [kinds.index(tuple(own)) for own in labels]
@@ -120,12 +115,8 @@ def allocate(
 ) -> Allocation:
     """Returns the cheapest allocation inside the budget; layers that it would not make cheaper are exact.
 
-    Args:
-        prices: `[units, choices]`; infinite forbids a choice. The first choice is the exact one.
-        risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. The exact one must be without risk.
-        budget: `[bins]`, nats/token, nothing negative; an infinite one allows all finite risks.
-        launches: Their constants; none cost anything if absent.
-        gap: Relative optimality gap at which the solver may stop.
+    The first choice is the exact one, without risk; infinite prices and risks `[bins, units, choices]` (nats/token)
+    forbid a choice, an infinite budget `[bins]` allows all finite risks. The solver may stop at the relative `gap`.
     """
     units, choices = prices.shape
     allowed = np.isfinite(prices) & np.isfinite(risks).all(axis=0)

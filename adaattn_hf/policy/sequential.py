@@ -42,13 +42,8 @@ def look_sizes(first: int, most: int) -> list[int]:
 def hopeless(ratio: Ratio, limit: float, sizes: Sequence[int], size: int, level: float) -> bool:
     """Whether the bound falls below its limit at the last look with a probability of less than `HOPELESS`.
 
-    Stopping for futility cannot cause a false pass, so it spends none of the error rate.
-
-    Args:
-        ratio: The estimate at this look.
-        limit: Largest upper bound that passes the last look.
-        sizes, size: Sequences at each look, and at this one.
-        level: Level of the last look.
+    Stopping for futility cannot cause a false pass, so it spends none of the error rate. `sizes` are sequences at each
+    look, `level` that of the last.
     """
     if ratio.error is None or size >= sizes[-1]:
         return False

@@ -94,13 +94,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of sums over clusters.
-
-    Attributes:
-        mean: sum(values) / sum(weights).
-        error: Its standard error; `None` with a single cluster.
-        weight: Sum of the weights; for a mean per token, the number of tokens.
-    """
+    """A ratio of sums over clusters, `sum(values) / sum(weights)`, and its standard error, None of a single cluster."""
 
     mean: float
     error: float | None

@@ -19,13 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Gram:
-    """Second moments of queries and keys of one key/value head, mergeable by addition, all fp64.
-
-    Attributes:
-        query, key: `[…, head_dim, head_dim]`, Q^T Q and K^T K.
-        key_sum: `[…, head_dim]`, sum of keys.
-        count: Number of keys summed.
-    """
+    """Moments of a key/value head, mergeable by addition, all fp64: Q^T Q and K^T K, the sum of keys, their number."""
 
     query: Tensor
     key: Tensor

@@ -83,10 +83,7 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
     """The grid of a file, or the one that comes with the package for a device.
 
     Targets and floors are those of the device that the file was written for; elsewhere they mean nothing and are left
-    out.
-
-    Raises:
-        UsageError: There is no such file, it is no grid, or a cell has a key that is not known.
+    out. A UsageError for no file, no grid, or an unknown key of a cell.
     """
     if path is None:
         name = "bench_cuda.yaml" if device == "cuda" else "bench.yaml"

@@ -19,10 +19,8 @@ _FAR, _FEW = 10, 2
 def measure(ways: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
     """Seconds of wall and process time per way and round; the order turns around every round.
 
-    Args:
-        ways: Name to work. Every way runs twice before its samples are taken.
-        rounds: Samples per way; of one that takes over ten times as long as the first way, those of two rounds.
-        device: On CUDA every sample ends with a synchronisation.
+    Every way runs twice before its samples are taken. One that takes over ten times as long as the first has two
+    rounds. On CUDA every sample ends with a synchronisation.
     """
     alone = {}
     for name, work in ways.items():

@@ -45,12 +45,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
             lines += [f"## {title}", "", *_table(cells), ""]
     missed = [cell for cell in report["cells"] if verdict(cell) == "missed"]
     if missed:
-        lines += [
-            "## Missed",
-            "",
-            *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed),
-            "",
-        ]
+        lines += ["## Missed", "", *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed), ""]
     best = {cell["title"]: cell["ratio_best"]["wall"]["median"] for cell in report["cells"] if cell["ratio_best"]}
     slower = [f"{title} {ratio:.2f}" for title, ratio in best.items() if ratio < 1]
     if slower:
@@ -78,7 +73,8 @@ def _table(cells: list[Mapping[str, Any]]) -> list[str]:
     for cell in cells:
         ours, best = cell["times"]["adaattn"], cell["best"]
         eager = cell["ratios"].get("eager")
-        memory = " / ".join(_mebibytes(cell["peak_bytes"].get(name)) for name in ("adaattn", best, "eager"))
+        peaks = [cell["peak_bytes"].get(name) for name in ("adaattn", best, "eager")]
+        memory = " / ".join("-" if peak is None else f"{peak / 2**20:.3g}" for peak in peaks)
         target = "" if cell["target"] is None else f"{cell['target']:g} {verdict(cell)}"
         rows.append(
             f"| {cell['title']} | {ours['wall']['median'] * 1e3:.3g} | {best or '-'} "
@@ -93,7 +89,3 @@ def _ratio(entry: Mapping[str, Any] | None, clock: str) -> str:
         return "-"
     found = entry[clock]
     return f"{found['median']:.2f} [{found['quartile_25']:.2f}, {found['quartile_75']:.2f}]"
-
-
-def _mebibytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 2**20:.3g}"

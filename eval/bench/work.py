@@ -21,8 +21,6 @@ Work = Callable[[], Any]
 
 
 class _Layer(nn.Module):
-    """What an attention function may ask of its module."""
-
     def __init__(self, cell: Cell, implementation: str) -> None:
         super().__init__()
         self.is_causal = cell.mask == "causal"
@@ -78,14 +76,7 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
             with torch.set_grad_enabled(cell.gradient):
                 for _ in range(cell.layers):
                     out = attend(
-                        layer,
-                        query,
-                        key,
-                        value,
-                        mask,
-                        scaling=scaling,
-                        dropout=0.0,
-                        sliding_window=cell.window,
+                        layer, query, key, value, mask, scaling=scaling, dropout=0.0, sliding_window=cell.window
                     )[0]
                     if cell.gradient:
                         torch.autograd.grad(out.sum(), (query, key, value))
@@ -104,7 +95,6 @@ def structure_of(cell: Cell, device: torch.device) -> CallStructure:
 
 
 def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
-    """Makes a cell's mask for an implementation, as a model does."""
     padding = padding_of(cell, device)
     function = _mask_function(cell, device)
     offset: Any = 0
@@ -173,8 +163,7 @@ def _mask_function(cell: Cell, device: torch.device) -> Callable[..., Any]:
         function = masking_utils.chunked_causal_mask_function(cell.chunk, starts)
     if cell.packed:
         numbers = torch.repeat_interleave(
-            torch.arange(len(cell.packed), device="cpu"),
-            torch.tensor(cell.packed, dtype=torch.int64, device="cpu"),
+            torch.arange(len(cell.packed), device="cpu"), torch.tensor(cell.packed, dtype=torch.int64, device="cpu")
         )
         documents = numbers.expand(cell.batch, -1).to(device)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))

@@ -16,7 +16,6 @@ _SAMPLE = "text-sample"
 
 
 def _data(*parts: str) -> Path:
-    """A path in this package's data; FileNotFoundError if it is not on a file system, or was built without it."""
     found = resources.files(__name__).joinpath(*parts)
     if not isinstance(found, Path) or not found.exists():
         raise FileNotFoundError(

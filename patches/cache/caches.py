@@ -132,9 +132,7 @@ class AdaAttnCache(DynamicCache):
 def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, **room: Any) -> Cache:
     """Give an empty `DynamicCache` of a model layers that keep what is asked for; returns the cache.
 
-    Raises:
-        ValueError: As `convert_layers`; streaming heads are asked for beside offloading, or of a model whose plan has
-            no windows.
+    ValueError: as `convert_layers`; streaming heads beside offloading, or of a model whose plan has no windows.
     """
     if streaming and cache.offloading:
         raise ValueError(
@@ -155,9 +153,7 @@ def convert_layers(
 ) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
 
-    Raises:
-        ValueError: The cache holds tokens already, codes are asked of a layer that is neither of full nor of sliding
-            attention, or there is no room as asked.
+    ValueError: it holds tokens, codes are asked of a layer that is neither full nor sliding, or there is no such room.
     """
     check_room(reserve, growth, max_cache_len)
     if holds_tokens(cache):

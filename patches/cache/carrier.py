@@ -29,9 +29,8 @@ class StoredTensor:
     ) -> None:
         """Stands for keys or values.
 
-        Args:
-            streams: The layer that holds the tokens by groups of heads, where they are not one tensor. There is no
-                record, then, and `codes` have the shape of all tokens and no memory.
+        Where `streams` holds the tokens by groups of heads, there is no record, and codes have all tokens' shape and no
+        memory.
         """
         self.codes, self.record = codes, record
         self.head_dim, self.dtype = head_dim, dtype

@@ -110,7 +110,6 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns what a file says of its cache, and its tensors on the host; Unsound if it is not what was written."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -225,11 +224,7 @@ def _described(layer: Any) -> dict[str, Any]:
 def _check_layer(
     where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
 ) -> int:
-    """Returns the sequences that a layer's tensors are of: a file is checked, not believed.
-
-    Raises:
-        Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.
-    """
+    """Returns the sequences that a layer's tensors are of; Unsound where they are not what such a layer keeps."""
     window = getattr(layer, "sliding_window", None)
     # extents by name: equal names are equal sizes, and some are known beforehand
     known = {} if batch is None else {"batch": batch}

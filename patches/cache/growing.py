@@ -21,14 +21,11 @@ BLOCK = 64
 
 
 class GrowingTensor:
-    """`[batch, heads, length, …]`, of which `length` changes in place.
+    """`[batch, heads, length, …]`, of which `length` changes in place, in a `room` that stays until something moves.
 
-    `view()` is a window on the storage: its batch and head strides belong to the room, not to the length. A
-    window that was taken earlier stays what it was, whatever follows. Before `crop` and `select` let go of windows
-    that nobody needs: those that are held cost a copy.
-
-    Attributes:
-        room: `[batch, heads, capacity, …]`: all that there is room for, the same tensor until something moves.
+    `view()` is a window on the storage: its batch and head strides belong to the room, not to the length. A window that
+    was taken earlier stays what it was, whatever follows. Before `crop` and `select` let go of windows that nobody
+    needs: those that are held cost a copy.
     """
 
     room: Tensor

@@ -24,16 +24,8 @@ def write(
 ) -> None:
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
-    Args:
-        keys: `[batch, heads, n, head_dim]`, any strides.
-        values: The same, or None where keys alone are written.
-        parts: Codes of keys, int8 `[batch, heads, room, head_dim]`, and their scales, uint8 `[batch, heads, room]`; the
-            same of values, whose codes of four bits are uint8 with half the channels.
-        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off keys after turning.
-        along: The same of length 1, the direction along which the errors of int8 keys cancel. A single token that no
-            kernel serves does without, which would take many small steps.
-        at: Place in the room of the first of the tokens. A 0-dim int64 tensor counts those held: it is read on its
-            device, and raised by the new ones.
+    The arguments are those of `backends.triton.storing.store`. A single token that no kernel serves does without
+    `along`, which would take many small steps.
     """
     if keys.is_cuda and not TRITON.missing():
         from adaattn_hf.backends.triton import storing as triton  # imports Triton

@@ -25,11 +25,7 @@ Spans = tuple["Span | None", ...]
 
 
 def spans_of(model: PreTrainedModel, plan: Plan | None = None) -> dict[int, Spans]:
-    """Returns what heads keep by the model's plan (or by `plan`), for each layer in which some keep less than all.
-
-    Raises:
-        ValueError: The model has no plan, or none with windows.
-    """
+    """Returns what heads keep by a plan, for each layer where some keep less than all; ValueError without windows."""
     plan = plan_of(model) if plan is None else plan
     found = {} if plan is None else {layer.layer: spans_in(layer) for layer in plan.layers}
     found = {layer: spans for layer, spans in found.items() if any(spans)}
@@ -92,9 +88,7 @@ class StreamingLayer(FullLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`read`).
 
-        Raises:
-            RuntimeError: A gradient is wanted, or no attention has read the tokens before these.
-            ValueError: `max_cache_len` is passed.
+        RuntimeError where a gradient is wanted or tokens before these were not read, ValueError beyond `max_cache_len`.
         """
         refuse_gradients("dropped", key_states, value_states)
         if self.fresh is not None:
@@ -124,12 +118,8 @@ class StreamingLayer(FullLayer):
     def read(self, starts: tuple[int, ...], queries: Tensor | None = None) -> list[tuple[HeadGroup, Read]]:
         """Write what `update` took; returns the groups of heads, each with what this call reads.
 
-        Args:
-            starts: Position of the first real token of each row, the number of tokens where all are padding.
-            queries: Those of a prompt: keys are rounded so that scores with queries like these change least.
-
-        Raises:
-            ValueError: A row begins elsewhere than it did, and what its heads read is gone.
+        `starts` are the rows' first real tokens, all tokens where all are padding; a ValueError for another start whose
+        keys are gone. A prompt's keys are rounded so that scores with queries like its own change least.
         """
         assert self.fresh is not None  # `attend_streams` has checked it
         keys, values = self.fresh

@@ -29,8 +29,7 @@ def attend_streams(
 ) -> Tensor:
     """Returns what the layer's plan computes over a full cache, `[batch, q_len, heads, head_dim_v]`.
 
-    Raises:
-        ValueError: The plan is gone or another one, speaks for shorter sequences, or the call needs keys that are gone.
+    ValueError: the plan is gone or another, speaks for shorter sequences, or the call needs keys that are gone.
     """
     query = request.query
     if layer.fresh is None:

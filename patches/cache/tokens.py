@@ -174,11 +174,7 @@ class Tokens:
         write(there, None, views, mean=self.mean, along=self.along)
 
     def expect(self, queries: Tensor) -> None:
-        """From now on round keys such that their errors cancel along the mean of these queries.
-
-        Args:
-            queries: Those of a prompt, `[batch, heads, n, head_dim]`.
-        """
+        """From now on round keys such that their errors cancel along the mean of a prompt's queries."""
         if self.stored != "model":
             few = queries.shape[2] < SMOOTHED
             room = self.parts[0].room

@@ -76,12 +76,7 @@ def _autocasts(device: str) -> bool:
 def read_mask(
     module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, attention_mask: Any, is_causal: bool | None
 ) -> tuple[CallStructure, Tensor | None]:
-    """Returns the structure and the additive bias that `attention_mask` stands for.
-
-    Raises:
-        TypeError: The mask is neither a `StructuredMask` nor a tensor.
-        ValueError: The mask has another shape than the scores.
-    """
+    """The structure and additive bias that a mask stands for; TypeError for no mask, ValueError for other shapes."""
     batch, heads, q_len, _ = q_shape
     kv_len = k_shape[2]
     if isinstance(attention_mask, StructuredMask):
@@ -134,8 +129,7 @@ def with_keywords(
 ) -> CallStructure:
     """Returns the structure with what keywords add to it: packed documents and selected keys.
 
-    Raises:
-        ValueError: The keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
+    ValueError: keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
     from ..mask.documents import with_documents, with_restarts
     from .refusals import check_paged
@@ -169,16 +163,9 @@ def with_selected_keys(
 ) -> CallStructure:
     """Returns the structure restricted to keys that the model selects by an indexer (DeepSeek sparse attention).
 
-    For Transformers' `eager` and `sdpa` such models mask the other keys themselves; all other implementations get the
-    selection as a keyword.
-
-    Args:
-        module: The attention module, whose indexer has the block size.
-        structure: The rules of the mask.
-        heads: Number of query heads.
-        kwargs: May hold `indices` `[batch, q_len, top_k]`, the selected keys of each query, or
-            `block_indices` `[batch, groups, q_len, top_k]`, the selected blocks of keys of each query and
-            group of heads. Negative entries select nothing.
+    For Transformers' `eager` and `sdpa` such models mask the other keys themselves; all other implementations get
+    `indices` `[batch, q_len, top_k]`, or `block_indices` `[batch, groups, q_len, top_k]` of each group of heads, whose
+    size of blocks the module's indexer has. Negative entries select nothing.
     """
     indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
     if blocks is not None:

@@ -48,15 +48,9 @@ def attend_requests(
 ) -> tuple[Tensor, None]:
     """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
 
-    Args:
-        cache: The engine's paged cache, in Transformers before 5.24, whose models do not write to it themselves.
-        kwargs: What the engine declares to hand over, and what models say of themselves.
-
-    Raises:
-        ValueError: The call is not a step of continuous batching, passes a block table or a mask, or asks for what
-            the requests of a batch are not served with.
-        BackendRefusal: A function transform is at work.
-        PlanError: Some thread runs the model with another plan (`use_plan`).
+    `cache` is the engine's paged cache, in Transformers before 5.24, whose models do not write to it themselves.
+    ValueError for what is no step of continuous batching or not served in one, BackendRefusal under a function
+    transform, PlanError where some thread runs the model with another plan (`use_plan`).
     """
     _refuse(module, attention_mask, dropout, is_causal, kwargs)
     window = sliding_window or getattr(module, "sliding_window", None) or None

@@ -62,11 +62,6 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
 
 
 def _request_of(call: Call, compiling: bool) -> AttentionRequest:
-    """Returns what a call asks for.
-
-    Raises:
-        TypeError, ValueError: An argument is none, is not known, or does not belong to the others.
-    """
     module, query, key, value = call.module, call.query, call.key, call.value
     mask, kwargs, scaling = call.attention_mask, call.kwargs, call.scaling
     check_tensors(query, key, value)

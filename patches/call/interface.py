@@ -107,7 +107,6 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
 
 
 def _outside_graphs(module: nn.Module, key: Any) -> AttentionFunction | None:
-    """What runs attention outside of the graph that is traced, where a graph cannot hold it."""
     outside: AttentionFunction | None = None
     if getattr(module, SEATED, False):
         outside = use_plan_runs_outside_graphs

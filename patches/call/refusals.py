@@ -30,11 +30,7 @@ def check_call(
     sliding_window: int | None,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Refuses what a call may not ask for.
-
-    Raises:
-        ValueError: The message names the argument, what it is and what it should be.
-    """
+    """Refuses what a call may not ask for; the ValueError names the argument, what it is and what it should be."""
     refuse_unknown(module, kwargs)
     if scaling is not None and not isinstance(scaling, (Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise ValueError(f"scaling: got {scaling!r:.80}, expected a number, or None for head_dim**-0.5")
@@ -99,11 +95,9 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
 
 
 def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
-    """Refuses what is no mask of the scores; a wider one, too, for nobody could tell which columns are the keys'.
+    """Refuses what is no mask of the scores (TypeError for no tensor, ValueError for another shape).
 
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It does not broadcast to the scores.
+    A wider one, too, for nobody could tell which columns are the keys'.
     """
     if not isinstance(mask, Tensor):
         raise TypeError(
@@ -133,12 +127,10 @@ def check_untransformed(function: str) -> None:
 
 
 def check_transform(backend: str | None, transform: str, query: Tensor, key: Tensor) -> None:
-    """Refuses calls under a function transform that cannot be computed by torch's own operations.
+    """Refuses calls under a function transform that cannot be computed by torch's own operations (BackendRefusal).
 
-    A transform (`torch.func`, `make_fx`) sees torch operations, but nothing of the native kernels.
-
-    Raises:
-        BackendRefusal: The native backend is forced, or lengths are symbolic.
+    A transform (`torch.func`, `make_fx`) sees torch operations, but nothing of the native kernels, and no symbolic
+    lengths.
     """
     if backend is not None:
         raise BackendRefusal(

@@ -15,16 +15,10 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: in
     """Returns the structure with document borders: no query sees another document, whatever the mask says.
 
     Tokens of a cache belong to all documents if the lengths of queries and keys are equal, else to the first one, whose
-    keys are then so many more.
-
-    Args:
-        structure: The rules of the mask.
-        cu_q, cu_k: `[documents + 1]` integers, cumulative lengths, starting with 0. Tokens behind the last one are a
-            document of their own. Values are checked on the CPU alone: a GPU would have to be waited for.
-        cut: So many first tokens of the call have no queries in this layer; `cu_q` counts them.
-
-    Raises:
-        ValueError: More than one batch row, or lengths that fall, pass the tokens or do not fit one another.
+    keys are then so many more. Lengths are cumulative, `[documents + 1]`; tokens behind the last are a document of
+    their own. A ValueError for several batch rows, or lengths that fall, pass the tokens or do not fit; they are
+    checked on the CPU alone: a GPU would have to be waited for. `cut` first tokens that `cu_q` counts have no queries
+    in this layer.
     """
     if structure.batch != 1:
         raise ValueError(
@@ -61,14 +55,10 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: in
 
 
 def with_restarts(structure: CallStructure, positions: Tensor) -> CallStructure:
-    """Returns the structure with a document border wherever positions fall back; unchanged where none do.
+    """Returns the structure with a document border wherever positions `[batch or 1, q_len]` fall back.
 
     Positions that stand still or leap ahead are not taken for documents: they have other meanings. Nor are positions
     that nobody can read, in a traced graph or without data.
-
-    Args:
-        structure: The rules of the mask.
-        positions: `[batch or 1, q_len]` position of each token in its document.
     """
     batch, length = structure.batch, structure.q_len
     square = structure.causal and structure.plain and length == structure.kv_len

@@ -38,11 +38,8 @@ def adaattn_mask(
 ) -> StructuredMask | Tensor:
     """Returns a `StructuredMask`, or a dense boolean mask for model families that need a tensor.
 
-    Never returns None, because attention reads causality from the mask and not from the module.
-
-    Raises:
-        UnsupportedModel: The model does not use Transformers' attention interface, so that it would silently run
-            another attention under the name `adaattn`.
+    Never None, because attention reads causality from the mask and not from the module. UnsupportedModel where the
+    model does not use Transformers' attention interface: it would silently run another attention as `adaattn`.
     """
     if isinstance(attention_mask, StructuredMask):
         # made by generate(), and passed to the model's forward, which asks again

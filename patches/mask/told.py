@@ -16,11 +16,9 @@ from .documents import with_documents
 
 
 class Told(NamedTuple):
-    """What the caller of a model said of packed documents, where the model does not tell its mask or its attention.
+    """What the caller said of packed documents, where the model does not tell its mask or its attention.
 
-    Attributes:
-        by_positions: The model was given no mask, and has no cache, be it an empty one: positions may tell documents.
-        cu_seq_lens: `cu_seq_lens_q` and `cu_seq_lens_k`, None where they were not passed.
+    By positions where the model was given no mask, and has no cache, be it an empty one; or by `cu_seq_lens_*`.
     """
 
     by_positions: bool = False

@@ -25,11 +25,7 @@ def cache_in(named: Mapping[str, Any]) -> Any:
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """The keyword that hands `cache` to this model's forward.
-
-    Raises:
-        TypeError: Its forward takes none.
-    """
+    """The keyword that hands `cache` to this model's forward; TypeError if that takes none."""
     name = cache_keyword(inspect.signature(type(model).forward))
     if name is None:
         raise TypeError(

@@ -246,7 +246,6 @@ Call = tuple[str, nn.Module, CallSpec, str | None]  # name and module, facts of 
 
 
 def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | None) -> list[LayerChoice]:
-    """Returns the choices of a model's layers, one for each phase and kind of call."""
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
     found: dict[tuple[str, str, CallSpec], LayerChoice] = {}
     for phase, calls in phases:

@@ -37,8 +37,6 @@ ENERGIES = (0.95, 0.99, 0.999)
 
 @dataclass
 class _Sums:
-    """Sums per head over the calls of one layer in one phase."""
-
     calls: int = 0
     longest: int = 0
     heads: dict[str, Tensor] = field(default_factory=dict)
@@ -50,8 +48,6 @@ class _Sums:
 
 @dataclass
 class _Layer:
-    """One attention module."""
-
     name: str
     phases: dict[str, _Sums] = field(default_factory=dict)
     moments: Gram | None = None
@@ -148,7 +144,6 @@ class AttentionRecord(Recorder):
                     self.errors[number, head] = exact - plan_map(request, head, self.programs.get(index))
 
     def _moments(self, layer: _Layer, request: AttentionRequest) -> None:
-        """Adds the second moments of the queries and keys of real tokens."""
         padding = request.structure.key_padding
         for row in range(request.query.shape[0]):
             query, key = request.query[row : row + 1], request.key[row : row + 1]
@@ -248,7 +243,6 @@ class AttentionRecord(Recorder):
 
 
 def _rounded(values: Tensor) -> Any:
-    """Returns JSON values with six digits; infinite ratios become null."""
     flat: Any = values.double().cpu().tolist()
 
     def entry(value: Any) -> Any:

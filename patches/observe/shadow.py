@@ -53,8 +53,7 @@ def compare(
 ) -> None:
     """Compares a call's output with the reference, if the call is one of the first of its kind in this model.
 
-    Raises:
-        ShadowMismatch: They differ by more than rounding explains, and `action` is `raise`.
+    ShadowMismatch: they differ by more than rounding explains, and `action` is `raise`.
     """
     spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
     layer = getattr(module, "layer_idx", None)

@@ -30,13 +30,11 @@ class _Spans(Recorder):
         self.open: Any = None
 
     def close(self) -> None:
-        """Closes the span of the last call, which returned or failed."""
         if self.open is not None:
             self.open.__exit__(None, None, None)
             self.open = None
 
     def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
-        """Opens the span of a call."""
         self.close()
         layer, name = getattr(module, "layer_idx", None), choose(spec, forced).name
         planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
@@ -44,7 +42,6 @@ class _Spans(Recorder):
         self.open.__enter__()
 
     def answered(self, module: nn.Module, request: AttentionRequest, forced: str | None, out: Tensor) -> None:
-        """Closes the span."""
         self.close()
 
 

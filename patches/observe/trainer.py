@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class _Tally(Recorder):
-    """Counts attention calls by kind and forced backend."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[CallSpec, str | None]] = Counter()
@@ -31,7 +29,6 @@ class _Tally(Recorder):
         self.counts[spec, forced] += 1
 
     def drained(self) -> dict[str, float]:
-        """Returns the shares of backends and kinds of structure since the last log, and the number of calls."""
         total = sum(self.counts.values())
         if not total:
             return {}

@@ -65,12 +65,9 @@ def other_model(plan: Plan, config: Any) -> str | None:
 
 
 def refuse_other_configuration(plan: Plan, config: Any) -> None:
-    """Refuses the configuration of another model than a plan was verified for, or one with other settings.
+    """Refuses (PlanError) the configuration of another model than a plan was verified for, or one with other settings.
 
     Settings that only one of them has are those of another version, and are not compared.
-
-    Raises:
-        PlanError: Its type or a setting differs.
     """
     if (words := other_model(plan, config)) is not None:
         raise PlanError(f"plan: got {words}; give the plan of this model, or calibrate it")

@@ -48,9 +48,7 @@ class Stamp(weakref.ref["Door"]):
 class State:
     """What a model was when its plan was checked: weights, also by name, and settings that attention reads.
 
-    Attributes:
-        rooms, names, values: The dictionary of each setting, its name there, and its value.
-        hash: Hash of the weights, empty before it is needed.
+    Of each setting `rooms` holds the dictionary; `hash` is that of the weights, empty before it is needed.
     """
 
     weights: Weights
@@ -105,10 +103,8 @@ def _read_by_attention(part: Part) -> bool:
 class Door:
     """The hooks before and behind a pass; copies and pickles of a model have doors that checked nothing yet.
 
-    Attributes:
-        first: Settings and passing buffers when a plan was first checked: no plan names those.
-        adapting: The plan under which adapters alone are trained.
-        state, last: What was checked, None once something has changed, and what was checked last.
+    `first` are settings and passing buffers at the first check: no plan names those. `adapting` is the plan under which
+    adapters alone are trained. `state` is None once something has changed; `last` is what was checked last.
     """
 
     def __init__(self, first: dict[str, Any] | None = None, adapting: Any = None) -> None:

@@ -154,7 +154,6 @@ def _refuse_autocast(known: Resolved, program: Program) -> None:
 
 
 def _settled(module: nn.Module, before: Resolved | None, raw: Any) -> Resolved:
-    """Resolves a module's part of the plan in its settings; PlanError if the plan does not belong to the model."""
     if not isinstance(raw, Mapping):
         settings_of(raw)  # an error: they are none
     data, door = raw.get(CONFIG_KEY), None if before is None else before.door

@@ -28,20 +28,13 @@ _NARROW, _COLUMNS = 64, 4096
 def weight_hash(module: nn.Module) -> str:
     """Returns a hash of what a module saves: names, shapes, dtypes and all entries of its parameters and buffers.
 
-    Adapters and other wrappers are looked through.
-
-    Raises:
-        PlanError: A weight has no data, or is of a kind that cannot be read.
+    Wrappers are looked through. PlanError: a weight has no data, or is of a kind that cannot be read.
     """
     return _hash(saved_weights(module))
 
 
 def model_hash(model: nn.Module) -> str:
-    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model.
-
-    Raises:
-        PlanError: As `weight_hash`.
-    """
+    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model."""
     weights = saved_weights(base_of(model))
     return WHOLE + _hash({name: held for name, held in weights.items() if not name.startswith("pooler.")})
 
@@ -74,7 +67,6 @@ def _hash(weights: dict[str, Any]) -> str:
 
 
 def _contents(name: str, value: Any) -> list[bytes]:
-    """Returns what a saved entry adds to a hash; PlanError for what is neither a tensor nor plain values."""
     if isinstance(value, Tensor):
         return [content for piece in pieces(value.detach()) for content in _of_tensor(piece)]
     if isinstance(value, (list, tuple)):

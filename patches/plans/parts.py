@@ -83,10 +83,7 @@ def own_weights_train(module: nn.Module) -> bool:
 def saved_weights(module: nn.Module) -> dict[str, Any]:
     """Returns what a module saves, by names without wrappers: parameters, buffers, and states of quantised layers.
 
-    Hooks are bypassed: FSDP frees gathered weights in its own in mid-forward.
-
-    Raises:
-        PlanError: A weight has no data.
+    Hooks are bypassed: FSDP frees gathered weights in its own in mid-forward. PlanError: a weight has no data.
     """
     found: dict[str, Any] = {}
     for part in parts(module):

@@ -56,7 +56,6 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
 
 
 def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -> Mapping[nn.Module, Seat]:
-    """Returns a seat for every module that may ask for a plan; empty for modules that the plan does not contain."""
     seats = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
     if plan is None:
         return seats

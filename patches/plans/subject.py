@@ -19,12 +19,9 @@ from .positions import learned_positions, stated_positions
 
 
 class Subject:
-    """A model as `calibration.subject.Subject` describes it.
+    """A model as `calibration.subject.Subject` describes it, which runs our attention (else a ValueError).
 
     Layers that the model does not number are numbered here.
-
-    Raises:
-        ValueError: It runs another attention.
     """
 
     def __init__(self, model: nn.Module) -> None:

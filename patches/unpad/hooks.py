@@ -39,8 +39,6 @@ class PaddedCallError(RuntimeError):
 
 @dataclass
 class _Frame:
-    """State of one forward pass between its pre-hook and its hook."""
-
     module: nn.Module
     owner: Unpadding
     layout: PackedLayout | None = None
@@ -62,13 +60,7 @@ def frames_closed() -> Iterator[None]:
 
 
 class Unpadding:
-    """The hooks of one model.
-
-    Attributes:
-        trunk: The base model, which computes the hidden states.
-        calls: Number of forward passes that ran `unpadded`, and of those that were not packed, by reason.
-        on_padded: `run` or `raise`: what to do with a padded call that cannot be packed.
-    """
+    """The hooks of one model, whose base model is `trunk`; `calls` counts passes, those not packed by reason."""
 
     def __init__(self, top: nn.Module, trunk: nn.Module, on_padded: str = "run") -> None:
         """Registers nothing yet; `install` does."""
@@ -116,7 +108,6 @@ class Unpadding:
 
     # ------------------------------------------------------------------ pre-hooks
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The packed arguments, or None to leave the call as it is, whose reasons the base model counts."""
         if tracing():
             return None
         frames = self._open(module)

@@ -20,7 +20,6 @@ warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 
 
 def _kernels() -> Any:
-    """The package, imported with the first call."""
     return importlib.import_module("flash_attn.cute")
 
 
@@ -67,7 +66,6 @@ def _keys(structure: CallStructure) -> int:
 
 
 def _make_lists(structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int) -> BlockLists:
-    """The lists of a structure and its heads' windows, shared by layers."""
     by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
     kv_len, runs = _keys(structure), None
     with torch.inference_mode(False):  # a later pass may want gradients

@@ -118,7 +118,6 @@ class FlashBackend(Backend):
         return attend_runs(request, kernels, self._arguments(request))
 
     def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
-        """Keywords that both kernels share."""
         structure = request.structure
         window = (-1, -1)
         if structure.windowed and structure.window is not None:
@@ -139,12 +138,9 @@ class FlashBackend(Backend):
 
 
 def attend_runs(request: AttentionRequest, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:
-    """One dense call, or one variable-length call over the segments.
+    """One dense call, or one variable-length call over the segments; `arguments` are keywords of both.
 
-    Args:
-        kernels: The module of `flash_attn_func` and `flash_attn_varlen_func`; where they answer with several tensors,
-            these are the output and the log-sum-exp.
-        arguments: Keywords of both.
+    Where the two functions of `kernels` answer with several tensors, these are the output and the log-sum-exp.
     """
     structure = request.structure
     if structure.kind == "ragged":
@@ -168,12 +164,7 @@ def attend_packed(
 ) -> Tensor:
     """Segments as one row of tokens; gathered unless they are the batch itself. Rows of no segment are zero.
 
-    Args:
-        kernel: A `flash_attn_varlen_func`; where it answers with several tensors, the first is the output.
-        arguments: Its keywords beside the segments.
-
-    Raises:
-        ValueError: The padding has holes.
+    Where the kernel answers with several tensors, the first is the output. Padding with holes is a ValueError.
     """
     from ...attention.packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
 
@@ -213,10 +204,7 @@ def packings_of(structure: CallStructure, device: torch.device) -> list[Packed]:
     """The segments of a structure as packed rows, a launch for each.
 
     The kernels let the last query stand at the last key. Causal queries behind it, those of right padding, see all keys
-    of their segment: a second launch, which is not causal.
-
-    Raises:
-        ValueError: A window, and queries behind their segment's last key.
+    of their segment: a second launch, which is not causal, and with a window a ValueError.
     """
     from ...attention.packing import FULL, TO_LAST, pack
 

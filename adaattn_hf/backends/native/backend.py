@@ -64,7 +64,8 @@ class NativeBackend(Backend):
 
         if request.per_head is not None:
             return launch.by_groups(request, launch.groups_of(request.per_head, request.query.dtype))
-        if torch.is_grad_enabled() and _needs_grad(request):
+        tensors = (request.query, request.key, request.value, request.bias, request.sink_logits)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return launch.differentiated(request)
         return launch.computed(request)
 
@@ -106,8 +107,3 @@ def _refused_rules(spec: CallSpec) -> list[str]:
         if not of_level(level).int8:
             reasons.append(f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}")
     return reasons
-
-
-def _needs_grad(request: AttentionRequest) -> bool:
-    tensors = (request.query, request.key, request.value, request.bias, request.sink_logits)
-    return any(t is not None and t.requires_grad for t in tensors)

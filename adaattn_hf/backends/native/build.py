@@ -55,11 +55,7 @@ def compiler() -> list[str] | None:
 
 
 def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
-    """Compiles the library into the directory `target` and writes a report beside it.
-
-    Returns:
-        The report: `built`, `reason` (why not), `compiler` and the instruction sets in `levels`.
-    """
+    """Compiles the library into `target`; reports `built`, `reason` (why not), `compiler` and the `levels` it has."""
     target.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {"built": False, "reason": "", "compiler": "", "levels": []}
     if sys.platform not in ("linux", "darwin"):

@@ -45,14 +45,8 @@ def packed(
 ) -> bytes:
     """The argument structure of a call; every tensor in it must outlive the call.
 
-    Args:
-        inputs: Query, key and value, that the rules were checked for.
-        out: Contiguous `[batch, q_len, heads, head_dim_v]`.
-        lse: Contiguous `[batch, heads, q_len]`, None where it is not computed.
-        scaling: Factor on the scores.
-        level: Number of an instruction set.
-        rules: Packed.
-        backward: What the backward adds, packed.
+    `inputs` are those that the rules were checked for. `out` `[batch, q_len, heads, head_dim_v]` is contiguous, and so
+    is `lse` `[batch, heads, q_len]`, None where it is not computed. `level` is the number of an instruction set.
     """
     if type(out) is not Tensor:
         raise without_memory()
@@ -133,15 +127,8 @@ def backward(
 ) -> Gradients:
     """Gradients of `forward`, recomputed from `lse`; the same numbers every time, for any number of threads.
 
-    Args:
-        grad: Gradient of `out`, `[batch, q_len, heads, head_dim_v]`, any strides.
-        q, k, v, scaling, rules, level: As in `forward`, without int8.
-        out: What `forward` returned, contiguous.
-        lse: What `forward` returned.
-        need_bias: Also return the gradient of the bias.
-
-    Raises:
-        RuntimeError: The library is missing or refuses the call.
+    `grad` has any strides, `out` and `lse` are what `forward` returned; keys and values are not int8. With `need_bias`
+    comes the gradient of the bias. A library that is missing or refuses the call is a RuntimeError.
     """
     native = loaded()
     q, k, v, grad, out, lse = (

@@ -32,9 +32,7 @@ def lies(tensor: Tensor) -> bool:
 def readable(tensor: Tensor, name: str) -> Tensor:
     """The tensor with its numbers in memory: lazily negated, conjugated and all-zero tensors are written out.
 
-    Raises:
-        ValueError: Its memory cannot be read: another device or layout, a tensor subclass that only traces, wraps or
-            shards, or storage that was freed.
+    A ValueError for another device or layout, storage that was freed, or a subclass that only traces, wraps or shards.
     """
     if lies(tensor):
         return tensor
@@ -55,18 +53,11 @@ def readable(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form) -> None:
-    """Refuse a tensor of the rules that does not cover the call.
+    """Refuse a tensor of the rules that does not cover the call; the ValueError says what it has and should have.
 
-    Args:
-        name: Name of the rule.
-        tensor: What the kernels will read.
-        extents: Of the call, for each dimension of the tensor; -1 for how many segments there are, which the
-            kernels check themselves.
-        dtype: What it must have; None for any floating-point dtype of the kernels.
-        form: `contiguous`, `strided` (any strides), or `broadcast`: any strides, and 1 may stand for an extent.
-
-    Raises:
-        ValueError: Names the rule, what it has and what it should have.
+    An extent of -1 stands for how many segments there are, which the kernels check themselves; a `dtype` of None for
+    any floating-point one of theirs. A `form` is `contiguous`, `strided` (any strides), or `broadcast`: any strides,
+    and 1 may stand for an extent.
     """
     shape = tuple(tensor.shape)
     fits = shape == tuple(extents) or (

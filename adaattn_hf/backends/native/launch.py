@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 def one_call(native: Library, group: Group | None = None, rules: HeadRules | None = None) -> Launch:
     """Calls of one kind as one call of the library each, without a gradient.
 
-    Args:
-        native: The library.
-        group: All heads, where they have rules of their own; else they all do the same.
-        rules: Those of the group.
+    Where heads have rules of their own, `group` is all of them, and `rules` are its.
     """
     heads = ALL_ALIKE if group is None else group.packed
 
@@ -122,14 +119,10 @@ def differentiated(request: AttentionRequest) -> AttentionResult:
 
 
 class Group(NamedTuple):
-    """Key/value heads that one call of the library serves: those of one precision.
+    """Key/value heads of one precision, which one call of the library serves.
 
-    Attributes:
-        heads: Their numbers.
-        packed: What the library is told of them.
-        tensors: Windows and sinks, int64 `[heads]`, which `packed` points to.
-        precision: Of the products.
-        key_mean: fp32 `[1, heads, head_dim]` that int8 products take off the keys; None without.
+    `packed` points to `tensors`, windows and sinks, int64 `[heads]`. Int8 products take `key_mean`, fp32 `[1, heads,
+    head_dim]`, off the keys.
     """
 
     heads: tuple[int, ...]

@@ -89,8 +89,7 @@ class Library:
 def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
     """The library that lies in a directory, or None with all the reasons why it cannot be used.
 
-    Raises:
-        UsageError: ADAATTN_NATIVE_LEVEL names an instruction set that is none, or none of this machine.
+    UsageError: ADAATTN_NATIVE_LEVEL names an instruction set that is none, or none of this machine.
     """
     from_environment(LEVEL_VARIABLE, LEVELS, "")  # what is no name anywhere is said without a library, too
     path = directory / NAME
@@ -148,10 +147,7 @@ def _declare(handle: ctypes.CDLL) -> None:
 
 
 def _share_threads(handle: ctypes.CDLL) -> str:
-    """Hands the library the parallel loop of the OpenMP runtime that torch itself is linked to.
-
-    Looking the symbol up through torch's own library finds that very runtime and can never load a second one.
-    """
+    """Hands over torch's own OpenMP parallel loop: looked up through torch's library it is never a second runtime."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     torch_cpu = Path(torch.__file__).parent / "lib" / f"libtorch_cpu{suffix}"
     if not torch_cpu.is_file():

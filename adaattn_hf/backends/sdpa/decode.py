@@ -13,12 +13,7 @@ from .kernels import additive, operator, wants_gradient
 def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row; None where its keys are no range, or there are none.
 
-    Args:
-        query: `[batch, heads, 1, head_dim]`.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`.
-        value: `[batch, num_kv_heads, kv_len, head_dim]`.
-        scaling: Factor on the scores.
-        structure: Settled.
+    Tensors are `[batch, heads, length, head_dim]`; the structure is settled.
     """
     batch, heads, _, dim = query.shape
     kv_heads = key.shape[1]

@@ -28,14 +28,8 @@ def operator(
 ) -> Tensor:
     """One call, `[batch, heads, q_len, head_dim_v]`, brought into a form that a fused kernel takes.
 
-    Args:
-        query: `[batch, heads, q_len, head_dim]`.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`.
-        value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
-        scaling: Factor on the scores.
-        mask: Additive, broadcastable to `[batch, heads, q_len, kv_len]`.
-        causal: Query `i` sees keys up to `i`; instead of a mask.
-        dropout: Probability of dropping an attention weight.
+    The mask is additive, broadcastable to `[batch, heads, q_len, kv_len]`; `causal` instead of it lets query `i` see
+    keys up to `i`.
     """
     query, key, value = dense_last(query), dense_last(key), dense_last(value)
     size, dim = value.shape[3], query.shape[3]

@@ -37,11 +37,7 @@ def masked_call(
 ) -> Tensor:
     """One call, `[batch, heads, q_len, head_dim_v]`; a single query takes its group's heads as rows on processors.
 
-    Args:
-        request: Softcap, learned sinks, dropout and the factor on the scores are its.
-        query, key, value: Some of its tokens.
-        mask: Additive or boolean, broadcastable to `[batch, heads, q_len, kv_len]`.
-        call: Calls torch's operator.
+    Tokens are some of the request's. The mask is additive or boolean, broadcastable to `[batch, heads, q_len, kv_len]`.
     """
     batch, heads, q_len, _ = query.shape
     groups = heads // key.shape[1]

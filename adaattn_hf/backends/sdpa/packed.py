@@ -59,15 +59,7 @@ def _rule(structure: CallStructure, segments: Sequence[Segment]) -> int | None:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    """`[batch, q_len, heads, head_dim_v]`; queries outside of every run are zero.
-
-    Args:
-        query: `[batch, heads, q_len, head_dim]`.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`.
-        value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
-        layout: The runs, on their device.
-        scaling: Multiplies the scores.
-    """
+    """`[batch, q_len, heads, head_dim_v]` of `[batch, heads, length, …]`; queries outside of every run are zero."""
     batch, heads, q_len, _ = query.shape
     q, k, v = tokens_of(query, layout.queries), tokens_of(key, layout.keys), tokens_of(value, layout.keys)
     run = _one_by_one

@@ -173,17 +173,9 @@ def run(
     sink: Tensor | None = None,
     with_lse: bool = False,
 ) -> AttentionResult:
-    """Attention of many queries, in one launch over all runs and heads, or two.
+    """Attention of many queries, in one launch over all runs and heads, or two; tensors on several devices are refused.
 
-    Tensors on several devices are refused.
-
-    Args:
-        query: `[batch, heads, q_len, head_dim]`.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`.
-        value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
-        windows: Of `head_windows`.
-        sink: Learned sinks, `[heads]`.
-        with_lse: Whether the log-sum-exp is written.
+    Tensors are `[batch, heads, length, head_dim]`, learned sinks `[heads]`, windows those of `head_windows`.
     """
     if not query.get_device() == key.get_device() == value.get_device():
         raise other_devices(query, key, value)

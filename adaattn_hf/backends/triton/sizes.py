@@ -104,9 +104,7 @@ SIZES: dict[str, tuple[Size, ...]] = {
 def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None:
     """The tile of a kernel, by its name in `SIZES`, in the shared memory of a device's program; None where none fits.
 
-    Args:
-        width: Bytes of a padded head, the largest of queries, keys and values.
-        rows: Of a step, query heads that share keys, up to a power of two.
+    `width` is bytes of the largest padded head, `rows` a step's query heads that share keys, up to a power of two.
     """
     for size in SIZES[kernel]:
         if width <= size.width and size.memory + size.more * max(0, rows - 16) <= memory:
@@ -142,7 +140,6 @@ def refusals(spec: CallSpec, memory: int) -> list[str]:
 
 
 def _launched(spec: CallSpec) -> tuple[str, ...]:
-    """The kernels that calls of a kind may launch, by their names in `SIZES`."""
     if spec.decode and not spec.needs_grad:
         return ("decode" if spec.stored is None else f"decode_codes {BITS[spec.stored]}",)
     forward = ("forward", "forward of windows")

@@ -40,12 +40,8 @@ _LEAST_KEYS = 256
 class Sized(NamedTuple):
     """What all steps of a kind share, whatever their lengths.
 
-    Attributes:
-        bits: Of a value's codes, 0 for numbers.
-        value_dim: Channels of a value.
-        least: Fewest keys that a program reads.
-        processors: Of the device.
-        constants: The kernel's, as far as structures and lengths do not change them.
+    `bits` of a value's codes are 0 for numbers; `least` is the fewest keys that a program reads; `constants` are the
+    kernel's, as far as lengths do not change them.
     """
 
     bits: int
@@ -95,13 +91,9 @@ def attend_step(
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
-    A structure that is not made of segments is refused.
-
-    Args:
-        graph: Whether it is a node of a traced graph, in whose memory nothing may be kept. Nothing but padding cuts its
-            batch rows then.
-        windows: Of its heads where they are known; else those of its structure and rules.
-        until: Position of a sequence from which on a query sees as if these had no end.
+    A structure that is not made of segments is refused. Nothing may be kept in the memory of a traced `graph`, and
+    nothing but padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no
+    end.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     kv_heads = key.shape[1]
@@ -219,14 +211,9 @@ def split(
 ) -> tuple[int, int]:
     """Into how many shares the head that reads most splits its keys, and how many keys a share has.
 
-    The same for `least` lengths in a row, so that steps of a generation round alike, and are worked out once.
-
-    Args:
-        windows: Of `head_windows`.
-        spans: Of `least` keys each, of all sequences.
-        programs: As many as the device runs at once; there are no more shares unless each head has one.
-        least: Fewest keys worth a program.
-        whole: Whether every head may have to read all keys, where windows end.
+    The same for `least` lengths in a row, the fewest keys worth a program, so that steps of a generation round alike,
+    and are worked out once. `programs` run at once; there are no more shares unless each head has one. With `whole`
+    every head may have to read all keys, where windows end.
     """
     heads = ((ALL, 0),) * kv_heads if windows is None or whole else windows
     reads: Counter[int] = Counter()

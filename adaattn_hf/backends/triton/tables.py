@@ -25,13 +25,9 @@ _LINE, _SQUARE = 256, 64
 
 
 class Cut(NamedTuple):
-    """How runs are cut into blocks.
+    """How runs are cut into blocks of so many queries, or keys.
 
-    Attributes:
-        of: What the blocks are of.
-        block: Queries, or keys, of a block.
-        least: 0 for blocks of all runs; else of those whose last tile of so many keys reaches no others.
-        short: Of the runs that `least` leaves out, instead.
+    With `least`, only those whose last tile of so many keys reaches no others; with `short` those that it leaves out.
     """
 
     of: Literal["queries", "keys"]

@@ -37,8 +37,6 @@ def attend_with_gradients(request: AttentionRequest, windows: HeadWindows | None
 
 
 class _Attention(torch.autograd.Function):
-    """The two passes as one node of autograd's graph."""
-
     @staticmethod
     def forward(
         ctx: Any,

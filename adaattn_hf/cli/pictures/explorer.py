@@ -68,7 +68,6 @@ def _short(values: Array) -> list[list[float | None]]:
 
 
 def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
-    """Column indices of a plan's choices in the table; a ValueError if it comes from another calibration."""
     chosen = {(layer.layer, head): choice.label for layer in plan.layers for head, choice in enumerate(layer.choices)}
     strange = sorted({name for name in chosen.values() if name not in table.choices})
     if strange or not set(chosen) <= set(table.units):

@@ -132,7 +132,6 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
 
 
 def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
-    """A letter for each choice of a picture, capitals first; exact is a dot."""
     letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
     return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
 

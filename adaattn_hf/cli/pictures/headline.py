@@ -27,12 +27,7 @@ PLAN_HASH = "plan_sha256"
 
 @dataclass(frozen=True)
 class Bought:
-    """What a plan buys on the machine that it was made on; None where that is not known.
-
-    Attributes:
-        whole: How many times as fast whole forward passes are, the least and the most of all lengths.
-        attention: The same of the attention of all layers, by measured prices.
-    """
+    """What a plan buys where it was made: how many times as fast passes (least, most) and attention are, if known."""
 
     whole: tuple[float, float] | None = None
     attention: float | None = None
@@ -98,7 +93,6 @@ def verdict(plan: Plan, buys: Bought | None = None) -> str:
 
 
 def _speeds(plan: Plan, buys: Bought) -> list[str]:
-    """How many times as fast the whole model and its attention are, as far as that is known."""
     attention = buys.attention or (speed_of(plan) if plan.units else None)
     if plan.is_exact or (attention is None and buys.whole is None):
         return []

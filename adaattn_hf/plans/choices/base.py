@@ -20,12 +20,7 @@ _FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "rank": 0, "precision": "
 
 @dataclass(frozen=True)
 class Choice:
-    """What one key/value head (and the query heads that share it) computes.
-
-    Attributes:
-        keys: Which keys it reads; None for all that the mask allows.
-        operands: Changes of queries, keys and values, in this order.
-    """
+    """What a key/value head and the query heads that share it compute: keys read, then changes of operands in order."""
 
     keys: Keys | None = None
     operands: tuple[Operands, ...] = ()
@@ -126,12 +121,8 @@ class Choice:
     def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
         """Returns the request whose exact attention is what the choice computes for these key/value heads.
 
-        It may hold a dense mask, and serves tests, `output_attentions` and calibration.
-
-        Args:
-            request: The request of these heads alone; see `attention.heads.some_heads`.
-            heads: Their indices in the layer, for `layer`.
-            layer: Bases and means of the layer.
+        It may hold a dense mask, and serves tests, `output_attentions` and calibration. The request is of these heads
+        alone (`attention.heads.some_heads`); `heads` are their indices in `layer`.
         """
         changed = request
         for part in self.operands:

@@ -46,17 +46,7 @@ def _few_rows(structure: CallStructure) -> bool | Tensor:
 
 @dataclass(frozen=True)
 class Setting:
-    """What candidates depend on.
-
-    Attributes:
-        length: Longest sequence in tokens.
-        head_dim: Smallest head size of the layers.
-        dtype: Name of the weights' dtype.
-        families: Names of the families that are asked for.
-        windows: Windows to consider.
-        causal: Whether attention is causal.
-        memory: Whether a smaller cache is wanted, and not time.
-    """
+    """What candidates depend on: the longest sequence, the smallest head size, what to save (`memory`, not time)."""
 
     length: int
     head_dim: int

@@ -22,12 +22,7 @@ _NAMES = ("bf16", "int8")
 @register
 @dataclass(frozen=True)
 class Precision(Operands):
-    """Products in fewer bits, of sequences with at least `PRECISE_ROWS` query rows.
-
-    Attributes:
-        precision: `bf16` rounds queries, keys, weights and values to bfloat16; `int8` quantises queries, smoothed
-            keys and values per token.
-    """
+    """Products in fewer bits (`bf16`, `int8`: see `HeadRules`) of sequences with at least `PRECISE_ROWS` query rows."""
 
     precision: str
 

@@ -17,11 +17,7 @@ from .part import Colour, Operands, Setting, few_rows, register
 @register
 @dataclass(frozen=True)
 class Rank(Operands):
-    """Queries and keys projected onto `rank` columns; see `stats.spectrum.score_factors`.
-
-    Attributes:
-        rank: Columns kept.
-    """
+    """Queries and keys projected onto `rank` columns; see `stats.spectrum.score_factors`."""
 
     rank: int
 

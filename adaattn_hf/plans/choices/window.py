@@ -21,12 +21,9 @@ SINKS = 16
 @register
 @dataclass(frozen=True)
 class Window(Keys):
-    """The first `sinks` keys of the sequence and the last `window`.
+    """The first `sinks` keys of the sequence and the last `window`, the query itself counted.
 
-    Attributes:
-        window: Keys kept before a query, the query itself counted, and as many behind it where attention looks both
-            ways.
-        sinks: First keys kept beside the window; of layers with a window of their own, theirs are kept instead.
+    Where attention looks both ways, as many behind it. Layers with a window of their own keep their own sinks instead.
     """
 
     window: int
