@@ -1,7 +1,5 @@
 """What every test starts from: offline, one thread, one seed; and the reasons why a test may be skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

@@ -3,8 +3,6 @@
 python tests/conformance/covered.py build/coverage.json docs/results/coverage.md "tests"
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter, defaultdict

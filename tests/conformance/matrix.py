@@ -15,8 +15,6 @@ A pair whose interpreter is absent, or for which the package index has no wheel,
 status is that of the pairs that ran.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -70,11 +68,7 @@ def install(python: Path, transformers: str, torch: str | None, tools: list[str]
     wanted = ["torch" if torch is None else f"torch=={torch}", f"transformers=={transformers}"]
     # where the second index cannot be reached pip goes on with the first
     cpu = ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "0", "--timeout", "3"]
-    for packages in (
-        [*wanted, *cpu],
-        [*wanted, "setuptools>=77", "wheel"],
-        ["--no-build-isolation", *tools, *wanted],
-    ):
+    for packages in ([*wanted, *cpu], [*wanted, "setuptools>=77", "wheel"], ["--no-build-isolation", *tools, *wanted]):
         done = subprocess.run(
             [str(python), "-m", "pip", "install", "-q", *packages],
             capture_output=True,

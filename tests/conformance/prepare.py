@@ -4,8 +4,6 @@ The tests are third-party and no part of this project. Per-model tests come from
 the shared mixins from the source distribution of the installed version (it has no per-model tests).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

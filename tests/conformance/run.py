@@ -6,8 +6,6 @@ One file per family and implementation; what is there already is not run again, 
 Each family runs in a process of its own, forked from a server that has imported torch and Transformers once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

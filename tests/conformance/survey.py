@@ -6,8 +6,6 @@ A family works at a door, is refused there in one sentence of ours, or fails as 
 the program names it, and ends with 1. `tests/model/breadth.yaml` has what a configuration needs besides usual sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import inspect

@@ -6,8 +6,6 @@
 Without results the table of versions alone is made anew, from what `matrix.py --record` kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -140,10 +138,7 @@ def versions_table(record: Path) -> list[str]:
         rooms = sorted({path for path in paths if "/" not in path})
         of = Counter(path.partition("/")[0] for path in paths if "/" in path)
         named = ", ".join([f"`{room}`" for room in rooms] + [f"{n} of `{room}`'s files" for room, n in of.items()])
-        for name, runs in [
-            (named, own),
-            *((k, {k: v}) for k, v in other.items()),
-        ]:
+        for name, runs in [(named, own), *((k, {k: v}) for k, v in other.items())]:
             if runs:
                 passed, bad, skipped = (
                     sum(counts.get(outcome, 0) for counts in runs.values() for outcome in outcomes)

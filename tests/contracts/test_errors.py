@@ -3,8 +3,6 @@
 The messages themselves are recorded in docs/errors.md.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

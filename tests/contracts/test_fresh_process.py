@@ -1,7 +1,5 @@
 """What `import adaattn_hf` does in a process that has done nothing else: register names."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from pathlib import Path
@@ -9,16 +7,7 @@ from pathlib import Path
 from ..support.versions import needs_tracing
 from ..support.warm import WarmInterpreter
 
-OPTIONAL = (
-    "triton",
-    "flash_attn",
-    "flash_attn_interface",
-    "flash_attn_3",
-    "datasets",
-    "evaluate",
-    "lm_eval",
-    "peft",
-)
+OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3", "datasets", "evaluate", "lm_eval", "peft")
 """Packages that the core does without."""
 LATE = (
     "matplotlib",

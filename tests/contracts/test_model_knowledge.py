@@ -1,7 +1,5 @@
 """What knows a model lives in `patches/`: the core reads no attribute by which Transformers names things."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the face offers, name by name and argument by argument: a change is seen before a user sees it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import subprocess

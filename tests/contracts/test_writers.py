@@ -1,7 +1,5 @@
 """Names and texts from outside reach no page, no Markdown and no terminal as markup; and no writer is overlooked."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -42,13 +40,7 @@ def benched() -> dict[str, Any]:
         "driver": NASTY,
         "python": NASTY,
     }
-    return {
-        "provenance": made,
-        "cells": [cell],
-        "rounds": 1,
-        "slower": NASTY,
-        "absent": {NASTY: NASTY},
-    }
+    return {"provenance": made, "cells": [cell], "rounds": 1, "slower": NASTY, "absent": {NASTY: NASTY}}
 
 
 def planned() -> Any:
@@ -81,15 +73,7 @@ def progressed(terminal: bool | None) -> str:
 
 
 def explored() -> str:
-    stop = {
-        "name": NASTY,
-        "loss": 0.0,
-        "speed": 1.0,
-        "picks": [0],
-        "risk": [0.0],
-        "time": [1.0],
-        "proof": None,
-    }
+    stop = {"name": NASTY, "loss": 0.0, "speed": 1.0, "picks": [0], "risk": [0.0], "time": [1.0], "proof": None}
     return page.page(
         {
             "title": NASTY,
@@ -111,9 +95,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "plan": lambda: page.plan_page(planned()),
     "plans beside one another": lambda: page.compared([(NASTY, None, planned())], NASTY),
 }
-MARKDOWN: dict[str, Callable[[], str]] = {
-    "benchmark": lambda: bench.markdown(benched(), NASTY),
-}
+MARKDOWN: dict[str, Callable[[], str]] = {"benchmark": lambda: bench.markdown(benched(), NASTY)}
 TERMINAL: dict[str, Callable[[], str]] = {
     "details of a plan": lambda: "\n".join(grid.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),

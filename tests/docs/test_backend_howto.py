@@ -1,7 +1,5 @@
 """The backend of docs/howto/backend.md: what it does not name it refuses, a quantised cache included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of faults names tests that exist, and every fault that was found."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models with tokenizers on disk, and texts of the project's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`adaattn bench`: the grid, what a cell measures, the report and the gate."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -154,12 +152,7 @@ def assert_fits(report: dict[str, Any]) -> None:
     check = jsonschema.Draft202012Validator(schema)
     check.check_schema(schema)
     check.validate(report)
-    changes: list[dict[str, Any]] = [
-        {"dtype": "int3"},
-        {"shape": {}},
-        {"error": {"eager": -1.0}},
-        {"speed": 1.0},
-    ]
+    changes: list[dict[str, Any]] = [{"dtype": "int3"}, {"shape": {}}, {"error": {"eager": -1.0}}, {"speed": 1.0}]
     for change in changes:
         wrong = {**report, "cells": [{**report["cells"][0], **change}]}
         assert not check.is_valid(wrong), change

@@ -1,7 +1,5 @@
 """Where text comes from, and what is said when it cannot be had."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

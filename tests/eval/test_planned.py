@@ -1,7 +1,5 @@
 """A model that carries a plan: the harness sees the loss, and counts where the plan did anything."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

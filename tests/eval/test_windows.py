@@ -1,7 +1,5 @@
 """Windows: every token once, the stated context, and the same windows as the tools that people already use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

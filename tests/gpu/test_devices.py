@@ -1,7 +1,5 @@
 """Of two GPUs the second holds the tensors while the first is current, as `device_map` leaves it: nothing changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,10 +30,7 @@ from ..support.head_rules import rules
 from ..support.letters import encode, lettered_llama, random_words
 from ..support.plans import plan_for
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 SECOND = "cuda:1"
 ROUNDING = 4e-2

@@ -1,7 +1,5 @@
 """The warp-specialised kernel for Hopper, against the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

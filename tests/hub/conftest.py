@@ -1,7 +1,5 @@
 """Kernel repositories built once for all tests, and their module as a loader makes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Small models that run under a kernel's name, beside the same model under stock attention."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

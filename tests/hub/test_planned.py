@@ -1,7 +1,5 @@
 """The kernel `adaattn` through Transformers' loader: exact without a plan, with a plan what the package computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +19,7 @@ tf = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("local")]
 NAME = "adaattn/adaattn"
-CHOICES = {
-    "window": Choice.of(Window(3, sinks=1)),
-    "bf16": Choice.of(Precision("bf16")),
-}
+CHOICES = {"window": Choice.of(Window(3, sinks=1)), "bf16": Choice.of(Precision("bf16"))}
 
 
 def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]:

@@ -1,7 +1,5 @@
 """`transformers serve`, the real server on this machine: a checkpoint with a plan answers as `generate` does."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

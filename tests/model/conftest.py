@@ -1,7 +1,5 @@
 """What tests of models share: nothing compiled, the warnings that plans log, a text."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

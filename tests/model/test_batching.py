@@ -1,7 +1,5 @@
 """Continuous batching by Transformers' own engine: its tokens are those of `generate`, exact and under a plan."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ Softcap, learned sinks, position bias, sliding and chunked layers mixed, cross-a
 indexer, key and value heads of different sizes. The list is `breadth.yaml`.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

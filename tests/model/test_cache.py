@@ -1,7 +1,5 @@
 """The growing cache against Transformers' dynamic cache: same values, same tokens, storage that stays."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

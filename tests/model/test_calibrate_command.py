@@ -1,7 +1,5 @@
 """`adaattn calibrate` as a user meets it: exit codes, sentences, progress, Ctrl-C, what it leaves."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -386,10 +384,7 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
 def test_a_model_is_written_to_only_where_that_was_said(model: Path, run: Run, material: tuple[str, str]) -> None:
     before = files(model)
     for words, says in (
-        (
-            f"--output-dir {model}",
-            "is the model's own directory, expected one for the plan alone; give --in-place",
-        ),
+        (f"--output-dir {model}", "is the model's own directory, expected one for the plan alone; give --in-place"),
         ("--in-place --output-dir x", "got --output-dir x, too, expected one of them"),
     ):
         run(model, place=words, code=2, says=says)

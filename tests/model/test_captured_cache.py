@@ -1,7 +1,5 @@
 """Generation with codes whose length is reserved: one graph for all tokens and all generations, which asks no host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation with a static cache as a CUDA device compiles it: each layer's step is one node, which reads no mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

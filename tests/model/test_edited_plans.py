@@ -1,7 +1,5 @@
 """Plan files that somebody edited: `load_plan` believes no verdict below today's limits, `verify` takes no limit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Decode steps stay exact where no choice is faster there, and prices are those of as many sequences as asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models as ONNX graphs compute what the model computes: on other text, and at other lengths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

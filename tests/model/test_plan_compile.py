@@ -1,7 +1,5 @@
 """A compiled plan computes what the uncompiled one does, and a dense mask is read as the rules that made it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

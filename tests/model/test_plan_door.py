@@ -1,7 +1,5 @@
 """What a plan was verified on changes behind its check: the next pass says so, whatever changed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

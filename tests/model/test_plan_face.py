@@ -1,7 +1,5 @@
 """Plans through the face: read, checked, watched and taken out again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

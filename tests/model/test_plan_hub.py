@@ -1,7 +1,5 @@
 """A plan given away: written to a directory, pushed to the Hub, and taken from there by all that takes a plan."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans beside what libraries do to models: adapters, sharding, saving, evaluation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

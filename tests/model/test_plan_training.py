@@ -1,7 +1,5 @@
 """Fine-tuning under a plan: windows go on while weights change, and no budget is claimed for what comes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

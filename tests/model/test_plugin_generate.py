@@ -1,7 +1,5 @@
 """Generation: every cache, chunked prefill, beams; step by step against stock eager attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

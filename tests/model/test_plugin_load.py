@@ -1,7 +1,5 @@
 """One string, wherever Transformers takes one; and what is saved with a model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

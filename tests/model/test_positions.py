@@ -1,7 +1,5 @@
 """Places under a plan count from a sequence's first token, though layers that slide hold the last keys alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

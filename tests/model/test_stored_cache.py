@@ -1,7 +1,5 @@
 """The quantised cache in models: as near to the exact one as its rounding, in every way in which caches are used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Fine-tuning with Trainer and the libraries around it, step by step against stock attention."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

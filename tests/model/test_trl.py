@@ -1,7 +1,5 @@
 """TRL's SFTTrainer, with padded batches and with packed ones."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Whole models without padding against stock models with it: outputs, losses, gradients, generation."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ Python into a library with the sanitizers, too. For another machine than this on
 qemu-aarch64-static`. What came of the C calls is kept in `build/`, from where `make fuzz` takes it into its page.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Every instruction set that this machine has, on random calls, against double precision."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that no caller should make: refused in words, or served as torch serves them, never read blind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys and values as a cache stores them, read and written by the kernels of every instruction set."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

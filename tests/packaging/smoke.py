@@ -6,8 +6,6 @@ Run by continuous integration after every wheel is installed, outside the checko
 be in the wheel, too, and serve the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`make` finds a Python that serves, and torch for it, on machines unlike this one: fakes on a PATH of their own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

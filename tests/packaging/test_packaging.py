@@ -1,7 +1,5 @@
 """What is built and installed: the right files, under the right names, working from anywhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tarfile
@@ -117,15 +115,7 @@ def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     needed = {name for name in checkout_files() if name.partition("/")[0] in (*MAPPED, "tests")}
-    needed |= {
-        "pyproject.toml",
-        "setup.py",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "Makefile",
-        "constraints-dev.txt",
-    }
+    needed |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-dev.txt"}
     assert needed - names == set()
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))]
 

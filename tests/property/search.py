@@ -6,8 +6,6 @@ process of its own, so that a crash is an observation and not the end; what is d
 same command goes on from there. The record of what was done is written to `--write`, at the end or alone by `--record`.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json
@@ -41,12 +39,7 @@ def parts_of(kinds: Sequence[str], cases: int) -> list[list[Any]]:
 
 
 def search(
-    cases: int,
-    seed: int,
-    state: Path,
-    library: Path | None,
-    jobs: int = 1,
-    kinds: Sequence[str] = tuple(KINDS),
+    cases: int, seed: int, state: Path, library: Path | None, jobs: int = 1, kinds: Sequence[str] = tuple(KINDS)
 ) -> dict[str, Any]:
     """Runs what the state file does not hold yet, in `jobs` processes; returns its content."""
     from adaattn_hf._files import write_atomically

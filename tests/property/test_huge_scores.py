@@ -2,8 +2,6 @@
 weights and their gradients against double precision, as the same numbers give it. Additive masks of any size: rows that
 see nothing but large numbers are the softmax of their sums in fp32, as in stock attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

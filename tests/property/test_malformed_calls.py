@@ -1,7 +1,5 @@
 """Random calls that no caller should make, through every entrance: a small fixed part of what `make fuzz` searches."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

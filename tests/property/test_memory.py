@@ -1,7 +1,5 @@
 """No known structure costs memory in proportion to the area of its mask, forward or backward."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

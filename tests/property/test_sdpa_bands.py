@@ -1,7 +1,5 @@
 """The sdpa backend, drawn with crossovers so low that short calls take every way a long one takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

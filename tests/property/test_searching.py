@@ -1,7 +1,5 @@
 """The random search finds what it is for: a fixed part of it passes, and with a fix taken out it reports the fault."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The page of caches under a budget, from plans as calibration writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

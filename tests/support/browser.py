@@ -1,7 +1,5 @@
 """A page in a real browser without a head, where there is one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,10 +41,6 @@ def drawn(page: str, script: str, directory: Path, *flags: str) -> str:
     path.write_text(page.replace("draw();\n</script>", f"draw();\n{script}\n</script>"), encoding="utf-8")
     words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory / 'home'}", *flags]
     done = subprocess.run(
-        [str(BROWSER), *words, "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [str(BROWSER), *words, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     return done.stdout

@@ -1,7 +1,5 @@
 """Small models whose heads have as many channels as four bits need, tokens for them, and calls over a cache."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

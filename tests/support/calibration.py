@@ -1,7 +1,5 @@
 """Calibration of a model as tests have it: the model itself stands for its description."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs `adaattn` in this process, and holds its exit code and what it says against what is expected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from typer.testing import CliRunner, Result

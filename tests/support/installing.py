@@ -1,7 +1,5 @@
 """Building the package from a copy of the checkout, and virtual environments to install it into."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -71,16 +69,6 @@ def environment(place: Path) -> Path:
 
 def install(python: Path, *what: str | Path) -> None:
     run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--ignore-installed",
-            *what,
-        ],
+        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--ignore-installed", *what],
         cwd=python.parent,
     )

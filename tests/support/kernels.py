@@ -1,7 +1,5 @@
 """Kernel repositories of `hub/`, built here, and their modules as Transformers' loader makes them."""
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import json

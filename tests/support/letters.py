@@ -1,7 +1,5 @@
 """A small LLaMA-class model whose tokens are letters, texts for it, and a calibration of it by a table of prices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

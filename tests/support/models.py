@@ -4,8 +4,6 @@ Default initialisation gives near-uniform attention, under which a wrong mask ha
 wide enough that every key counts.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import cache
@@ -113,10 +111,7 @@ ENCODERS: dict[str, Recipe] = {
 }
 ENCODER_DECODERS: dict[str, Recipe] = {
     "t5": (tf.T5ForConditionalGeneration, {"decoder_start_token_id": 0}),
-    "bart": (
-        tf.BartForConditionalGeneration,
-        {"encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1},
-    ),
+    "bart": (tf.BartForConditionalGeneration, {"encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1}),
 }
 RECIPES = MappingProxyType({**DECODERS, **ENCODERS, **ENCODER_DECODERS})
 

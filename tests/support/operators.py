@@ -1,7 +1,5 @@
 """Notes which of torch's operators run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """Small plans for small models, without a calibration; adapters on such models, and steps of training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

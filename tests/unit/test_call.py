@@ -1,7 +1,5 @@
 """An ordinary call takes the launch of its kind, whatever came before; all that differs is decided by itself."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a device can do is one record, and what it cannot do is refused by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line around its commands: quick help, version, completion, `doctor`, `run`, JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Of several CUDA devices a kernel is launched on the one that holds the tensors, whichever is current."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flash-attn 4's lists of blocks against the definition of a structure, and its masks run as plain torch."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

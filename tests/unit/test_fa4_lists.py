@@ -1,7 +1,5 @@
 """The kernel that lists blocks for flash-attn 4, in Triton's interpreter, against pairs of queries and keys."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ The stand-in aligns causality and windows to the last key, as the package docume
 `tests/gpu` where they are installed, which flash-attn 2 and the whole of 3 never were.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

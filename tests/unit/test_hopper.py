@@ -1,7 +1,5 @@
 """Which calls the kernels for Hopper get, and what they are launched with; the kernels themselves need the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

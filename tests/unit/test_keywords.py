@@ -1,7 +1,5 @@
 """Keywords handed to the attention: served, harmless, or refused by name."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Reading Transformers' nested mask functions: every factory, and everything that is not one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The mask function says what stock's dense masks say, for everything that Transformers composes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

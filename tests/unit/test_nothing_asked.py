@@ -1,7 +1,5 @@
 """No rows, heads, queries or keys: every backend answers with zeros of torch's shape, before kernels divide by them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

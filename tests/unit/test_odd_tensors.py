@@ -1,7 +1,5 @@
 """Tensors without data get the answer that stock attention gives, tensors of eight bits a sentence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

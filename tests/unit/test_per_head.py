@@ -1,7 +1,5 @@
 """What a call asks of each key/value head apart: its definition, its facts, and who refuses it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The snapshot of a module's weights notices whatever may have changed them since the plan was checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

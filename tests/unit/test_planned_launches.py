@@ -1,7 +1,5 @@
 """Under a plan each layer has a fast call of its own, which costs little more than that of an exact layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

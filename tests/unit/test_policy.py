@@ -1,7 +1,5 @@
 """Risks, prices, the knapsack and the acceptance test against brute force."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Decode steps on datacentre devices go to torch's flash kernel, which needs no plan for every number of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Choosing a backend: in order, once, with all reasons said; a named backend never falls back."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -70,11 +68,7 @@ def test_one_line_says_which_was_taken_and_why_not_the_others(
         select.choose(spec(head_dim=8))
     assert len(caplog.records) == 1
     (line,) = caplog.messages
-    for part in (
-        "willing serves cpu float32",
-        "absent is not installed",
-        "dislikes Tuesdays; strict dislikes floats",
-    ):
+    for part in ("willing serves cpu float32", "absent is not installed", "dislikes Tuesdays; strict dislikes floats"):
         assert part in line
 
 
@@ -85,8 +79,7 @@ def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], capl
 
 
 @pytest.mark.parametrize(
-    ("name", "reasons"),
-    [("absent", ["absent is not installed"]), ("strict", ["dislikes Tuesdays", "dislikes floats"])],
+    ("name", "reasons"), [("absent", ["absent is not installed"]), ("strict", ["dislikes Tuesdays", "dislikes floats"])]
 )
 def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, reasons: list[str]) -> None:
     with pytest.raises(select.BackendRefusal) as refused:

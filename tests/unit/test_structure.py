@@ -1,7 +1,5 @@
 """Structures: their runs say what `visible` defines, and settling changes no visibility."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

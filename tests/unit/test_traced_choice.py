@@ -1,7 +1,5 @@
 """Choosing a backend while a graph for a CUDA device is traced: nothing that is asked on the way breaks the graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels under Triton's interpreter, against the reference; on a device they run in `tests/gpu`."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

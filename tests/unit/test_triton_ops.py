@@ -1,7 +1,5 @@
 """One query per sequence as a node of a traced graph: the kernel reads lengths and padding where they lie."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fast call of the Triton kernels: what it computes, what it is left for, and what it keeps."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tiles follow the shared memory of the device; where none fits the backend says so, and `auto` takes another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

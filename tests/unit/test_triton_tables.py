@@ -1,7 +1,5 @@
 """Work tables that are made on the device, beside masks that say key by key what is seen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, Literal
 

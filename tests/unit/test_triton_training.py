@@ -1,7 +1,5 @@
 """The Triton kernels' gradients under Triton's interpreter, against the reference's by autograd in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

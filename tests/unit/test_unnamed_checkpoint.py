@@ -1,7 +1,5 @@
 """Checkpoints whose configuration names no class: a GGUF file, and a directory whose `architectures` are gone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

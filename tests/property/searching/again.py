@@ -1,7 +1,5 @@
 """Calls that are made once more with something else about their tensors: what is remembered must not answer them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

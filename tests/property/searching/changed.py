@@ -1,7 +1,5 @@
 """Models that change after a plan was made for them: a plan runs while the model computes what it was proven on."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Callable
@@ -26,13 +24,7 @@ from tests.support.models import tokens
 from tests.support.plans import give
 from tests.support.requests import generator
 
-WIDE = {
-    "hidden_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 1,
-}
+WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
 """A model whose matrices have more entries than anybody would look at one by one: 512 rows of 512."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

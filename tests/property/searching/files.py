@@ -1,7 +1,5 @@
 """Saved caches that something happened to: what is loaded is what was saved, or a sentence says that it is not."""
 
-from __future__ import annotations
-
 import json
 import struct
 import tempfile
@@ -30,16 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Models whose heads have as many channels as four bits need."""
 STORED = ("model", "int8", "k8v4")
-HARM = (
-    "nothing",
-    "a flipped bit",
-    "a flipped bit",
-    "another byte",
-    "cut short",
-    "longer",
-    "metadata",
-    "metadata",
-)
+HARM = ("nothing", "a flipped bit", "a flipped bit", "another byte", "cut short", "longer", "metadata", "metadata")
 DEEP = 5000
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 3, 10**9, 10**400, 0.5, float("nan"), "", "int8", "x", [], {}, [None], {"a": 1}, "DEEP"

@@ -1,7 +1,5 @@
 """Graphs of whole models: compiled, traced or exported from one call, judged by that call and by another one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a model is called with, drawn: positions that mean documents or anything else, masks of every form, caches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

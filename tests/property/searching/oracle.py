@@ -1,7 +1,5 @@
 """What stock attention makes of a model's calls, and the comparison with it where its two forms agree."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The record of a search: `fuzz.json` and `fuzz.md`."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 import json

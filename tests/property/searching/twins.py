@@ -1,7 +1,5 @@
 """Tiny models of every family, one set of weights under each implementation, shared by all draws of a process."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 Doors are the package's names and the Hub's kernel. Whatever serves must serve rightly, whoever does not says so.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Whole models, drawn with their calls, and how these are run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,8 +145,5 @@ def run(model: Any, given: Inputs) -> Tensor:
                 asked["past_key_values"] = cache
             out = model(**asked)
             parts.append(main_output(out))
-            cache, start = (
-                getattr(out, "past_key_values", None) if given.cache == "made" else cache,
-                start + piece,
-            )
+            cache, start = (getattr(out, "past_key_values", None) if given.cache == "made" else cache, start + piece)
     return torch.cat(parts, 1)
