@@ -23,7 +23,6 @@ def share(whole: int, part: int) -> str:
 
 
 def page(covered: dict[str, Any], tests: str, made: dict[str, Any]) -> str:
-    """The page: a line for each directory, and one for all."""
     rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for name, file in covered["files"].items():
         for room in (f"`{Path(name).parent.as_posix()}`", "all"):

@@ -105,7 +105,6 @@ def lend_constants(tests: Path, checkout: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, required=True, help="checkout (or git directory)")
     parser.add_argument("--sdist", type=Path, required=True, help="transformers-X.Y.Z.tar.gz")

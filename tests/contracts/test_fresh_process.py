@@ -91,7 +91,6 @@ def run(
     module: str = "adaattn_hf",
     path: Path | None = None,
 ) -> str:
-    """What a fresh process prints; its error output where it fails."""
     guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module, most=MOST)
     prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
     done = interpreter.run(STRICT + prefix + guard + textwrap.dedent(code), Path(sys.prefix))

@@ -74,7 +74,6 @@ def circle(modules: Mapping[str, Module]) -> list[str]:
 
 
 def backend_room(name: str) -> str | None:
-    """`adaattn_hf.backends.sdpa` of all modules of that backend."""
     parts = name.split(".")
     return ".".join(parts[:3]) if parts[:2] == [P, "backends"] and len(parts) > 2 else None
 

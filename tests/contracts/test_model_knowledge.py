@@ -22,7 +22,6 @@ LOOKS_AT_CALLERS = {
 
 
 def named(path: Path, names: frozenset[str]) -> Iterator[str]:
-    """Places that read one of the names: as an attribute, or by a string that is just the name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         found = node.attr if isinstance(node, ast.Attribute) else None
         found = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else found

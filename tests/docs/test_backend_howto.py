@@ -23,7 +23,6 @@ from ..support.source_tree import ROOT
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page's backend, under its name beside the others."""
     names: dict[str, Any] = {}
     exec(EXAMPLE, names)
     backend = names["DenseBackend"]()

@@ -48,7 +48,6 @@ def test_the_readme_is_one_screen_after_another_in_this_order() -> None:
 
 
 def dead_links(document: Path) -> list[str]:
-    """Links of a document to files that are not there."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
     return [t for t in targets if t and "://" not in t and not (document.parent / t).exists()]
@@ -81,7 +80,6 @@ def dead_paths(text: str, holds: Callable[[str, str], bool]) -> list[str]:
 
 @cache
 def tree() -> frozenset[str]:
-    """Files of the checkout that documents may name."""
     return frozenset(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.*"))
 
 
@@ -116,7 +114,6 @@ def test_a_dead_path_is_found(history: list[str]) -> None:
 
 
 def commits_in(document: Path) -> Iterator[str]:
-    """Digits of the commits that a page or a report names."""
     text = document.read_text(encoding="utf-8")
     if document.suffix != ".json":
         yield from COMMIT.findall(text)
@@ -130,7 +127,6 @@ def commits_in(document: Path) -> Iterator[str]:
 
 
 def lost_commits(document: Path, history: list[str]) -> set[str]:
-    """Commits that a document names and that the history does not have."""
     return {one for one in commits_in(document) if not any(full.startswith(one) for full in history)}
 
 

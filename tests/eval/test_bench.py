@@ -442,7 +442,6 @@ def test_names_that_cannot_be_measured_here_say_why() -> None:
 
 
 def kept_reports() -> list[str]:
-    """Names of the reports of `adaattn bench` in docs/results."""
     reports = {path.stem: path.read_text("utf-8") for path in (ROOT / "docs" / "results").glob("*.json")}
     return sorted(name for name, text in reports.items() if '"ours":' in text and '"ratio_best":' in text)
 

@@ -49,7 +49,6 @@ def first_is_current() -> Iterator[None]:
 def draw(
     structure: CallStructure, dim: int, per_head: HeadRules | None = None, heads: int = 8, grad: bool = False
 ) -> AttentionRequest:
-    """A call in bfloat16 over two key/value heads, whose tensors lie on the second device."""
     query, key, value = (
         torch.randn(structure.batch, length, count, dim, device=SECOND, dtype=torch.bfloat16)
         .transpose(1, 2)
@@ -168,7 +167,6 @@ def test_gradients(backend: str, per_head: HeadRules | None) -> None:
 
 
 def small() -> Any:
-    """A model of four layers in bfloat16 under a plan of windows, on the processor."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,

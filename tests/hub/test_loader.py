@@ -21,7 +21,6 @@ TOLERANCE = dict(atol=2e-6, rtol=0.0)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """Name of the function and shape of the queries of every call that reaches the kernel through Transformers."""
     from transformers import modeling_flash_attention_utils as inside
 
     made: list[tuple[str, tuple[int, ...]]] = []

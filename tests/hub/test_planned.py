@@ -23,7 +23,6 @@ CHOICES = {"window": Choice.of(Window(3, sinks=1)), "bf16": Choice.of(Precision(
 
 
 def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]:
-    """A model under stock attention, under the package with a plan, and under the kernel with that plan."""
     stock, ours = beside_stock(family, NAME)
     _, package = beside_stock(family, "adaattn")
     plan = give(package, choice, lengths=(4096,))

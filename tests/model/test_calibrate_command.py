@@ -45,7 +45,6 @@ LENGTH = 192
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A text and a price table in which bf16 costs half."""
     directory = tmp_path_factory.mktemp("material")
     text, prices = directory / "text.txt", directory / "prices.json"
     text.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
@@ -84,7 +83,6 @@ def run(material: tuple[str, str]) -> Run:
 
 @pytest.fixture(scope="module")
 def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that carries a proven plan, for `planned` to copy."""
     found = Path(shutil.copytree(demo_model_path("llama"), tmp_path_factory.mktemp("made") / "model"))
     run(found, "--budget", "1%")
     return found

@@ -35,7 +35,6 @@ def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 
 def by_graphs(model: Any, ids: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Graphs]:
-    """The same with a static cache, by steps that are compiled, and their graphs."""
     graphs = Graphs()
     return generate(model, ids, cache_implementation="static", compile_config=compiled_by(graphs), **settings), graphs
 

@@ -74,7 +74,6 @@ def request_() -> AttentionRequest:
 
 
 def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
-    """Layers of two key/value heads with windows of their own, each of them priced by itself."""
     known = dict(enumerate(windows))
     return SimpleNamespace(candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known)
 

@@ -52,7 +52,6 @@ LLAMA: dict[str, Any] = dict(
 
 
 def bases(heads: int) -> dict[str, torch.Tensor]:
-    """Bases and means of the layer, whose heads have 16 columns."""
     source = torch.Generator().manual_seed(0)
     found = {
         f"layers.0.{name}.{head}": torch.randn(16, 6, generator=source) / 4

@@ -22,7 +22,6 @@ Change = Callable[[Any], Any]
 
 
 def planned(family: str = "llama", **fields: Any) -> Any:
-    """A model that has run by its plan."""
     model = fresh_pair(family, **{"num_hidden_layers": 3, **fields}).ours
     give(model, make_choice("window", window=2))
     logits(model)

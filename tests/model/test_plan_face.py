@@ -19,7 +19,6 @@ from ..support.plans import plan_for
 
 
 def planned_pair() -> tuple[Any, Any, Plan]:
-    """A stock LLaMA, and the same with a window of two tokens in its second layer."""
     stock, ours = fresh_pair("llama")
     plan = plan_for(ours, make_choice("window", window=2), layers=(1,))
     ours.config.adaattn = {"plan": plan.to_dict()}

@@ -54,7 +54,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rounded() -> tuple[Any, Plan]:
-    """A model, and a plan of int8 for it, whose mean keys lie in a file."""
     ours = fresh_pair("llama").ours
     plan = plan_for(ours, make_choice(precision="int8"), layers=(1,))
     means = torch.randn(ours.config.num_key_value_heads, ours.config.head_dim)

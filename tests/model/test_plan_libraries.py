@@ -25,7 +25,6 @@ from ..support.plans import give, plan_for
 
 
 def planned(**choice: Any) -> Any:
-    """A LLaMA whose second layer runs a choice, bound to all its weights."""
     _, ours = fresh_pair("llama")
     give(ours, make_choice(**choice), layers=(1,))
     return ours

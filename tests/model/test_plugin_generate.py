@@ -23,7 +23,6 @@ CACHES: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 
 def assert_generates_the_same(name: str, mask: Tensor | None, **settings: Any) -> None:
-    """Greedy tokens are equal, and so are the logits of every step."""
     stock, ours = pair(name)
     ids = tokens()
     settings |= dict(

@@ -40,7 +40,6 @@ CUTS = {"steps": [8, *[1] * 52], "pieces": [7] * 8 + [4], "chunks": [25, 25, 10]
 
 
 def planned(family: str) -> Any:
-    """A model whose layers slide, and a plan for far fewer tokens than it reads."""
     config = tf.AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
     _, ours = build(tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     attach(ours, plan_for(ours, Choice.of(Window(4, sinks=1)), layers=(0,), lengths=(LIMIT,)), unverified=True)
@@ -48,7 +47,6 @@ def planned(family: str) -> Any:
 
 
 def read(model: Any, ids: Tensor, cuts: list[int], cache: Any, mask: Tensor | None = None) -> Tensor:
-    """Logits of the tokens in calls of these lengths."""
     found, at = [], 0
     for count in cuts:
         more: dict[str, Any] = {}

@@ -157,7 +157,6 @@ def test_a_saved_window_goes_on_where_it_was(tmp_path: Path, stored: str, record
 
 
 def saved(model: Any, path: Path, *bound: Any) -> Path:
-    """The file of a cache that has read eight tokens."""
     cache = AdaAttnCache(model, "int8")
     run(model, ids(1, 8), cache, 8)
     return adaattn_hf.save_cache(cache, path, *bound)

@@ -43,7 +43,6 @@ def examples(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
 
 
 def arguments(directory: Path, **changes: Any) -> tf.TrainingArguments:
-    """Settings that make two runs comparable: one seed, no dropout, every step logged."""
     settings: dict[str, Any] = dict(
         output_dir=str(directory),
         per_device_train_batch_size=4,
@@ -61,7 +60,6 @@ def arguments(directory: Path, **changes: Any) -> tf.TrainingArguments:
 
 
 def model_of(family: str, implementation: str) -> Any:
-    """A tiny model with a language-modelling head and the same weights whatever the implementation."""
     torch.manual_seed(1)
     return HEADS[family]._from_config(config_of(family), attn_implementation=implementation)
 

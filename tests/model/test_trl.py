@@ -28,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def trainer_of(family: str, implementation: str, directory: Path, **changes: Any) -> Any:
-    """A trainer of ten steps over documents of different lengths."""
     rows = [{"input_ids": [t for t in e["input_ids"] if t]} for e in examples(48)]
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t2"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -73,7 +73,6 @@ def ids_of(model: Any, mask: Tensor) -> Tensor:
 
 
 def first_linear_rows(model: nn.Module) -> list[int]:
-    """Rows that linear layers will compute; filled as the model runs."""
     seen: list[int] = []
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):

@@ -94,7 +94,6 @@ def search(python: str, library: Path, cases: int, seed: int) -> int:
 
 
 def main() -> int:
-    """Compiles and runs; the exit status is the fuzzers'."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -50,7 +50,6 @@ def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tupl
 
 
 def rules_of(record: StoredKV, **more: object) -> Rules:
-    """What the library is told of codes, and `more`."""
     x, codes = torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64, dtype=torch.int8)
     request = AttentionRequest(x, codes, codes, CallStructure(2, 1, 1), 1.0, stored=record)
     return asked_of(request, Rules(**more))  # type: ignore[arg-type]

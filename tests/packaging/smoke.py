@@ -18,7 +18,6 @@ import adaattn_hf
 
 
 def tiny_model() -> transformers.PreTrainedModel:
-    """Two layers of LLaMA with random weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,

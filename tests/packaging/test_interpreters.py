@@ -44,7 +44,6 @@ def tool(place: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A directory with the tools that every machine has, and no Python."""
     place = tmp_path / "bin"
     place.mkdir()
     for name in (*TOOLS, "tr"):

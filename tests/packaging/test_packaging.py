@@ -60,7 +60,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mapped_name(name: str) -> str | None:
-    """Where a file of the checkout is installed; None if it is not."""
     if name == "adaattn_command.py":  # the command's start, outside the package so that it loads without it
         return name
     top, _, rest = name.partition("/")

@@ -68,7 +68,6 @@ def findings(workflow: dict[str, Any]) -> Iterator[str]:
 
 
 def suite_runs(workflows: list[dict[str, Any]], event: str) -> list[str]:
-    """Jobs that run the whole suite when an event happens; one entry per run of a matrix."""
     return [
         f"{workflow['name']}/{name}"
         for workflow in workflows

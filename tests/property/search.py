@@ -41,7 +41,6 @@ def parts_of(kinds: Sequence[str], cases: int) -> list[list[Any]]:
 def search(
     cases: int, seed: int, state: Path, library: Path | None, jobs: int = 1, kinds: Sequence[str] = tuple(KINDS)
 ) -> dict[str, Any]:
-    """Runs what the state file does not hold yet, in `jobs` processes; returns its content."""
     from adaattn_hf._files import write_atomically
     from adaattn_hf.eval.provenance import commit
 
@@ -81,7 +80,6 @@ def search(
 
 
 def main() -> int:
-    """Searches; the exit code is 1 where anything was wrong or crashed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000, help="valid calls, and as many malformed ones")
     parser.add_argument("--seed", type=int, default=0)

@@ -19,8 +19,6 @@ LENGTH = 2048
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements that an operation's result has."""
-
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0

@@ -32,7 +32,6 @@ def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def fresh(request: AttentionRequest) -> AttentionRequest:
-    """The request with a structure that remembers nothing."""
     return request.with_tensors(request.query, request.key, request.value, request.structure.with_changes())
 
 

@@ -119,7 +119,6 @@ def test_a_saved_cache_is_what_was_saved(call: files.Saved) -> None:
 def reported(
     strategy: Any, judge: Callable[[Any], str], most: int, only: Callable[[Any], bool] = lambda _: True
 ) -> str:
-    """The first failure among so many cases, or nothing."""
     draw = Drawing("planted")
     for _ in range(most):
         try:

@@ -35,7 +35,6 @@ document.body.dataset.wide = document.documentElement.scrollWidth > innerWidth;
 
 
 def drawn(page: str, script: str, directory: Path, *flags: str) -> str:
-    """What a page is once it has drawn itself and a script has run behind it."""
     path = directory / "page.html"
     assert page.count("draw();\n</script>") == 1
     path.write_text(page.replace("draw();\n</script>", f"draw();\n{script}\n</script>"), encoding="utf-8")

@@ -6,7 +6,6 @@ from adaattn_hf.plans.choices import Choice, Precision
 def make_choice(
     kind: str = "exact", window: int = 0, sinks: int = 0, rank: int = 0, precision: str = "model"
 ) -> Choice:
-    """The choice that format 1 of plans writes with these fields."""
     fields = {"kind": kind, "window": window, "sinks": sinks, "rank": rank, "precision": precision}
     return Choice.from_dict(fields)
 

@@ -24,7 +24,6 @@ def adaattn(
 
 
 def leaves() -> dict[str, Any]:
-    """Every command by its words, the children of groups in place of the groups."""
     found: dict[str, Any] = {}
     for name in COMMANDS:
         command = load_command(name)

@@ -39,7 +39,6 @@ def without_compiler() -> dict[str, str]:
 
 
 def run(command: Sequence[str | Path], cwd: Path, timeout: float = 240) -> str:
-    """The output of a command; an assertion with all that it printed where it fails."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,

@@ -66,8 +66,6 @@ def random_letters(path: Path) -> Path:
 
 
 def letter_prices(**seconds: float) -> PriceTable:
-    """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
-
     def cost(label: str) -> float:
         part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
         return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))

@@ -145,7 +145,6 @@ class Pair(NamedTuple):
 
 
 def config_of(name: str) -> tf.PreTrainedConfig:
-    """A configuration of a recipe's family for a head of any task."""
     cls, changes = RECIPES[name]
     return sized(cls.config_class, changes)
 
@@ -195,7 +194,6 @@ def checkpointed(model: Any, reentrant: bool) -> None:
 
 
 def cacheless(name: str) -> dict[str, Any]:
-    """Keywords without which a recipe's model would make a cache."""
     return {} if name in ENCODERS else {"use_cache": False}
 
 
@@ -204,7 +202,6 @@ def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
 
 
 def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | None:
-    """A 2-D attention mask: `none`, `ones`, `left`, `right` or `holes`."""
     if side == "none":
         return None
     mask = torch.ones(batch, length, dtype=torch.long)

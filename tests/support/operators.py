@@ -6,8 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NamedOperators(TorchDispatchMode):
-    """Keeps the names of the operators that run in the block, such as `aten::slice`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -25,7 +25,6 @@ from .requests import DEFAULTS, HALF, bound, default_dtype, generator, requests,
 
 @st.composite
 def choices(draw: st.DrawFn, columns: int) -> Choice:
-    """Any choice for a head of so many columns, the exact one among them."""
     sinks = draw(st.sampled_from([0, 1, 4, 70]))
     keys = [None, Window(draw(st.integers(1, 90)), sinks)]
     rank = Rank(draw(st.integers(1, columns)))

@@ -30,8 +30,6 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """One file."""
-
     name: str
     path: Path
     imports: tuple[Import, ...]

@@ -75,7 +75,6 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
 
 
 def kinds() -> int:
-    """How many kinds of ordinary calls are remembered."""
     return sum(callable(decided) for decided in select.launches.values())
 
 

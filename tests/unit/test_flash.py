@@ -161,7 +161,6 @@ def test_dropout_reaches_version_2_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early releases of version 3 always return the log-sum-exp, too."""
     monkeypatch.setitem(sys.modules, FA3.module, stand_in(FA3.module, version=3, with_lse=True))
     result = FlashBackend(FA3).attend(make(STRUCTURES["causal"]))
     assert result.out.shape == (2, 7, 4, 8)

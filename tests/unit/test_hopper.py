@@ -52,7 +52,6 @@ def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any
 
 
 def items_of(table: Tensor) -> list[list[int]]:
-    """The items of all programs, as the kernel reads the table."""
     turns = table.view(-1, PROGRAMS, 3)
     return [
         turns[1 + turn, program].tolist() for program in range(PROGRAMS) for turn in range(int(turns[0, program, 0]))
@@ -179,7 +178,6 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything says that the current device is a Hopper one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((9, 0)))
@@ -204,8 +202,6 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
 
 
 class There(Tensor):
-    """A tensor that says that it lies on the first CUDA device."""
-
     is_cpu = False
     device = torch.device("cuda", 0)
 

@@ -45,7 +45,6 @@ def run(name: str) -> Result:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A directory with a plan in it, and what the calibration said."""
     directory = tmp_path_factory.mktemp("json")
     with pytest.MonkeyPatch.context() as inside:
         inside.chdir(directory)

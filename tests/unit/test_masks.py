@@ -201,8 +201,6 @@ def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
 
 
 class Watching(TorchDispatchMode):
-    """A mode that changes nothing."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

@@ -60,7 +60,6 @@ def exchanged(module: Any) -> None:
 
 
 def moved_over_a_border(module: Any) -> None:
-    """The values of all dictionaries, one after the other, stay what they were."""
     q_proj, k_proj = module.q_proj._parameters, module.k_proj._parameters
     moved, kept = q_proj.pop("bias"), dict(k_proj)
     k_proj.clear()

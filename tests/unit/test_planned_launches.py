@@ -47,7 +47,6 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
-    """A model in float16 whose layers have windows of their own."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=128, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,

@@ -40,7 +40,6 @@ def spec(**changes: Any) -> CallSpec:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
-    """Three backends in the place of the real ones: one that is not installed, one that refuses, one that serves."""
     backends = {
         "absent": Picky("absent", missing=("absent is not installed",)),
         "strict": Picky("strict", reasons=("strict dislikes Tuesdays", "strict dislikes floats")),

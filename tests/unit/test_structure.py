@@ -143,7 +143,6 @@ def test_kind(structure: CallStructure, kind: str) -> None:
 
 
 def read_back(mask: torch.Tensor) -> CallStructure | None:
-    """The rules that `legible` reads from a dense mask `[batch, 1 or heads, q_len, kv_len]`."""
     batch, _, q_len, kv_len = mask.shape
     query, key = torch.zeros(batch, 2, q_len, 4), torch.zeros(batch, 2, kv_len, 4)
     request = AttentionRequest(query, key, key, CallStructure(batch, q_len, kv_len, mask=mask), 1.0)

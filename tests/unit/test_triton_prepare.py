@@ -45,7 +45,6 @@ def make(asked: CallStructure, rules: HeadRules | None = WINDOWS, dim: int = 32)
 
 
 def prepared(request: AttentionRequest) -> Any:
-    """The launch of many queries, with the structure of one of its calls."""
     launch = BACKENDS["triton"].prepare(CallSpec.of(request), request.per_head)
     return lambda query, key, value, scaling: launch(query, key, value, scaling, request.structure)
 
@@ -91,8 +90,6 @@ def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, wha
 
 
 class Elsewhere(Tensor):
-    """A tensor that says that it lies on a device."""
-
     def get_device(self) -> int:
         return 1
 

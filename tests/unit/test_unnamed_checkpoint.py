@@ -19,7 +19,6 @@ ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 
 
 def unnamed(directory: Path, model: Any) -> Path:
-    """The model as a directory whose configuration names no class."""
     model.save_pretrained(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -27,7 +27,6 @@ class Again(Shown):
     then: Call
 
     def __repr__(self) -> str:
-        """The calls without their numbers."""
         return f"Again({self.first!r}, then {self.then.changes})"
 
 

@@ -64,7 +64,6 @@ class InBuffers(nn.Module):
         self.register_buffer("packed", linear.weight.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The product."""
         return hidden @ self.packed.t()
 
 
@@ -88,14 +87,12 @@ class Changed(Shown):
     loads: bool
 
     def __repr__(self) -> str:
-        """All of it."""
         size = "wide" if self.wide else "tiny"
         return f"Changed({size} {self.family}, {self.choice.label}, {self.change} {self.seed}, loads={self.loads})"
 
 
 @st.composite
 def changed(draw: st.DrawFn) -> Changed:
-    """Any model and any change that it can undergo."""
     family, change = draw(st.sampled_from(list(FAMILIES))), draw(st.sampled_from(CHANGES))
     wide = family == "llama" and draw(st.booleans())
     assume(change != "buffers" or family in ("llama", "qwen3", "mistral"))
@@ -104,7 +101,6 @@ def changed(draw: st.DrawFn) -> Changed:
 
 
 def fresh(call: Changed) -> Any:
-    """The model, before anybody gave it a plan."""
     changes = FAMILIES[call.family] | (WIDE if call.wide else {})
     model = models(call.family, changes, tf.AutoModelForCausalLM).ours.requires_grad_(False)
     if call.change == "buffers":

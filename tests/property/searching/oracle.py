@@ -109,7 +109,6 @@ def compare(case: Whole, found: Tensor, expected: list[Tensor]) -> str:
 
 
 def answers(case: Whole, starts: Tensor | None = None) -> list[Tensor]:
-    """Those of stock attention that there are: one, or both."""
     found = (stock(case, name, starts) for name in ("eager", "sdpa"))
     return [answer for answer in found if answer is not None]
 

@@ -38,7 +38,6 @@ dtype is float32 or bfloat16. Where a fix of this package is taken out, the sear
 
 
 def record(done: dict[str, Any], directory: Path) -> None:
-    """Writes both files into a directory."""
     native = library()
     assert native is not None
     found = {key: done[key] for key in ("seed", "verdicts", "failed", "commits")}
