@@ -10,19 +10,10 @@ from ..support.warm import WarmInterpreter
 OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3", "datasets", "evaluate", "lm_eval", "peft")
 """Packages that the core does without."""
 LATE = (
-    "matplotlib",
-    "typer",
-    "scipy.optimize",
-    "adaattn_hf.eval",
-    "adaattn_hf.cli.main",
-    "adaattn_hf.calibration",
-    "adaattn_hf.policy",
-    "adaattn_hf.stats",
-    "adaattn_hf.plans",
-    "adaattn_hf.backends.native.build",
-    "adaattn_hf.backends.native.library",
-    "torch._dynamo",
-)
+    "matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_hf.cli.main", "adaattn_hf.calibration",
+    "adaattn_hf.policy", "adaattn_hf.stats", "adaattn_hf.plans", "adaattn_hf.backends.native.build",
+    "adaattn_hf.backends.native.library", "torch._dynamo",
+)  # fmt: skip
 """What only commands, calibration, plans, plots, the first call on a processor or a tracer needs."""
 MOST = 37
 """Modules of ours that registering names may load."""

@@ -151,16 +151,10 @@ def leaves_the_dtype_open(source: str) -> Iterator[str]:
 
 
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
-    "placeholders": placeholders,
-    "swallowed": swallowed,
-    "undocumented": undocumented,
-    "workplace": speaks_of_the_workplace,
-    "advice": dead_advice,
-    "suggestions": own_suggestions,
-    "allocator": manages_the_allocator,
-    "device": leaves_the_device_open,
-    "dtype": leaves_the_dtype_open,
-}
+    "placeholders": placeholders, "swallowed": swallowed, "undocumented": undocumented,
+    "workplace": speaks_of_the_workplace, "advice": dead_advice, "suggestions": own_suggestions,
+    "allocator": manages_the_allocator, "device": leaves_the_device_open, "dtype": leaves_the_dtype_open,
+}  # fmt: skip
 PLANTED = {
     "placeholders": [
         '"""A module of ten words."""\ndef f():\n    pass\n',

@@ -32,14 +32,9 @@ def benched() -> dict[str, Any]:
         "refused": {NASTY: NASTY},
     }  # fmt: skip
     made = {
-        "versions": {NASTY: NASTY},
-        "cpu": NASTY,
-        "cores": 1,
-        "threads": 1,
-        "device": NASTY,
-        "driver": NASTY,
+        "versions": {NASTY: NASTY}, "cpu": NASTY, "cores": 1, "threads": 1, "device": NASTY, "driver": NASTY,
         "python": NASTY,
-    }
+    }  # fmt: skip
     return {"provenance": made, "cells": [cell], "rounds": 1, "slower": NASTY, "absent": {NASTY: NASTY}}
 
 
@@ -76,17 +71,10 @@ def explored() -> str:
     stop = {"name": NASTY, "loss": 0.0, "speed": 1.0, "picks": [0], "risk": [0.0], "time": [1.0], "proof": None}
     return page.page(
         {
-            "title": NASTY,
-            "headline": NASTY,
-            "under": [NASTY],
-            "about": [NASTY],
-            "rows": [0],
-            "width": 1,
-            "choices": [NASTY],
-            "stops": [stop],
-            "start": 0,
+            "title": NASTY, "headline": NASTY, "under": [NASTY], "about": [NASTY], "rows": [0], "width": 1,
+            "choices": [NASTY], "stops": [stop], "start": 0,
         }
-    )
+    )  # fmt: skip
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -54,15 +54,10 @@ ATTENTION = [
     {"name": "decode", "q_len": 1, "kv_len": 33},
     {"name": "static", "q_len": 1, "kv_len": 33, "filled": 20},
     {
-        "name": "cross",
-        "batch": 2,
-        "q_len": 3,
-        "kv_len": 9,
-        "mask": "bidirectional",
-        "padding": "right",
+        "name": "cross", "batch": 2, "q_len": 3, "kv_len": 9, "mask": "bidirectional", "padding": "right",
         "lengths": [9, 4],
     },
-]
+]  # fmt: skip
 RIGHT, LEFT = (
     {"prepared": True, "batch": 2, "q_len": 12, "padding": side, "lengths": [12, 5]} for side in ("right", "left")
 )

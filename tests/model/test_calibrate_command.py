@@ -163,14 +163,9 @@ def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_pri
 
 def test_that_command_names_the_dtype_and_the_gguf_file() -> None:
     job = Job(
-        model="m",
-        data=(Path("t.txt"),),
-        verify_data=None,
-        target=Path("p"),
-        settings=CalibrationSettings(),
-        prices=None,
-        asked=Asked(gguf_file="a b.gguf", trust_remote_code=True),
-    )
+        model="m", data=(Path("t.txt"),), verify_data=None, target=Path("p"), settings=CalibrationSettings(),
+        prices=None, asked=Asked(gguf_file="a b.gguf", trust_remote_code=True),
+    )  # fmt: skip
     known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --trust-remote-code"
     assert evaluation(job, "bfloat16") == f"{known} --windows strided --data t.txt"
 

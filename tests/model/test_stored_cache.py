@@ -119,14 +119,9 @@ def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]
     seen = Recorder()
     with recording(seen):
         out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=24,
-            pad_token_id=0,
-            eos_token_id=None,
-            past_key_values=AdaAttnCache(model, "int8"),
-            **how,
-        )
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, pad_token_id=0, eos_token_id=None,
+            past_key_values=AdaAttnCache(model, "int8"), **how,
+        )  # fmt: skip
     assert out.shape == (batch * how.get("num_return_sequences", 1), 44)
     first, *rest = (spec for _, spec, _ in seen.calls)
     assert first.stored is None

@@ -44,18 +44,9 @@ def examples(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
 
 def arguments(directory: Path, **changes: Any) -> tf.TrainingArguments:
     settings: dict[str, Any] = dict(
-        output_dir=str(directory),
-        per_device_train_batch_size=4,
-        learning_rate=3e-3,
-        max_steps=30,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        seed=0,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+        output_dir=str(directory), per_device_train_batch_size=4, learning_rate=3e-3, max_steps=30, logging_steps=1,
+        save_strategy="no", report_to=[], use_cpu=True, seed=0, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
     return tf.TrainingArguments(**{**settings, **changes})
 
 

@@ -90,15 +90,10 @@ def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
     words = {
-        "model_name_or_path": str(demo_model_path("llama")),
-        "dataset_name": str(tmp_path / "data"),
-        "attn_implementation": "adaattn",
-        "max_steps": "1",
-        "max_length": "64",
-        "report_to": "none",
-        "use_cpu": "true",
-        "output_dir": str(tmp_path / "out"),
-    }
+        "model_name_or_path": str(demo_model_path("llama")), "dataset_name": str(tmp_path / "data"),
+        "attn_implementation": "adaattn", "max_steps": "1", "max_length": "64", "report_to": "none",
+        "use_cpu": "true", "output_dir": str(tmp_path / "out"),
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-P", "-m", "adaattn_hf", "run", "-m", "trl.scripts.sft"]
         + [part for name, word in words.items() for part in (f"--{name}", word)],

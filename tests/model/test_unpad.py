@@ -45,14 +45,8 @@ OTHER_FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "opt": ("opt", tf.OPTForCausalLM, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN}),
 }
 FAMILIES: tuple[str, ...] = (
-    "gpt2",
-    "llama",
-    "bert-decoder",
-    "mistral-window",
-    "qwen2-hybrid",
-    "gemma2-softcap",
-    "gpt-oss-sinks",
-)
+    "gpt2", "llama", "bert-decoder", "mistral-window", "qwen2-hybrid", "gemma2-softcap", "gpt-oss-sinks",
+)  # fmt: skip
 FAMILIES += ("llama4-chunked", "deepseek-mla", "gpt-neox", "bert", "roberta", "modernbert-local")
 
 

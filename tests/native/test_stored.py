@@ -88,14 +88,9 @@ def test_scores_that_are_compared_with_others_get_their_mean_back(level: str, q_
     rules = rules_of(record, softcap=2.0, sink_logits=sinks)
     out, _ = call.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
     wide = AttentionRequest(
-        q,
-        record.keys(keys, torch.float32),
-        record.values(values, torch.float32),
-        CallStructure(1, q_len, 130),
-        0.05,
-        softcap=2.0,
-        sink_logits=sinks,
-    )
+        q, record.keys(keys, torch.float32), record.values(values, torch.float32), CallStructure(1, q_len, 130), 0.05,
+        softcap=2.0, sink_logits=sinks,
+    )  # fmt: skip
     assert sqnr(reference.attention(wide).out, out) > 100
 
 

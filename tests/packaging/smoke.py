@@ -20,14 +20,9 @@ import adaattn_hf
 def tiny_model() -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="adaattn"
     )

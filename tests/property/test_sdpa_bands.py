@@ -142,14 +142,10 @@ LONG = {
     "window with sinks": CallStructure(2, 23, 23, causal=True, window=5, sinks=2),
     "window both ways": CallStructure(1, 23, 23, window=4, sinks=1),
     "documents": CallStructure(
-        1,
-        24,
-        24,
-        causal=True,
-        q_segments=torch.arange(3).repeat_interleave(8)[None],
+        1, 24, 24, causal=True, q_segments=torch.arange(3).repeat_interleave(8)[None],
         k_segments=torch.arange(3).repeat_interleave(8)[None],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])

@@ -52,24 +52,14 @@ Recipe = tuple[type[tf.PreTrainedModel], Mapping[str, Any]]
 """A class, and what its tiny configuration has besides the usual sizes."""
 
 GPT2_HEADS = (
-    tf.GPT2Model,
-    tf.GPT2LMHeadModel,
-    tf.GPT2DoubleHeadsModel,
-    tf.GPT2ForSequenceClassification,
-    tf.GPT2ForTokenClassification,
-    tf.GPT2ForQuestionAnswering,
-)
+    tf.GPT2Model, tf.GPT2LMHeadModel, tf.GPT2DoubleHeadsModel, tf.GPT2ForSequenceClassification,
+    tf.GPT2ForTokenClassification, tf.GPT2ForQuestionAnswering,
+)  # fmt: skip
 BERT_HEADS = (
-    tf.BertModel,
-    tf.BertForPreTraining,
-    tf.BertLMHeadModel,
-    tf.BertForMaskedLM,
-    tf.BertForNextSentencePrediction,
-    tf.BertForSequenceClassification,
-    tf.BertForMultipleChoice,
-    tf.BertForTokenClassification,
+    tf.BertModel, tf.BertForPreTraining, tf.BertLMHeadModel, tf.BertForMaskedLM, tf.BertForNextSentencePrediction,
+    tf.BertForSequenceClassification, tf.BertForMultipleChoice, tf.BertForTokenClassification,
     tf.BertForQuestionAnswering,
-)
+)  # fmt: skip
 LLAMA_HEADS = (
     tf.LlamaModel,
     tf.LlamaForCausalLM,

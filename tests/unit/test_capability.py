@@ -51,13 +51,9 @@ def test_a_traced_graph_looks_into_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 LEVELS = [
-    ("portable", False, False),
-    ("avx2", False, False),
-    ("avx512", False, False),
-    ("avx512_bf16", True, False),
-    ("amx", True, True),
-    ("neon", False, False),
-]
+    ("portable", False, False), ("avx2", False, False), ("avx512", False, False), ("avx512_bf16", True, False),
+    ("amx", True, True), ("neon", False, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("level", "half", "tiles"), LEVELS)

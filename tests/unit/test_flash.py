@@ -173,18 +173,12 @@ def spec(**changes: Any) -> CallSpec:
 
 
 REFUSALS = {
-    "CUDA": {"device": "cpu"},
-    "float16 or bfloat16": {"dtype": torch.float32},
-    "up to 256": {"head_dim": 264, "head_dim_v": 264},
-    "multiples of 8": {"head_dim": 12, "head_dim_v": 12},
-    "equal head sizes": {"head_dim_v": 16},
-    "additive bias": {"bias": True},
-    "learned sinks": {"sink_logits": True},
-    "sink tokens": {"kind": "window", "window_sinks": True},
-    "dense mask": {"kind": "irregular"},
-    "traced": {"kind": "ragged", "compiling": True},
-    "log-sum-exp": {"kind": "ragged", "need_lse": True},
-}
+    "CUDA": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 256": {"head_dim": 264, "head_dim_v": 264}, "multiples of 8": {"head_dim": 12, "head_dim_v": 12},
+    "equal head sizes": {"head_dim_v": 16}, "additive bias": {"bias": True}, "learned sinks": {"sink_logits": True},
+    "sink tokens": {"kind": "window", "window_sinks": True}, "dense mask": {"kind": "irregular"},
+    "traced": {"kind": "ragged", "compiling": True}, "log-sum-exp": {"kind": "ragged", "need_lse": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSALS)

@@ -82,15 +82,9 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         row = st.lists(st.booleans(), min_size=total, max_size=total)
         padding = torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
     return dict(
-        batch_size=batch,
-        q_length=q_len,
-        kv_length=kv_len,
-        q_offset=offset,
-        kv_offset=kv_offset,
-        mask_function=function,
-        attention_mask=padding,
-        device="cpu",
-    )
+        batch_size=batch, q_length=q_len, kv_length=kv_len, q_offset=offset, kv_offset=kv_offset,
+        mask_function=function, attention_mask=padding, device="cpu",
+    )  # fmt: skip
 
 
 @settings(max_examples=100)

@@ -52,15 +52,9 @@ def test_any_rows_see_what_visible_defines(structure: CallStructure, order: list
 def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding() -> None:
     documents = torch.tensor([[0] * 6 + [1] * 4])
     structure = CallStructure(
-        1,
-        10,
-        10,
-        causal=True,
-        chunk=4,
-        key_padding=torch.arange(10)[None] >= 3,
-        q_segments=documents,
+        1, 10, 10, causal=True, chunk=4, key_padding=torch.arange(10)[None] >= 3, q_segments=documents,
         k_segments=documents,
-    )
+    )  # fmt: skip
     assert torch.equal(of_segments(structure), structure.visible()[:, 0])
     assert structure.segments() == ((0, 3, 1, 3, 1, 0), (0, 4, 2, 4, 2, 0), (0, 6, 4, 6, 4, 0))
 

@@ -27,12 +27,8 @@ from tests.support.requests import generator
 WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
 """A model whose matrices have more entries than anybody would look at one by one: 512 rows of 512."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 7},
-    "opt": {},
-}
+    "llama": {}, "gpt2": {}, "qwen3": {}, "mistral": {"sliding_window": 7}, "opt": {},
+}  # fmt: skip
 ADAPTED = {"gpt2": ["c_attn"]}
 """Layers that an adapter is put on, where they are not `q_proj` and `v_proj`."""
 _LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}

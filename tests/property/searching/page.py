@@ -17,13 +17,9 @@ from .kinds import KINDS, VERDICTS
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADINGS = (
-    "served rightly",
-    "refused in words",
-    "refused by torch, as stock is",
-    "not judged: stock's forms differ",
-    "wrong",
-    "crashed",
-)
+    "served rightly", "refused in words", "refused by torch, as stock is", "not judged: stock's forms differ",
+    "wrong", "crashed",
+)  # fmt: skip
 ABOUT = """\
 # Random calls
 
