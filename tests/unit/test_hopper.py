@@ -13,7 +13,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
-from adaattn_hf.backends.triton import hopper, launch, prefill, tables  # noqa: E402
+from adaattn_hf.backends.triton import hopper, launch, prefill  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -81,18 +81,6 @@ def test_heavy_calls_are_dealt_out(
     # with windows TMA brings halves of tiles
     expected = [constants["BLOCK_N"], dim] if rules is None else [constants["BLOCK_N"] // 2, 64]
     assert arguments[3].block_shape == [1, 1, *expected]
-
-
-def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(launched: Launched) -> None:
-    """A prompt of a new length under a plan has some for each layer."""
-    request = drawn(causal(), 64, 6)
-    launch.attend(request)
-    launch.attend(request)
-    assert [name for name, *_ in launched] == ["specialised"] * 2
-    assert launched[0][3][9] is launched[1][3][9]
-    derived = {part for key in request.structure._memo for part in key}
-    assert tables.find_items in derived
-    assert tables.find_entries not in derived
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,6 @@ def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest
 
 
 @interpreted
-def test_layers_whose_windows_differ_share_their_entries() -> None:
-    structure = CallStructure(1, 100, 100, causal=True)
-    asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    assert base.derived_on(*asked) is base.derived_on(*asked)
-
-
-@interpreted
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
     structure = CallStructure(1, 100, 100, causal=True)
