@@ -1,7 +1,5 @@
 """What every test starts from: offline, one thread, one seed; and the reasons why a test may be skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random
@@ -65,7 +63,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many tests nobody ran here."""
     count = blocked(terminalreporter.config)
     if count:
         terminalreporter.write_line(f"BLOCKED: {count} GPU tests")
@@ -120,7 +117,6 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterp
 
 @pytest.fixture
 def assets() -> Path:
-    """Directory of real models and texts; for tests that are marked `assets`."""
     return assets_directory()
 
 

@@ -3,8 +3,6 @@
 python tests/conformance/covered.py build/coverage.json docs/results/coverage.md "tests"
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter, defaultdict
@@ -25,7 +23,6 @@ def share(whole: int, part: int) -> str:
 
 
 def page(covered: dict[str, Any], tests: str, made: dict[str, Any]) -> str:
-    """The page: a line for each directory, and one for all."""
     rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for name, file in covered["files"].items():
         for room in (f"`{Path(name).parent.as_posix()}`", "all"):

@@ -15,8 +15,6 @@ A pair whose interpreter is absent, or for which the package index has no wheel,
 status is that of the pairs that ran.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -53,13 +51,11 @@ class Outcome(NamedTuple):
 
 
 def last_line(text: str) -> str:
-    """Returns the last line that holds anything."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def lowest(package: str) -> str:
-    """The lowest version of a dependency that pyproject.toml names."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     found = (re.match(rf"{package}\s*>=\s*([0-9.]+)", one) for one in named)
     return next(match[1] for match in found if match)
@@ -70,11 +66,7 @@ def install(python: Path, transformers: str, torch: str | None, tools: list[str]
     wanted = ["torch" if torch is None else f"torch=={torch}", f"transformers=={transformers}"]
     # where the second index cannot be reached pip goes on with the first
     cpu = ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "0", "--timeout", "3"]
-    for packages in (
-        [*wanted, *cpu],
-        [*wanted, "setuptools>=77", "wheel"],
-        ["--no-build-isolation", *tools, *wanted],
-    ):
+    for packages in ([*wanted, *cpu], [*wanted, "setuptools>=77", "wheel"], ["--no-build-isolation", *tools, *wanted]):
         done = subprocess.run(
             [str(python), "-m", "pip", "install", "-q", *packages],
             capture_output=True,
@@ -88,7 +80,6 @@ def install(python: Path, transformers: str, torch: str | None, tools: list[str]
 
 
 def run(pair: str, torch: str | None, arguments: list[str], tools: Sequence[str] = ("-e", ".[dev]")) -> Outcome:
-    """Returns how the suite went for `PYTHON:TRANSFORMERS`."""
     version, _, transformers = pair.partition(":")
     found = shutil.which(f"python{version}")
     if found is None:
@@ -111,7 +102,6 @@ def run(pair: str, torch: str | None, arguments: list[str], tools: Sequence[str]
 
 
 def counts(line: str) -> dict[str, int]:
-    """Returns outcome -> number of pytest's last line."""
     return {
         name.rstrip("s"): int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)
     }
@@ -147,7 +137,6 @@ def ready(python: str, label: str | None, arguments: list[str], record: Path) ->
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", default=PAIRS, help="PYTHON:TRANSFORMERS, separated by commas")
     parser.add_argument("--torch", help="version of torch; the newest that fits when absent")

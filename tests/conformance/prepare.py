@@ -4,8 +4,6 @@ The tests are third-party and no part of this project. Per-model tests come from
 the shared mixins from the source distribution of the installed version (it has no per-model tests).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io
@@ -107,7 +105,6 @@ def lend_constants(tests: Path, checkout: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, required=True, help="checkout (or git directory)")
     parser.add_argument("--sdist", type=Path, required=True, help="transformers-X.Y.Z.tar.gz")

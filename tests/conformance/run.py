@@ -6,8 +6,6 @@ One file per family and implementation; what is there already is not run again, 
 Each family runs in a process of its own, forked from a server that has imported torch and Transformers once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -28,7 +26,6 @@ PRELOAD = ["torch", "transformers.testing_utils", "transformers.trainer", "pytes
 
 
 def one(suite: str, family: str, name: str, partial: str, selection: str) -> None:
-    """Body of a child process: pytest on one family."""
     os.environ.update(
         CONFORMANCE_NAME=name,
         CONFORMANCE_FORCE="1" if name != "sdpa" and family in WITHOUT_STOCK_SDPA else "0",
@@ -94,7 +91,6 @@ def run(suite: Path, results: Path, family: str, name: str, selection: str, limi
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="directories under tests/models; all of families.yaml by default")
     parser.add_argument("--suite", type=Path, default=os.environ.get("ADAATTN_CONFORMANCE"))

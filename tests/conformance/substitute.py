@@ -7,8 +7,6 @@ Loaded with `-p substitute` by `run.py`. The environment says what to do:
 * `CONFORMANCE_RESULTS`: file for one JSON line per test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ A family works at a door, is refused there in one sentence of ours, or fails as 
 the program names it, and ends with 1. `tests/model/breadth.yaml` has what a configuration needs besides usual sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import inspect
@@ -178,7 +176,6 @@ def built(family: str, cls: type[tf.PreTrainedModel]) -> tuple[Any, Any, dict[st
 
 @torch.no_grad()
 def answers(family: str) -> Answers:
-    """What a family answers at every door."""
     kind = next(kind for kind, names in KINDS.items() if family in names)
     name = KINDS[kind][family]
     cls = getattr(tf, name if isinstance(name, str) else name[0], None)
@@ -216,7 +213,6 @@ def answers(family: str) -> Answers:
 
 
 def child(family: str, answer: Any) -> None:
-    """Body of a process: one family."""
     warnings.simplefilter("ignore")
     tf.logging.set_verbosity(60)
     torch.set_num_threads(1)
@@ -262,7 +258,6 @@ def reasons(answer: str, cls: str) -> list[str]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The page of supported models."""
     families: dict[str, Answers] = record["families"]
     numbers: dict[str, int] = {}
 
@@ -301,7 +296,6 @@ def page(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; all by default")
     parser.add_argument("--write", type=Path, help="the docs whose page is to be written")

@@ -6,8 +6,6 @@
 Without results the table of versions alone is made anew, from what `matrix.py --record` kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -34,7 +32,6 @@ Results = dict[str, dict[str, dict[str, Any]]]
 
 
 def read(directory: Path) -> Results:
-    """Returns the families that were run under both implementations."""
     found: Results = {}
     for path in sorted(directory.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -43,30 +40,25 @@ def read(directory: Path) -> Results:
 
 
 def group(test: str) -> str:
-    """Returns the name of a test without its class and its parameters."""
     name = test.split("::")[-1].removeprefix("test_")
     return re.sub(r"_\d+(_.*)?$", "", name)
 
 
 def outcomes(content: dict[str, Any]) -> dict[str, str]:
-    """Returns test -> outcome."""
     return {test["test"]: test["outcome"] for test in content["tests"]}
 
 
 def why(content: dict[str, Any], name: str) -> str:
-    """Returns what a test said, and what is known of it."""
     said = next((str(test["why"]) for test in content["tests"] if test["test"] == name), "not collected")
     known = NOTES.get(f"{content['family']}::{name}")
     return said if known is None else f"{said}. {known[0].upper()}{known[1:]}."
 
 
 def kind_of(family: str) -> str:
-    """Returns the kind that a family is listed under."""
     return next((kind for kind, names in LISTED.items() if family in names.split()), "other")
 
 
 def summary(results: Results) -> list[str]:
-    """Returns the table of families."""
     lines = [
         "| family | kind | stock `sdpa` | `adaattn` | failed by both | passed by `sdpa`, failed by `adaattn` | "
         "passed by `adaattn` alone | calls |",
@@ -140,10 +132,7 @@ def versions_table(record: Path) -> list[str]:
         rooms = sorted({path for path in paths if "/" not in path})
         of = Counter(path.partition("/")[0] for path in paths if "/" in path)
         named = ", ".join([f"`{room}`" for room in rooms] + [f"{n} of `{room}`'s files" for room, n in of.items()])
-        for name, runs in [
-            (named, own),
-            *((k, {k: v}) for k, v in other.items()),
-        ]:
+        for name, runs in [(named, own), *((k, {k: v}) for k, v in other.items())]:
             if runs:
                 passed, bad, skipped = (
                     sum(counts.get(outcome, 0) for counts in runs.values() for outcome in outcomes)
@@ -169,7 +158,6 @@ def with_versions(page: str, record: Path) -> str:
 
 
 def document(results: Results) -> str:
-    """Returns the page."""
     versions = {
         name: {str(b[i]["versions"][name]) for b in results.values() for i in b} for name in ("transformers", "torch")
     }
@@ -214,7 +202,6 @@ def alone(results: Results) -> list[str]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path)
     parser.add_argument("out", type=Path)

@@ -1,7 +1,5 @@
 """`torch.set_default_dtype` is the user's: it changes no answer, since every tensor of ours names its dtype."""
 
-from __future__ import annotations
-
 import json
 
 from ..support.source_tree import ROOT

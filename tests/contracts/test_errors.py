@@ -3,8 +3,6 @@
 The messages themselves are recorded in docs/errors.md.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
@@ -78,7 +76,6 @@ def attend(
 
 
 def under(variable: str, value: str, call: Callable[[], Any]) -> Any:
-    """What is called with a value in the environment."""
     with mock.patch.dict(os.environ, {variable: value}):
         return call()
 
@@ -97,7 +94,6 @@ def run_with(**settings: Any) -> Any:
 
 
 def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) -> Any:
-    """Runs a model under a plan of windows that was changed."""
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=2)).to_dict()
     model.config.adaattn = {"plan": {**plan, **changes}}
@@ -141,7 +137,6 @@ def run_unrouted() -> Any:
 
 
 def calibrate_tiny(made: type[Any], length: int = 64, **more: Any) -> Any:
-    """A calibration of a BERT of random weights on this file."""
     config = config_of("bert")
     config._attn_implementation = "adaattn"
     families = more.pop("families", CalibrationSettings().families)

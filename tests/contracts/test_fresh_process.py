@@ -1,7 +1,5 @@
 """What `import adaattn_hf` does in a process that has done nothing else: register names."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from pathlib import Path
@@ -9,31 +7,13 @@ from pathlib import Path
 from ..support.versions import needs_tracing
 from ..support.warm import WarmInterpreter
 
-OPTIONAL = (
-    "triton",
-    "flash_attn",
-    "flash_attn_interface",
-    "flash_attn_3",
-    "datasets",
-    "evaluate",
-    "lm_eval",
-    "peft",
-)
+OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3", "datasets", "evaluate", "lm_eval", "peft")
 """Packages that the core does without."""
 LATE = (
-    "matplotlib",
-    "typer",
-    "scipy.optimize",
-    "adaattn_hf.eval",
-    "adaattn_hf.cli.main",
-    "adaattn_hf.calibration",
-    "adaattn_hf.policy",
-    "adaattn_hf.stats",
-    "adaattn_hf.plans",
-    "adaattn_hf.backends.native.build",
-    "adaattn_hf.backends.native.library",
-    "torch._dynamo",
-)
+    "matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_hf.cli.main", "adaattn_hf.calibration",
+    "adaattn_hf.policy", "adaattn_hf.stats", "adaattn_hf.plans", "adaattn_hf.backends.native.build",
+    "adaattn_hf.backends.native.library", "torch._dynamo",
+)  # fmt: skip
 """What only commands, calibration, plans, plots, the first call on a processor or a tracer needs."""
 MOST = 37
 """Modules of ours that registering names may load."""
@@ -102,7 +82,6 @@ def run(
     module: str = "adaattn_hf",
     path: Path | None = None,
 ) -> str:
-    """What a fresh process prints; its error output where it fails."""
     guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module, most=MOST)
     prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
     done = interpreter.run(STRICT + prefix + guard + textwrap.dedent(code), Path(sys.prefix))

@@ -1,7 +1,5 @@
 """A GPU suite that nobody could run is not green where a GPU is asked for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

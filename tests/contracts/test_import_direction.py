@@ -1,7 +1,5 @@
 """Imports go down the layers that docs/architecture.md lists."""
 
-from __future__ import annotations
-
 import graphlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,13 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """From the ground up. An entry is a room: a package with all that it holds, or a module at the root."""
 
 KNOW_TRANSFORMERS = (f"{P}.patches", f"{P}.eval", f"{P}.cli")
-BACKEND_ROOMS_OPEN_TO_ALL = tuple(
-    f"{P}.backends.{name}"
-    for name in (
-        "base",
-        "capability",
-    )
-)
+BACKEND_ROOMS_OPEN_TO_ALL = tuple(f"{P}.backends.{name}" for name in ("base", "capability"))
 KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select"))
 FORBIDDEN_ROOMS = {
     f"{P}.attention.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plans"),
@@ -82,7 +74,6 @@ def circle(modules: Mapping[str, Module]) -> list[str]:
 
 
 def backend_room(name: str) -> str | None:
-    """`adaattn_hf.backends.sdpa` of all modules of that backend."""
     parts = name.split(".")
     return ".".join(parts[:3]) if parts[:2] == [P, "backends"] and len(parts) > 2 else None
 
@@ -130,14 +121,7 @@ def by_directory(modules: Mapping[str, Module]) -> list[str]:
 
 
 Rule = Callable[[Mapping[str, Module]], list[str]]
-RULES: tuple[Rule, ...] = (
-    rising,
-    circle,
-    between_backends,
-    into_forbidden_rooms,
-    of_transformers,
-    by_directory,
-)
+RULES: tuple[Rule, ...] = (rising, circle, between_backends, into_forbidden_rooms, of_transformers, by_directory)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -1,7 +1,5 @@
 """What the kernel repositories of `hub/` take from the package stands alone: torch, Triton and the standard library."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 from collections.abc import Iterator, Mapping

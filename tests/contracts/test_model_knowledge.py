@@ -1,7 +1,5 @@
 """What knows a model lives in `patches/`: the core reads no attribute by which Transformers names things."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,6 @@ LOOKS_AT_CALLERS = {
 
 
 def named(path: Path, names: frozenset[str]) -> Iterator[str]:
-    """Places that read one of the names: as an attribute, or by a string that is just the name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         found = node.attr if isinstance(node, ast.Attribute) else None
         found = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else found

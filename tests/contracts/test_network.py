@@ -1,7 +1,5 @@
 """Nothing behind the user's back: no connection is opened, no file written, and no module of the network imported."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -71,12 +69,7 @@ def behind_the_back(code: str, place: Path) -> list[str]:
     """
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     kept = {name: value for name, value in os.environ.items() if name not in offline and name != "HF_HOME"}
-    environment = {
-        **kept,
-        "HOME": str(place),
-        "XDG_CACHE_HOME": str(place / "cache"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    environment = {**kept, "HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"{GUARD}\n{textwrap.dedent(code)}\nprint(*asked, sep=chr(10))"],
         cwd=place,

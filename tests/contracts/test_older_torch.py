@@ -1,7 +1,5 @@
 """What versions of torch before the newest lack must not stop an import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..support.warm import WarmInterpreter

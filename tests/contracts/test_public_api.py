@@ -1,7 +1,5 @@
 """What the face offers, name by name and argument by argument: a change is seen before a user sees it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import subprocess
@@ -26,7 +24,6 @@ def signature(function: Callable[..., Any]) -> str:
 
 
 def members(cls: type) -> Iterator[str]:
-    """Fields, methods and properties that the package itself defines."""
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
             default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
@@ -43,7 +40,6 @@ def members(cls: type) -> Iterator[str]:
 
 
 def describe(module: Any) -> str:
-    """One line for every public name, indented ones for what a class holds."""
     lines = []
     for name in sorted(module.__all__):
         value = getattr(module, name)
@@ -89,8 +85,6 @@ def test_a_change_that_nobody_tells_is_found() -> None:
 
 
 def test_a_changed_argument_changes_the_description() -> None:
-    """The comparison can fail."""
-
     class Face:
         __all__ = ("load",)
 

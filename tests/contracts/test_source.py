@@ -1,7 +1,5 @@
 """What the source may not contain: placeholders, swallowed errors, drawers, files that nobody can take in."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterator
@@ -122,19 +120,7 @@ def manages_the_allocator(source: str) -> Iterator[str]:
             yield f"{number}: {line.strip()}"
 
 
-FACTORIES = {
-    "arange",
-    "as_tensor",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-}
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
 FACTORIES |= {"tensor", "zeros"}
 
 
@@ -165,16 +151,10 @@ def leaves_the_dtype_open(source: str) -> Iterator[str]:
 
 
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
-    "placeholders": placeholders,
-    "swallowed": swallowed,
-    "undocumented": undocumented,
-    "workplace": speaks_of_the_workplace,
-    "advice": dead_advice,
-    "suggestions": own_suggestions,
-    "allocator": manages_the_allocator,
-    "device": leaves_the_device_open,
-    "dtype": leaves_the_dtype_open,
-}
+    "placeholders": placeholders, "swallowed": swallowed, "undocumented": undocumented,
+    "workplace": speaks_of_the_workplace, "advice": dead_advice, "suggestions": own_suggestions,
+    "allocator": manages_the_allocator, "device": leaves_the_device_open, "dtype": leaves_the_dtype_open,
+}  # fmt: skip
 PLANTED = {
     "placeholders": [
         '"""A module of ten words."""\ndef f():\n    pass\n',
@@ -186,11 +166,7 @@ PLANTED = {
         "try:\n    f()\nexcept:\n    x = 1\n",
         "try:\n    f()\nexcept KeyError:\n    pass\n",
     ],
-    "undocumented": [
-        "def f():\n    return 1\n",
-        '"""."""\n',
-        '"""What this module is for."""\nclass A:\n    x = 1\n',
-    ],
+    "undocumented": ["def f():\n    return 1\n", '"""."""\n', '"""What this module is for."""\nclass A:\n    x = 1\n'],
     "workplace": ["x = '/work/main'\n", "# see issue 5\n"],
     "suggestions": ["near = difflib.get_close_matches(name, known)\n", "warnings.warn(words, stacklevel=2)\n"],
     "allocator": ["torch.cuda.empty_cache()\n", "torch.cuda.set_per_process_memory_fraction(0.7)\n"],

@@ -1,7 +1,5 @@
 """Names and texts from outside reach no page, no Markdown and no terminal as markup; and no writer is overlooked."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -34,21 +32,10 @@ def benched() -> dict[str, Any]:
         "refused": {NASTY: NASTY},
     }  # fmt: skip
     made = {
-        "versions": {NASTY: NASTY},
-        "cpu": NASTY,
-        "cores": 1,
-        "threads": 1,
-        "device": NASTY,
-        "driver": NASTY,
+        "versions": {NASTY: NASTY}, "cpu": NASTY, "cores": 1, "threads": 1, "device": NASTY, "driver": NASTY,
         "python": NASTY,
-    }
-    return {
-        "provenance": made,
-        "cells": [cell],
-        "rounds": 1,
-        "slower": NASTY,
-        "absent": {NASTY: NASTY},
-    }
+    }  # fmt: skip
+    return {"provenance": made, "cells": [cell], "rounds": 1, "slower": NASTY, "absent": {NASTY: NASTY}}
 
 
 def planned() -> Any:
@@ -81,28 +68,13 @@ def progressed(terminal: bool | None) -> str:
 
 
 def explored() -> str:
-    stop = {
-        "name": NASTY,
-        "loss": 0.0,
-        "speed": 1.0,
-        "picks": [0],
-        "risk": [0.0],
-        "time": [1.0],
-        "proof": None,
-    }
+    stop = {"name": NASTY, "loss": 0.0, "speed": 1.0, "picks": [0], "risk": [0.0], "time": [1.0], "proof": None}
     return page.page(
         {
-            "title": NASTY,
-            "headline": NASTY,
-            "under": [NASTY],
-            "about": [NASTY],
-            "rows": [0],
-            "width": 1,
-            "choices": [NASTY],
-            "stops": [stop],
-            "start": 0,
+            "title": NASTY, "headline": NASTY, "under": [NASTY], "about": [NASTY], "rows": [0], "width": 1,
+            "choices": [NASTY], "stops": [stop], "start": 0,
         }
-    )
+    )  # fmt: skip
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -111,9 +83,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "plan": lambda: page.plan_page(planned()),
     "plans beside one another": lambda: page.compared([(NASTY, None, planned())], NASTY),
 }
-MARKDOWN: dict[str, Callable[[], str]] = {
-    "benchmark": lambda: bench.markdown(benched(), NASTY),
-}
+MARKDOWN: dict[str, Callable[[], str]] = {"benchmark": lambda: bench.markdown(benched(), NASTY)}
 TERMINAL: dict[str, Callable[[], str]] = {
     "details of a plan": lambda: "\n".join(grid.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),

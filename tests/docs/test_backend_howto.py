@@ -1,7 +1,5 @@
 """The backend of docs/howto/backend.md: what it does not name it refuses, a quantised cache included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from ..support.source_tree import ROOT
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page's backend, under its name beside the others."""
     names: dict[str, Any] = {}
     exec(EXAMPLE, names)
     backend = names["DenseBackend"]()

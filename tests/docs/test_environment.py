@@ -1,7 +1,5 @@
 """Every environment variable of this project stands in one table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of formats names every key of the settings, of a plan and of a benchmark's report."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable

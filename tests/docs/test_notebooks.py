@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom, offline, and is kept with what it showed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every page's code is run: Python from top to bottom, marked shell blocks; commands as far as their options."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

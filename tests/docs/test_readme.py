@@ -1,7 +1,5 @@
 """What the README and the other pages name is there: backends, links, files, commits, commands."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -18,18 +16,8 @@ from ..support.source_tree import ROOT
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REPORTS = sorted((ROOT / "docs").rglob("*.json"))
 ROOMS = (
-    "adaattn_hf",
-    "patches",
-    "configs",
-    "eval",
-    "tests",
-    "docs",
-    "studies",
-    "hub",
-    "examples",
-    "notebooks",
-    "recipe",
-)
+    "adaattn_hf", "patches", "configs", "eval", "tests", "docs", "studies", "hub", "examples", "notebooks", "recipe",
+)  # fmt: skip
 NAMED = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`|`((?!llama\.cpp`)[\w./-]+\.(?:py|hpp|cpp|yaml))`")
 COMMIT = re.compile(r"(?<![\w./#-])((?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}|[0-9a-f]{40})(?:\+dirty)?(?![\w-])")
 """Seven digits and letters or more, as git shortens them, or all forty."""
@@ -45,20 +33,11 @@ def test_every_backend_is_in_the_table() -> None:
 def test_the_readme_is_one_screen_after_another_in_this_order() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 130
-    wanted = [
-        "Who gains",
-        "Install",
-        "Use",
-        "A loss budget",
-        "How much",
-        "What differs from stock",
-        "Documentation",
-    ]
+    wanted = ["Who gains", "Install", "Use", "A loss budget", "How much", "What differs from stock", "Documentation"]
     assert [line.removeprefix("## ") for line in lines if line.startswith("## ")] == wanted
 
 
 def dead_links(document: Path) -> list[str]:
-    """Links of a document to files that are not there."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
     return [t for t in targets if t and "://" not in t and not (document.parent / t).exists()]
@@ -91,7 +70,6 @@ def dead_paths(text: str, holds: Callable[[str, str], bool]) -> list[str]:
 
 @cache
 def tree() -> frozenset[str]:
-    """Files of the checkout that documents may name."""
     return frozenset(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.*"))
 
 
@@ -126,7 +104,6 @@ def test_a_dead_path_is_found(history: list[str]) -> None:
 
 
 def commits_in(document: Path) -> Iterator[str]:
-    """Digits of the commits that a page or a report names."""
     text = document.read_text(encoding="utf-8")
     if document.suffix != ".json":
         yield from COMMIT.findall(text)
@@ -140,7 +117,6 @@ def commits_in(document: Path) -> Iterator[str]:
 
 
 def lost_commits(document: Path, history: list[str]) -> set[str]:
-    """Commits that a document names and that the history does not have."""
     return {one for one in commits_in(document) if not any(full.startswith(one) for full in history)}
 
 

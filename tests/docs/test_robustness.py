@@ -1,7 +1,5 @@
 """The page of faults names tests that exist, and every fault that was found."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -32,7 +30,6 @@ def test_every_fault_has_a_test_that_exists(checkout: Path) -> None:
 
 
 def unnamed(page: str) -> list[str]:
-    """Rows of the second attack, and of what held, that name no test."""
     second, held = page.split("## The second attack\n")[1].split("## What held\n")
     rows = {row.split("|")[1].strip(): row for row in second.splitlines() if row.startswith("| ")}
     lost = [fault for fault in SECOND if not NAMED.search(rows.get(fault, ""))]

@@ -1,7 +1,5 @@
 """The documentation site: it builds without a warning and a network, loads nothing from elsewhere, and is complete."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -99,16 +97,7 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
     python = [sys.executable, "-P", "-m"]
     described = tmp_path / "described"
-    install = [
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        str(described),
-        str(ROOT),
-    ]
+    install = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(described), str(ROOT)]
     environment = {**os.environ, "CXX": "no-compiler", "NO_MKDOCS_2_WARNING": "1", "PIP_NO_INDEX": "1"}
     subprocess.run([*python, *install], env=environment, check=True, capture_output=True, timeout=300)
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -1,7 +1,5 @@
 """The page of supported models says what the survey of all families recorded, and nothing in it is raw."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models with tokenizers on disk, and texts of the project's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -47,13 +45,9 @@ def _tokenizer(kind: str) -> tf.PreTrainedTokenizerFast:
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
         return tf.PreTrainedTokenizerFast(
-            tokenizer_object=core,
-            pad_token="[PAD]",
-            unk_token="[UNK]",
-            cls_token="[CLS]",
-            sep_token="[SEP]",
+            tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
             mask_token="[MASK]",
-        )
+        )  # fmt: skip
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -64,7 +58,6 @@ def _tokenizer(kind: str) -> tf.PreTrainedTokenizerFast:
 
 
 def _model(kind: str, vocabulary: int) -> tf.PreTrainedModel:
-    """A random model whose attention is far from uniform."""
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"vocab_size": vocabulary, "initializer_range": 0.4}
     if kind == "gpt2":
@@ -86,25 +79,21 @@ def _saved(kind: str, directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a tiny LLaMA-class model with grouped heads, context 64."""
     return _saved("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
 def loaded(llama: Path) -> checkpoint.Checkpoint:
-    """That model on the CPU, for tests that leave it as it is."""
     return checkpoint.load(llama, device="cpu")
 
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a tiny GPT-2-class model, context 48."""
     return _saved("gpt2", tmp_path_factory.mktemp("models") / "tiny-gpt2")
 
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a tiny BERT-class model with its masked-LM head, context 40."""
     return _saved("masked", tmp_path_factory.mktemp("models") / "tiny-bert")
 
 

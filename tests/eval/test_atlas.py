@@ -1,7 +1,5 @@
 """`adaattn profile`: JSON, and a page that draws itself in a browser without a network."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`adaattn bench`: the grid, what a cell measures, the report and the gate."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -56,15 +54,10 @@ ATTENTION = [
     {"name": "decode", "q_len": 1, "kv_len": 33},
     {"name": "static", "q_len": 1, "kv_len": 33, "filled": 20},
     {
-        "name": "cross",
-        "batch": 2,
-        "q_len": 3,
-        "kv_len": 9,
-        "mask": "bidirectional",
-        "padding": "right",
+        "name": "cross", "batch": 2, "q_len": 3, "kv_len": 9, "mask": "bidirectional", "padding": "right",
         "lengths": [9, 4],
     },
-]
+]  # fmt: skip
 RIGHT, LEFT = (
     {"prepared": True, "batch": 2, "q_len": 12, "padding": side, "lengths": [12, 5]} for side in ("right", "left")
 )
@@ -154,12 +147,7 @@ def assert_fits(report: dict[str, Any]) -> None:
     check = jsonschema.Draft202012Validator(schema)
     check.check_schema(schema)
     check.validate(report)
-    changes: list[dict[str, Any]] = [
-        {"dtype": "int3"},
-        {"shape": {}},
-        {"error": {"eager": -1.0}},
-        {"speed": 1.0},
-    ]
+    changes: list[dict[str, Any]] = [{"dtype": "int3"}, {"shape": {}}, {"error": {"eager": -1.0}}, {"speed": 1.0}]
     for change in changes:
         wrong = {**report, "cells": [{**report["cells"][0], **change}]}
         assert not check.is_valid(wrong), change
@@ -449,7 +437,6 @@ def test_names_that_cannot_be_measured_here_say_why() -> None:
 
 
 def kept_reports() -> list[str]:
-    """Names of the reports of `adaattn bench` in docs/results."""
     reports = {path.stem: path.read_text("utf-8") for path in (ROOT / "docs" / "results").glob("*.json")}
     return sorted(name for name, text in reports.items() if '"ours":' in text and '"ratio_best":' in text)
 

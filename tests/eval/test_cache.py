@@ -1,7 +1,5 @@
 """Evaluation over a cache: windows are read in pieces, and the loss of what a cache stores is measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`adaattn eval` and `adaattn explain` as a user meets them: arguments, files, exit codes, messages."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The statistics of a comparison, against simulation, closed forms and scipy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

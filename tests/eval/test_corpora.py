@@ -1,7 +1,5 @@
 """Where text comes from, and what is said when it cannot be had."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -79,7 +77,6 @@ def test_a_separator_makes_documents_and_strips_them(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A hub with the given repositories; everything else cannot be reached."""
     known: dict[str, Any] = {}
 
     def load_dataset(repository: str, configuration: str | None, split: str) -> Any:

@@ -1,7 +1,5 @@
 """The demo models and the text that travel with the package."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

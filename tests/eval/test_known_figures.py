@@ -1,7 +1,5 @@
 """Stock figures of real models on real text that were known before this harness was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The same documents through lm-evaluation-harness's own tasks and model give the same numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

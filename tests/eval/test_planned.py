@@ -1,7 +1,5 @@
 """A model that carries a plan: the harness sees the loss, and counts where the plan did anything."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -31,7 +29,6 @@ WINDOW = 8
 
 
 def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
-    """A window in one of two key/value heads of one of two layers."""
     module = dict(attention_modules(loaded.model, "llama"))[1]
     layer = LayerPlan(1, hashes.weight_hash(module), (make_choice("window", window), EXACT))
     verified = Verified(True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed")

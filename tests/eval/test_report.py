@@ -1,7 +1,5 @@
 """Reports: tables say what the JSON says, the JSON says where it came from, and cost and activation are measured."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -33,10 +31,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def reports(loaded: checkpoint.Checkpoint) -> dict[str, dict[str, Any]]:
-    corpus = {
-        "pages": OWN_PAGES,
-        "lastword": OWN_PASSAGES,
-    }
+    corpus = {"pages": OWN_PAGES, "lastword": OWN_PASSAGES}
     made = {
         kind: runner.evaluate(loaded, c, Settings(attn_implementation="adaattn", anchor="eager", batch_size=2))
         for kind, c in corpus.items()

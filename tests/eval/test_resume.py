@@ -1,7 +1,5 @@
 """Interruptions: at every stage nothing that was finished is lost, and the numbers are those of one run, bit by bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

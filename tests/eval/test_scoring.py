@@ -1,7 +1,5 @@
 """Numbers per token against their definitions, and the independence of batches."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

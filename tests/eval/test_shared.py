@@ -1,7 +1,5 @@
 """`accelerate launch` with two processes measures the report of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """`adaattn eval` without a model: the models in the package, on a little of the text in the package."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

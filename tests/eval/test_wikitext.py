@@ -1,7 +1,5 @@
 """WikiText's rules, against lm-evaluation-harness's own functions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

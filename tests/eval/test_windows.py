@@ -1,7 +1,5 @@
 """Windows: every token once, the stated context, and the same windows as the tools that people already use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,7 +27,6 @@ def scored(made: Iterable[Window]) -> list[int]:
 
 
 def assert_predicts_next(window: Window) -> None:
-    """The target at a position is the token after the input at that position."""
     for position, target in zip(window.positions, window.targets, strict=True):
         if position + 1 < len(window.input_ids):
             assert window.input_ids[position + 1] == target

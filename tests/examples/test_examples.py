@@ -1,7 +1,5 @@
 """The examples run as they are, offline, on the models of the package."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Continuous batching on a CUDA device: tokens of `generate`, steps against the reference, captured steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -60,11 +58,7 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
     cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in (queries, keys))
     query = torch.randn(1, 8, cu_q[-1], 128, device="cuda", dtype=dtype)
     key, value = (torch.randn(1, 2, cu_k[-1], 128, device="cuda", dtype=dtype) for _ in range(2))
-    told = {
-        "cu_seq_lens_q": torch.tensor(cu_q).cuda(),
-        "cu_seq_lens_k": torch.tensor(cu_k).cuda(),
-        "read_index": [],
-    }
+    told = {"cu_seq_lens_q": torch.tensor(cu_q).cuda(), "cu_seq_lens_k": torch.tensor(cu_k).cuda(), "read_index": []}
     out, _ = attend_requests(None, torch.nn.Module(), query, key, value, sliding_window=window, **told)
     for n, (q_len, k_len) in enumerate(zip(queries, keys, strict=True)):
         q, k = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])

@@ -1,7 +1,5 @@
 """The plug-in on a CUDA device: every backend that is installed there against the reference, and models end to end."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -173,26 +171,12 @@ def test_half_precision_gradients(name: str) -> None:
 
 
 KV: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None,
-}
+}  # fmt: skip
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-GPT2: dict[str, Any] = {
-    "vocab_size": 64,
-    "n_embd": 128,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    **SPECIAL,
-}
+GPT2: dict[str, Any] = {"vocab_size": 64, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, **SPECIAL}
 BERT: dict[str, Any] = {k: v for k, v in KV.items() if k not in ("num_key_value_heads", *SPECIAL)}
 MODELS: dict[str, Any] = {
     "llama": lambda: (tf.LlamaForCausalLM, tf.LlamaConfig(**KV)),

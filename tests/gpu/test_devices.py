@@ -1,7 +1,5 @@
 """Of two GPUs the second holds the tensors while the first is current, as `device_map` leaves it: nothing changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,10 +30,7 @@ from ..support.head_rules import rules
 from ..support.letters import encode, lettered_llama, random_words
 from ..support.plans import plan_for
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 SECOND = "cuda:1"
 ROUNDING = 4e-2
@@ -54,7 +49,6 @@ def first_is_current() -> Iterator[None]:
 def draw(
     structure: CallStructure, dim: int, per_head: HeadRules | None = None, heads: int = 8, grad: bool = False
 ) -> AttentionRequest:
-    """A call in bfloat16 over two key/value heads, whose tensors lie on the second device."""
     query, key, value = (
         torch.randn(structure.batch, length, count, dim, device=SECOND, dtype=torch.bfloat16)
         .transpose(1, 2)
@@ -173,7 +167,6 @@ def test_gradients(backend: str, per_head: HeadRules | None) -> None:
 
 
 def small() -> Any:
-    """A model of four layers in bfloat16 under a plan of windows, on the processor."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,

@@ -1,7 +1,5 @@
 """Memory on a CUDA device stays what it was after the first calls of a shape."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The warp-specialised kernel for Hopper, against the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,7 +59,6 @@ def _left(n: int) -> torch.Tensor:
 
 
 def _uneven(n: int, *lengths: int) -> dict[str, torch.Tensor]:
-    """Documents of these lengths, and one of the rest."""
     numbers = torch.repeat_interleave(
         torch.arange(len(lengths) + 1, device="cuda"), torch.tensor([*lengths, n - sum(lengths)], device="cuda")
     )[None]
@@ -84,7 +81,6 @@ def drawn(structure: CallStructure, dim: int, heads: int, dtype: torch.dtype, **
 
 
 def served(request: AttentionRequest, kernel: str) -> Any:
-    """The result, which must have come from a kernel."""
     launched, call = [], Launcher.__call__
 
     def noted(self: Any, *arguments: Any) -> None:

@@ -1,7 +1,5 @@
 """The stopwatch of a CUDA device tells the device's time from the host's."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

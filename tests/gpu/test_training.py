@@ -1,7 +1,5 @@
 """Training on a CUDA device: a step under autocast beside stock's, and dropout in attention against its definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

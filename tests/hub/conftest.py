@@ -1,7 +1,5 @@
 """Kernel repositories built once for all tests, and their module as a loader makes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +19,6 @@ def builder() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All kernel repositories, with the library that is installed here instead of a new one."""
     if library() is None:
         pytest.skip("the native library was not built here")
     out = tmp_path_factory.mktemp("hub")
@@ -43,6 +40,5 @@ def flash(load_kernel: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture
 def local(repositories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader takes the repositories built here instead of asking the Hub."""
     overrides = ":".join(f"adaattn/{path.name}={path}" for path in sorted(repositories.iterdir()))
     monkeypatch.setenv("LOCAL_KERNELS", overrides)

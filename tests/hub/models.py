@@ -1,7 +1,5 @@
 """Small models that run under a kernel's name, beside the same model under stock attention."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -23,7 +21,6 @@ FAMILIES: dict[str, Any] = {
 
 
 def beside_stock(family: str, name: str = FLASH, stock: str = "eager") -> tuple[Any, Any]:
-    """A model under stock attention and its twin under a kernel's name."""
     config = FAMILIES[family]()
     torch.manual_seed(0)
     known = tf.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=stock).eval()
@@ -35,7 +32,6 @@ def beside_stock(family: str, name: str = FLASH, stock: str = "eager") -> tuple[
 
 
 def padded_batch(side: str = "left") -> tuple[Tensor, Tensor]:
-    """Three rows of 12, 7 and 3 tokens with their mask."""
     ids = torch.randint(3, 100, (3, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(3, 12, dtype=torch.long)
     for row, length in enumerate((12, 7, 3)):

@@ -1,7 +1,5 @@
 """What `hub/build.py` makes: the package's own files, nothing else, told apart from every other build."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The kernels' functions refuse and serve what the package's do: one guard stands at every door."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +30,7 @@ def serve(request: pytest.FixtureRequest, load_kernel: Callable[[str], Any]) -> 
 
 
 def drawn(*shape: int, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.randn(*shape, 4, length, 8),
-        torch.randn(*shape, 2, length, 8),
-        torch.randn(*shape, 2, length, 8),
-    )
+    return (torch.randn(*shape, 4, length, 8), torch.randn(*shape, 2, length, 8), torch.randn(*shape, 2, length, 8))
 
 
 def packed(serve: Serve, tensors: Any, borders: Any, **more: Any) -> Tensor:
@@ -74,10 +68,7 @@ def test_packed_documents_do_not_see_one_another(serve: Serve, masked: bool) -> 
 
 @pytest.mark.parametrize(
     ("borders", "words"),
-    [
-        ([0, 4, 12], r"cu_seq_lens_q: got \[0, 4, 12\], expected cumulative lengths"),
-        ([0, 5, 4], "cu_seq_lens_q: got"),
-    ],
+    [([0, 4, 12], r"cu_seq_lens_q: got \[0, 4, 12\], expected cumulative lengths"), ([0, 5, 4], "cu_seq_lens_q: got")],
 )
 def test_documents_that_cannot_be_are_refused(serve: Serve, borders: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,7 +1,5 @@
 """The functions of `flash-adaattn`, called directly, against the oracle."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -30,13 +28,7 @@ def cells(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: tuple[int, int],
-    cap: float | None,
-    sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int], cap: float | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Output `[q_len, heads, size]` and log-sum-exp `[heads, q_len]` of one sequence, aligned at its end."""
     causal = causal or window[1] == 0
@@ -100,8 +92,7 @@ def test_any_factor_in_double_precision(flash: Any, scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "causal", "window", "sinks", "paged"),
-    cells([False, True], WINDOWS, [False, True], [False, True]),
+    ("dtype", "causal", "window", "sinks", "paged"), cells([False, True], WINDOWS, [False, True], [False, True])
 )
 def test_packed_sequences(
     flash: Any, dtype: torch.dtype, causal: bool, window: tuple[int, int], sinks: bool, paged: bool
@@ -123,18 +114,7 @@ def test_packed_sequences(
                 keys[page, : last - first], values[page, : last - first] = k[first:last], v[first:last]
         more["block_table"] = table
     out, lse, _ = flash.flash_attn_varlen_func(
-        q,
-        keys,
-        values,
-        cu_q,
-        cu_k,
-        5,
-        9,
-        causal=causal,
-        window_size=window,
-        s_aux=sink,
-        return_attn_probs=True,
-        **more,
+        q, keys, values, cu_q, cu_k, 5, 9, causal=causal, window_size=window, s_aux=sink, return_attn_probs=True, **more
     )
     for row, (q_len, kv_len) in enumerate(LENGTHS):
         if q_len and kv_len:
@@ -156,11 +136,7 @@ def test_decoding_with_a_cache(
     table = torch.tensor([[3, 7, 1, 0], [9, -1, -1, -1], [2, 4, 5, 6], [-1, -1, -1, -1]], dtype=torch.int32)
     shape = (20, size, 2, 8) if paged else (4, 16, 2, 8)
     k_cache, v_cache = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype)
-    q, k, v = (
-        drawn(4, new, 4, 8, dtype=dtype),
-        drawn(4, new, 2, 8, dtype=dtype),
-        drawn(4, new, 2, 8, dtype=dtype),
-    )
+    q, k, v = (drawn(4, new, 4, 8, dtype=dtype), drawn(4, new, 2, 8, dtype=dtype), drawn(4, new, 2, 8, dtype=dtype))
 
     def tokens(cache: Tensor, row: int, length: int) -> Tensor:
         lying = cache[table[row].clamp(min=0).long()].flatten(0, 1) if paged else cache[row]
@@ -269,10 +245,7 @@ def test_two_kernels_and_the_package_live_beside_one_another(flash: Any) -> None
             "deterministic block_table page_table s_aux learnable_sink",
         ),
         ("flash_attn_func", "dropout_p softmax_scale causal window_size softcap deterministic s_aux"),
-        (
-            "flash_attn_with_kvcache",
-            "cache_seqlens block_table page_table softmax_scale causal window_size softcap",
-        ),
+        ("flash_attn_with_kvcache", "cache_seqlens block_table page_table softmax_scale causal window_size softcap"),
     ],
 )
 def test_transformers_finds_the_arguments_that_it_looks_for(flash: Any, function: str, names: str) -> None:
@@ -334,10 +307,7 @@ def test_sums_that_leave_the_tokens_are_refused(flash: Any, cu_q: list[int], cu_
     ("changes", "words"),
     [
         ({"block_table": torch.tensor([[99]])}, "got page 99"),
-        (
-            {"block_table": torch.tensor([[0]]), "cache_seqlens": 4},
-            "got 1 pages of 4 tokens for sequence 0 of 5",
-        ),
+        ({"block_table": torch.tensor([[0]]), "cache_seqlens": 4}, "got 1 pages of 4 tokens for sequence 0 of 5"),
         ({"block_table": torch.tensor([[-1]])}, "got page -1"),
         ({"block_table": None, "cache_seqlens": 4}, "in a cache of 4"),
         ({"rotary_cos": torch.ones(1)}, "rotary_cos"),

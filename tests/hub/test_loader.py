@@ -1,7 +1,5 @@
 """Transformers loads the kernel by its name alone: what it asks of the kernel, and what the models then answer."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ TOLERANCE = dict(atol=2e-6, rtol=0.0)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """Name of the function and shape of the queries of every call that reaches the kernel through Transformers."""
     from transformers import modeling_flash_attention_utils as inside
 
     made: list[tuple[str, tuple[int, ...]]] = []
@@ -124,13 +121,7 @@ def test_decoding_with_block_tables_as_the_engine_calls_it(flash: Any) -> None:
         cu_seq_lens_k=sums, max_length_q=1, max_length_k=10, k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
     right = flash.flash_attn_with_kvcache(
-        q[0][:, None],
-        *copies,
-        k[0][:, None],
-        v[0][:, None],
-        cache_seqlens=held.int(),
-        block_table=table,
-        causal=True,
+        q[0][:, None], *copies, k[0][:, None], v[0][:, None], cache_seqlens=held.int(), block_table=table, causal=True
     )
     assert torch.equal(out[0], right[:, 0])
     assert torch.equal(k_cache, copies[0])

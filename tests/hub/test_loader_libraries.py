@@ -1,7 +1,5 @@
 """Libraries above Transformers with the kernel's name: sentence-transformers, and TRL without padding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernel `adaattn`, called directly: a mask is read once for all layers, and again where it was written to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The kernel `adaattn` through Transformers' loader: exact without a plan, with a plan what the package computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +19,10 @@ tf = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("local")]
 NAME = "adaattn/adaattn"
-CHOICES = {
-    "window": Choice.of(Window(3, sinks=1)),
-    "bf16": Choice.of(Precision("bf16")),
-}
+CHOICES = {"window": Choice.of(Window(3, sinks=1)), "bf16": Choice.of(Precision("bf16"))}
 
 
 def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]:
-    """A model under stock attention, under the package with a plan, and under the kernel with that plan."""
     stock, ours = beside_stock(family, NAME)
     _, package = beside_stock(family, "adaattn")
     plan = give(package, choice, lengths=(4096,))

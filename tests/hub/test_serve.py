@@ -1,7 +1,5 @@
 """`transformers serve`, the real server on this machine: a checkpoint with a plan answers as `generate` does."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -34,7 +32,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "hub_kernel.md"
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The answer of the server, None while it does not listen."""
     url, headers = f"http://localhost:{port}{path}", {"content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -59,7 +56,6 @@ def transcript(command: list[str], log: str, body: dict[str, Any], answer: dict[
 
 
 def written(path: Path, prompt: dict[str, Any], planned: bool) -> list[int]:
-    """Tokens that `generate` adds under the package."""
     model = tf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="adaattn").eval()
     if not planned:
         adaattn_hf.remove_plan(model)

@@ -1,7 +1,5 @@
 """What tests of models share: nothing compiled, the warnings that plans log, a text."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path
@@ -23,7 +21,6 @@ def nothing_compiled() -> None:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """All that is logged from now on, said anew though it was said before."""
     monkeypatch.setattr(running, "_said", set())
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     caplog.set_level("WARNING", "adaattn_hf")

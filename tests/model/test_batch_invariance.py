@@ -1,7 +1,5 @@
 """Batch invariance: no row depends on who shares its call, in its bits or in the precision that it is computed in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Continuous batching by Transformers' own engine: its tokens are those of `generate`, exact and under a plan."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any
@@ -32,7 +30,6 @@ NEW = 10
 
 
 def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens of `generate`, prompt by prompt."""
     settings = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
     return [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
 

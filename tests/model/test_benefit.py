@@ -1,7 +1,5 @@
 """What a plan buys of whole passes: the ratio of times taken in turn, with an interval that covers it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Softcap, learned sinks, position bias, sliding and chunked layers mixed, cross-a
 indexer, key and value heads of different sizes. The list is `breadth.yaml`.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -36,7 +34,6 @@ def outputs(pair: Pair, **inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def assert_near(expected: Tensor, actual: Tensor, valid: Tensor | None = None, rtol: float = 1e-5) -> None:
-    """Equal to `rtol` of the largest value that there is, where tokens are real."""
     assert torch.isfinite(actual).all()
     difference = (actual - expected).abs()
     if valid is not None:

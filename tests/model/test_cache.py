@@ -1,7 +1,5 @@
 """The growing cache against Transformers' dynamic cache: same values, same tokens, storage that stays."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any
@@ -149,7 +147,6 @@ class AgainstDynamicCache(RuleBasedStateMachine):
     @precondition(lambda self: self.stock.get_seq_length() > 0)
     @rule(first=st.integers(0, 3))
     def hold(self, first: int) -> None:
-        """A user keeps tensors of the cache, or slices of them."""
         for layer in self.ours.layers:
             mine = (layer.keys[:, :, first:], layer.values)
             self.kept += [(tensor, tensor.clone()) for tensor in mine]

@@ -1,7 +1,5 @@
 """A model's cache by either name: `cache` since Transformers 5.24, `past_key_values` before."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from typing import Any

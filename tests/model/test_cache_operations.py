@@ -1,7 +1,5 @@
 """What is done to caches between calls, in every format, streaming or not: what comes next does not notice."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

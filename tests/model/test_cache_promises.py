@@ -1,7 +1,5 @@
 """What a user holds of a cache stays what it was, whatever the cache does next; what a user puts in, it holds."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

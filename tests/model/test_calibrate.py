@@ -1,7 +1,5 @@
 """Calibration end to end on a tiny model: decide, prove, store, reload, refuse."""
 
-from __future__ import annotations
-
 import errno
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a cache may store inside a loss budget: measured as decoding reads it, proved, kept with the plan and used."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

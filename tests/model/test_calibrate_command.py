@@ -1,7 +1,5 @@
 """`adaattn calibrate` as a user meets it: exit codes, sentences, progress, Ctrl-C, what it leaves."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -47,7 +45,6 @@ LENGTH = 192
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A text and a price table in which bf16 costs half."""
     directory = tmp_path_factory.mktemp("material")
     text, prices = directory / "text.txt", directory / "prices.json"
     text.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
@@ -86,7 +83,6 @@ def run(material: tuple[str, str]) -> Run:
 
 @pytest.fixture(scope="module")
 def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that carries a proven plan, for `planned` to copy."""
     found = Path(shutil.copytree(demo_model_path("llama"), tmp_path_factory.mktemp("made") / "model"))
     run(found, "--budget", "1%")
     return found
@@ -167,14 +163,9 @@ def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_pri
 
 def test_that_command_names_the_dtype_and_the_gguf_file() -> None:
     job = Job(
-        model="m",
-        data=(Path("t.txt"),),
-        verify_data=None,
-        target=Path("p"),
-        settings=CalibrationSettings(),
-        prices=None,
-        asked=Asked(gguf_file="a b.gguf", trust_remote_code=True),
-    )
+        model="m", data=(Path("t.txt"),), verify_data=None, target=Path("p"), settings=CalibrationSettings(),
+        prices=None, asked=Asked(gguf_file="a b.gguf", trust_remote_code=True),
+    )  # fmt: skip
     known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --trust-remote-code"
     assert evaluation(job, "bfloat16") == f"{known} --windows strided --data t.txt"
 
@@ -386,10 +377,7 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
 def test_a_model_is_written_to_only_where_that_was_said(model: Path, run: Run, material: tuple[str, str]) -> None:
     before = files(model)
     for words, says in (
-        (
-            f"--output-dir {model}",
-            "is the model's own directory, expected one for the plan alone; give --in-place",
-        ),
+        (f"--output-dir {model}", "is the model's own directory, expected one for the plan alone; give --in-place"),
         ("--in-place --output-dir x", "got --output-dir x, too, expected one of them"),
     ):
         run(model, place=words, code=2, says=says)

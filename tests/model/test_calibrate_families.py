@@ -1,7 +1,5 @@
 """A search on families with windows of their own and one large key/value head: it decides, and changes something."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calibration of masked-language models: what is scored, what a choice costs, the proof, and where the plan goes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

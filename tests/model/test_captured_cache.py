@@ -1,7 +1,5 @@
 """Generation with codes whose length is reserved: one graph for all tokens and all generations, which asks no host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -38,14 +36,9 @@ def generated(model: Any, cache: Any, backend: Any = None, prompt: int = 20, cou
     options: dict[str, Any] = {} if backend is None else {"compile_config": compiled_by(backend)}
     with torch.no_grad():
         found = model.generate(
-            **inputs(prompt),
-            past_key_values=cache,
-            max_new_tokens=count,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-        )
+            **inputs(prompt), past_key_values=cache, max_new_tokens=count, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, **options,
+        )  # fmt: skip
     return found.sequences, torch.stack(found.logits)
 
 

@@ -1,7 +1,5 @@
 """Models in graphs: one for many lengths, without a mask where causality says all; values, gradients, export."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

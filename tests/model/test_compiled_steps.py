@@ -1,7 +1,5 @@
 """Generation with a static cache as a CUDA device compiles it: each layer's step is one node, which reads no mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +35,6 @@ def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 
 def by_graphs(model: Any, ids: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Graphs]:
-    """The same with a static cache, by steps that are compiled, and their graphs."""
     graphs = Graphs()
     return generate(model, ids, cache_implementation="static", compile_config=compiled_by(graphs), **settings), graphs
 

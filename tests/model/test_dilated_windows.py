@@ -1,7 +1,5 @@
 """Dilated windows: no model hands one over, which is why no rule says them; those of users are exact as dense masks."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

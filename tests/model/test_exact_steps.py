@@ -1,7 +1,5 @@
 """Decode steps stay exact where no choice is faster there, and prices are those of as many sequences as asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +74,6 @@ def request_() -> AttentionRequest:
 
 
 def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
-    """Layers of two key/value heads with windows of their own, each of them priced by itself."""
     known = dict(enumerate(windows))
     return SimpleNamespace(candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known)
 

@@ -1,7 +1,5 @@
 """What `explain` and `check` take: models, what holds models, and plans by their place."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The budget explorer: its plans are the solver's, its table is the calibration's, its page moves in a browser."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

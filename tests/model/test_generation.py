@@ -1,7 +1,5 @@
 """Ways of generating beyond the usual caches: quantised and offloaded, drafts, reuse, compiled and batched steps."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

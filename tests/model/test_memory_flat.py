@@ -1,7 +1,5 @@
 """A process that goes on for long holds no more memory than at its start."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

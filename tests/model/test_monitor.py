@@ -1,7 +1,5 @@
 """`config.adaattn["monitor"]`: a planned model watches itself, tightens, warns once, and changes nothing else."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """Models as ONNX graphs compute what the model computes: on other text, and at other lengths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def made(family: str, name: str = "adaattn") -> OfTensors:
-    """A model under an implementation, for exporters."""
     return OfTensors(family, fresh_pair(family, name).ours.requires_grad_(False))
 
 
 def padded(rows: int, length: int, pads: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, in the first row behind padding."""
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, :pads] = 0
     return torch.randint(1, VOCABULARY, (rows, length)), mask
 
 
 def export(model: nn.Module, path: Path, **options: Any) -> None:
-    """Exports from a padded batch of 2 rows and 12 tokens."""
     names = ["input_ids", "attention_mask"]
     with torch.no_grad():
         torch.onnx.export(model, padded(2, 12, 5), path, input_names=names, verbose=False, **options)

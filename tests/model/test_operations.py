@@ -1,7 +1,5 @@
 """What an attention call makes torch do: no copy and no matrix of scores that stock attention does not make."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters under a plan: trained, saved and loaded beside it, merged, and around quantised layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

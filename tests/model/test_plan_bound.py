@@ -1,7 +1,5 @@
 """What a plan is bound to: weights that adapters wrap and merge, settings of the model, dtypes, and this process."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A compiled plan computes what the uncompiled one does, and a dense mask is read as the rules that made it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -54,7 +52,6 @@ LLAMA: dict[str, Any] = dict(
 
 
 def bases(heads: int) -> dict[str, torch.Tensor]:
-    """Bases and means of the layer, whose heads have 16 columns."""
     source = torch.Generator().manual_seed(0)
     found = {
         f"layers.0.{name}.{head}": torch.randn(16, 6, generator=source) / 4

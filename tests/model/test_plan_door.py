@@ -1,7 +1,5 @@
 """What a plan was verified on changes behind its check: the next pass says so, whatever changed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -24,7 +22,6 @@ Change = Callable[[Any], Any]
 
 
 def planned(family: str = "llama", **fields: Any) -> Any:
-    """A model that has run by its plan."""
     model = fresh_pair(family, **{"num_hidden_layers": 3, **fields}).ours
     give(model, make_choice("window", window=2))
     logits(model)

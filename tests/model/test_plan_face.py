@@ -1,7 +1,5 @@
 """Plans through the face: read, checked, watched and taken out again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from ..support.plans import plan_for
 
 
 def planned_pair() -> tuple[Any, Any, Plan]:
-    """A stock LLaMA, and the same with a window of two tokens in its second layer."""
     stock, ours = fresh_pair("llama")
     plan = plan_for(ours, make_choice("window", window=2), layers=(1,))
     ours.config.adaattn = {"plan": plan.to_dict()}

@@ -1,7 +1,5 @@
 """A plan given away: written to a directory, pushed to the Hub, and taken from there by all that takes a plan."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +54,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rounded() -> tuple[Any, Plan]:
-    """A model, and a plan of int8 for it, whose mean keys lie in a file."""
     ours = fresh_pair("llama").ours
     plan = plan_for(ours, make_choice(precision="int8"), layers=(1,))
     means = torch.randn(ours.config.num_key_value_heads, ours.config.head_dim)

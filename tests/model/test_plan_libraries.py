@@ -1,7 +1,5 @@
 """Plans beside what libraries do to models: adapters, sharding, saving, evaluation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -27,7 +25,6 @@ from ..support.plans import give, plan_for
 
 
 def planned(**choice: Any) -> Any:
-    """A LLaMA whose second layer runs a choice, bound to all its weights."""
     _, ours = fresh_pair("llama")
     give(ours, make_choice(**choice), layers=(1,))
     return ours

@@ -1,7 +1,5 @@
 """Fine-tuning under a plan: windows go on while weights change, and no budget is claimed for what comes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ def train(model: Any, directory: Path, **changes: Any) -> list[float]:
 
 
 def windowed() -> Any:
-    """The same weights as a model whose every layer has that window."""
     llama = fresh_pair("llama").ours
     config = tf.MistralConfig(**{**llama.config.to_dict(), "model_type": "mistral", "sliding_window": WINDOW})
     model = tf.MistralForCausalLM._from_config(config, attn_implementation="eager").eval()

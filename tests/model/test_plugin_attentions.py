@@ -1,7 +1,5 @@
 """`output_attentions=True` is answered with the weights that were used."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

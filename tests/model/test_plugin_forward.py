@@ -1,7 +1,5 @@
 """One forward pass of whole models, with every kind of padding, against stock eager attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

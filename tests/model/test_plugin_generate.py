@@ -1,7 +1,5 @@
 """Generation: every cache, chunked prefill, beams; step by step against stock eager attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +23,6 @@ CACHES: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 
 def assert_generates_the_same(name: str, mask: Tensor | None, **settings: Any) -> None:
-    """Greedy tokens are equal, and so are the logits of every step."""
     stock, ours = pair(name)
     ids = tokens()
     settings |= dict(

@@ -1,7 +1,5 @@
 """Every task head of GPT-2, BERT and LLaMA: outputs, loss and gradients equal stock eager attention's."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any

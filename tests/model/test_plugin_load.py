@@ -1,7 +1,5 @@
 """One string, wherever Transformers takes one; and what is saved with a model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -53,14 +51,9 @@ def test_switching_at_run_time_and_back(name: str) -> None:
 def composite() -> tf.LlavaConfig:
     text = dict(config_of("llama").to_dict(), vocab_size=72)
     vision: dict[str, Any] = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4,
         projection_dim=32,
-    )
+    )  # fmt: skip
     return tf.LlavaConfig(
         text_config=tf.LlamaConfig(**text),
         vision_config=tf.CLIPVisionConfig(**vision),

@@ -1,7 +1,5 @@
 """Documents packed into one row do not see one another, however the borders are told."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

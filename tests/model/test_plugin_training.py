@@ -1,7 +1,5 @@
 """Training: gradients with and without checkpointing, dropout, a few steps of an optimiser."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,18 +1,16 @@
 """Places under a plan count from a sequence's first token, though layers that slide hold the last keys alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor
 
 import adaattn_hf
 from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.plans.choices import Choice, Window
 
+from ..support.cached import run
 from ..support.models import VOCABULARY, build, tokens
 from ..support.plans import plan_for
 from .test_batching import one_by_one, together
@@ -42,25 +40,10 @@ CUTS = {"steps": [8, *[1] * 52], "pieces": [7] * 8 + [4], "chunks": [25, 25, 10]
 
 
 def planned(family: str) -> Any:
-    """A model whose layers slide, and a plan for far fewer tokens than it reads."""
     config = tf.AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
     _, ours = build(tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     attach(ours, plan_for(ours, Choice.of(Window(4, sinks=1)), layers=(0,), lengths=(LIMIT,)), unverified=True)
     return ours
-
-
-def read(model: Any, ids: Tensor, cuts: list[int], cache: Any, mask: Tensor | None = None) -> Tensor:
-    """Logits of the tokens in calls of these lengths."""
-    found, at = [], 0
-    for count in cuts:
-        more: dict[str, Any] = {}
-        if mask is not None:
-            places = (mask.cumsum(1) - 1).clamp_min(0)
-            more = {"attention_mask": mask[:, : at + count], "position_ids": places[:, at : at + count]}
-        with torch.no_grad():
-            found.append(model(ids[:, at : at + count], past_key_values=cache, **more).logits)
-        at += count
-    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,18 +51,18 @@ def test_one_pass_steps_and_pieces_are_exact_from_the_same_row_on(family: str) -
     model = planned(family)
     ids, mask = tokens(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long)
     mask[0, :6] = mask[1, :27] = 0
-    whole, padded = (read(model, ids, [LENGTH], None, given) for given in (None, mask))
+    whole, padded = (run(model, ids, None, LENGTH, mask=given) for given in (None, mask))
     caches = {
         "dynamic": tf.DynamicCache, "growing": adaattn_hf.GrowingCache,
         "static": lambda config: tf.StaticCache(config=config, max_cache_len=LENGTH),
     }  # fmt: skip
     for made in caches.values():
         for cuts in CUTS.values():
-            torch.testing.assert_close(read(model, ids, cuts, made(config=model.config)), whole)
-            found = read(model, ids, cuts, made(config=model.config), mask)
+            torch.testing.assert_close(run(model, ids, made(config=model.config), *cuts), whole)
+            found = run(model, ids, made(config=model.config), *cuts, mask=mask)
             torch.testing.assert_close(found[mask.bool()], padded[mask.bool()])
     adaattn_hf.remove_plan(model)
-    exact = read(model, ids, [LENGTH], None)
+    exact = run(model, ids, None, LENGTH)
     assert not torch.allclose(exact[:, 12:LIMIT], whole[:, 12:LIMIT], atol=1e-3), "the plan changed nothing"
 
 
@@ -89,7 +72,7 @@ def test_generate_in_chunks_and_continuous_batching_agree_with_one_pass(family: 
     asked = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for chunked in ({}, {"prefill_chunk_size": 7}):
         out = model.generate(tokens(1, 20), **asked, **chunked)
-        whole = read(model, out.sequences, [50], None)
+        whole = run(model, out.sequences, None, 50)
         torch.testing.assert_close(torch.stack(out.logits, 1), whole[:, 19:-1])
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (4, 27, 33, 50)]
     with adaattn_hf.continuous_batching(model):
@@ -104,7 +87,7 @@ def test_rows_beyond_the_lengths_are_those_of_no_plan_over_codes(stored: str) ->
     attach(model, plan_for(model, Choice.of(Window(4, sinks=1)), layers=(1,), lengths=(LIMIT,)), unverified=True)
     ids, found = tokens(2, LENGTH), []
     for _ in range(2):
-        found.append([read(model, ids, cuts, adaattn_hf.AdaAttnCache(model, stored)) for cuts in CUTS.values()])
+        found.append([run(model, ids, adaattn_hf.AdaAttnCache(model, stored), *cuts) for cuts in CUTS.values()])
         adaattn_hf.remove_plan(model)
     for plan, exact in zip(*found, strict=True):
         torch.testing.assert_close(plan[:, LIMIT:], exact[:, LIMIT:])
@@ -114,8 +97,8 @@ def test_rows_beyond_the_lengths_are_those_of_no_plan_over_codes(stored: str) ->
 def test_a_compiled_step_of_a_sliding_static_cache_counts_from_the_first_token() -> None:
     model = planned("mistral")
     ids, cache = tokens(1, 40), tf.StaticCache(config=model.config, max_cache_len=40)
-    whole, step = read(model, ids, [40], None), torch.compile(model, backend="eager", fullgraph=True)
-    read(model, ids[:, :8], [8], cache)
+    whole, step = run(model, ids, None, 40), torch.compile(model, backend="eager", fullgraph=True)
+    run(model, ids, cache, 8)
     with torch.no_grad():
         found = [step(ids[:, at : at + 1], past_key_values=cache).logits for at in range(8, 40)]
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 8:])

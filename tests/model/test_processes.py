@@ -1,7 +1,5 @@
 """One model in several threads, and in a process that was forked: the same bits."""
 
-from __future__ import annotations
-
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`record`: what it says of a model is what the attention weights say; nothing of it stays behind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as tf

@@ -1,7 +1,5 @@
 """Shadowing: kernels that answer wrong are found, in every backend and under plans; right ones are left in peace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The quantised cache in models: as near to the exact one as its rounding, in every way in which caches are used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,14 +119,9 @@ def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]
     seen = Recorder()
     with recording(seen):
         out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=24,
-            pad_token_id=0,
-            eos_token_id=None,
-            past_key_values=AdaAttnCache(model, "int8"),
-            **how,
-        )
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, pad_token_id=0, eos_token_id=None,
+            past_key_values=AdaAttnCache(model, "int8"), **how,
+        )  # fmt: skip
     assert out.shape == (batch * how.get("num_return_sequences", 1), 44)
     first, *rest = (spec for _, spec, _ in seen.calls)
     assert first.stored is None
@@ -159,7 +152,6 @@ def test_a_saved_window_goes_on_where_it_was(tmp_path: Path, stored: str, record
 
 
 def saved(model: Any, path: Path, *bound: Any) -> Path:
-    """The file of a cache that has read eight tokens."""
     cache = AdaAttnCache(model, "int8")
     run(model, ids(1, 8), cache, 8)
     return adaattn_hf.save_cache(cache, path, *bound)

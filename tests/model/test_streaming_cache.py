@@ -1,7 +1,5 @@
 """Streaming heads: over a cache that forgets, the model computes what the same plan computes over a full one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Saved caches in which anything was changed: refused in a sentence, or a cache that is what was saved."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

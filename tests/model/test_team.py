@@ -1,7 +1,5 @@
 """`accelerate launch` with two processes makes the plan of one, byte for byte."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Fine-tuning with Trainer and the libraries around it, step by step against stock attention."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -45,25 +43,14 @@ def examples(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
 
 
 def arguments(directory: Path, **changes: Any) -> tf.TrainingArguments:
-    """Settings that make two runs comparable: one seed, no dropout, every step logged."""
     settings: dict[str, Any] = dict(
-        output_dir=str(directory),
-        per_device_train_batch_size=4,
-        learning_rate=3e-3,
-        max_steps=30,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        seed=0,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+        output_dir=str(directory), per_device_train_batch_size=4, learning_rate=3e-3, max_steps=30, logging_steps=1,
+        save_strategy="no", report_to=[], use_cpu=True, seed=0, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
     return tf.TrainingArguments(**{**settings, **changes})
 
 
 def model_of(family: str, implementation: str) -> Any:
-    """A tiny model with a language-modelling head and the same weights whatever the implementation."""
     torch.manual_seed(1)
     return HEADS[family]._from_config(config_of(family), attn_implementation=implementation)
 

@@ -1,7 +1,5 @@
 """What records or transforms a model's operations sees attention, too: tracers, forward mode, torch.func."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL's SFTTrainer, with padded batches and with packed ones."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -30,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def trainer_of(family: str, implementation: str, directory: Path, **changes: Any) -> Any:
-    """A trainer of ten steps over documents of different lengths."""
     rows = [{"input_ids": [t for t in e["input_ids"] if t]} for e in examples(48)]
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t2"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -93,15 +90,10 @@ def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
     words = {
-        "model_name_or_path": str(demo_model_path("llama")),
-        "dataset_name": str(tmp_path / "data"),
-        "attn_implementation": "adaattn",
-        "max_steps": "1",
-        "max_length": "64",
-        "report_to": "none",
-        "use_cpu": "true",
-        "output_dir": str(tmp_path / "out"),
-    }
+        "model_name_or_path": str(demo_model_path("llama")), "dataset_name": str(tmp_path / "data"),
+        "attn_implementation": "adaattn", "max_steps": "1", "max_length": "64", "report_to": "none",
+        "use_cpu": "true", "output_dir": str(tmp_path / "out"),
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-P", "-m", "adaattn_hf", "run", "-m", "trl.scripts.sft"]
         + [part for name, word in words.items() for part in (f"--{name}", word)],

@@ -1,7 +1,5 @@
 """Whole models without padding against stock models with it: outputs, losses, gradients, generation."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -47,14 +45,8 @@ OTHER_FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "opt": ("opt", tf.OPTForCausalLM, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN}),
 }
 FAMILIES: tuple[str, ...] = (
-    "gpt2",
-    "llama",
-    "bert-decoder",
-    "mistral-window",
-    "qwen2-hybrid",
-    "gemma2-softcap",
-    "gpt-oss-sinks",
-)
+    "gpt2", "llama", "bert-decoder", "mistral-window", "qwen2-hybrid", "gemma2-softcap", "gpt-oss-sinks",
+)  # fmt: skip
 FAMILIES += ("llama4-chunked", "deepseek-mla", "gpt-neox", "bert", "roberta", "modernbert-local")
 
 
@@ -75,7 +67,6 @@ def ids_of(model: Any, mask: Tensor) -> Tensor:
 
 
 def first_linear_rows(model: nn.Module) -> list[int]:
-    """Rows that linear layers will compute; filled as the model runs."""
     seen: list[int] = []
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):

@@ -1,7 +1,5 @@
 """sentence-transformers, the real library, on encoders without padding."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import time

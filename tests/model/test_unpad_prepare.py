@@ -1,7 +1,5 @@
 """Preparing and restoring: what is refused and why, what is left behind, how libraries and trainers get along."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """`use_plan`: another plan for a block, a thread or a request, and the model's own behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

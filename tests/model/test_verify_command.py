@@ -1,7 +1,5 @@
 """`adaattn verify`: a stored plan proved again, by the figures of its proof on the text of its proof."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

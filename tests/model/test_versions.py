@@ -1,7 +1,5 @@
 """What differs between the supported versions of Transformers, and that we notice it."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import metadata
 from typing import Any

@@ -7,8 +7,6 @@ Python into a library with the sanitizers, too. For another machine than this on
 qemu-aarch64-static`. What came of the C calls is kept in `build/`, from where `make fuzz` takes it into its page.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -96,7 +94,6 @@ def search(python: str, library: Path, cases: int, seed: int) -> int:
 
 
 def main() -> int:
-    """Compiles and runs; the exit status is the fuzzers'."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,5 @@
 """The backend against the oracle, over structures."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Building, loading, and the words for when that is not possible."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

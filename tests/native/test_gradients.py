@@ -1,7 +1,5 @@
 """The backward, the operators and tracing, against autograd in double precision."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

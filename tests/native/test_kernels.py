@@ -1,7 +1,5 @@
 """Every instruction set that this machine has, on random calls, against double precision."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -50,14 +48,9 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
     causal = draw(st.booleans())
     window = draw(st.one_of(st.none(), st.integers(1, 70)))
     structure = CallStructure(
-        batch,
-        q_len,
-        kv_len,
-        causal=causal,
-        q_offset=draw(st.sampled_from([kv_len - q_len, 0, 3])),
-        window=window,
+        batch, q_len, kv_len, causal=causal, q_offset=draw(st.sampled_from([kv_len - q_len, 0, 3])), window=window,
         sinks=0 if window is None else draw(st.integers(0, 5)),
-    )
+    )  # fmt: skip
     heads = kv_heads * groups
     scale = draw(st.sampled_from([1.0, 1.0, 30.0]))
     sinks = torch.linspace(-1, 2, heads) if draw(st.booleans()) else None

@@ -1,7 +1,5 @@
 """Calls that no caller should make: refused in words, or served as torch serves them, never read blind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +25,6 @@ B, H, KV, Q, K, D = 2, 4, 2, 5, 9, 16
 
 
 def tensors(**shapes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a valid call; keywords replace a shape."""
     source = torch.Generator().manual_seed(1)
     drawn = {"query": (B, H, Q, D), "key": (B, KV, K, D), "value": (B, KV, K, D), **shapes}
     query, key, value = (torch.randn(drawn[name], generator=source) for name in ("query", "key", "value"))

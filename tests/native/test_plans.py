@@ -1,7 +1,5 @@
 """Plans that the native kernels carry out: true to the definition, to causality and to the neighbours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Keys and values as a cache stores them, read and written by the kernels of every instruction set."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -52,7 +50,6 @@ def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tupl
 
 
 def rules_of(record: StoredKV, **more: object) -> Rules:
-    """What the library is told of codes, and `more`."""
     x, codes = torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64, dtype=torch.int8)
     request = AttentionRequest(x, codes, codes, CallStructure(2, 1, 1), 1.0, stored=record)
     return asked_of(request, Rules(**more))  # type: ignore[arg-type]
@@ -91,14 +88,9 @@ def test_scores_that_are_compared_with_others_get_their_mean_back(level: str, q_
     rules = rules_of(record, softcap=2.0, sink_logits=sinks)
     out, _ = call.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
     wide = AttentionRequest(
-        q,
-        record.keys(keys, torch.float32),
-        record.values(values, torch.float32),
-        CallStructure(1, q_len, 130),
-        0.05,
-        softcap=2.0,
-        sink_logits=sinks,
-    )
+        q, record.keys(keys, torch.float32), record.values(values, torch.float32), CallStructure(1, q_len, 130), 0.05,
+        softcap=2.0, sink_logits=sinks,
+    )  # fmt: skip
     assert sqnr(reference.attention(wide).out, out) > 100
 
 

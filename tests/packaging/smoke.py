@@ -6,8 +6,6 @@ Run by continuous integration after every wheel is installed, outside the checko
 be in the wheel, too, and serve the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -20,17 +18,11 @@ import adaattn_hf
 
 
 def tiny_model() -> transformers.PreTrainedModel:
-    """Two layers of LLaMA with random weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="adaattn"
     )

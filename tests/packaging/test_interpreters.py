@@ -1,7 +1,5 @@
 """`make` finds a Python that serves, and torch for it, on machines unlike this one: fakes on a PATH of their own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -46,7 +44,6 @@ def tool(place: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A directory with the tools that every machine has, and no Python."""
     place = tmp_path / "bin"
     place.mkdir()
     for name in (*TOOLS, "tr"):

@@ -1,7 +1,5 @@
 """What is said of the package in several files is said once: version, requirements, addresses, extras, Pythons."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -100,12 +98,7 @@ def test_every_file_gives_the_same_addresses() -> None:
 
 def test_extras_that_are_named_exist() -> None:
     extras = set(project()["project"]["optional-dependencies"])
-    pages = [
-        ROOT / "README.md",
-        ROOT / "Dockerfile",
-        ROOT / ".ci" / "fill-venv",
-        *(ROOT / "docs").glob("**/*.md"),
-    ]
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / ".ci" / "fill-venv", *(ROOT / "docs").glob("**/*.md")]
     named = {
         extra
         for page in pages
@@ -142,15 +135,7 @@ def allowed(name: str, rules: list[str]) -> bool:
 def test_the_image_gets_what_the_build_needs() -> None:
     rules = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert rules[0] == "*"
-    needed = {
-        *MAPPED,
-        "adaattn_command.py",
-        "pyproject.toml",
-        "setup.py",
-        "README.md",
-        "LICENSE",
-        "notebooks",
-    }
+    needed = {*MAPPED, "adaattn_command.py", "pyproject.toml", "setup.py", "README.md", "LICENSE", "notebooks"}
     assert {name for name in needed if not allowed(name, rules)} == set()
     assert not allowed("tests", rules)
 
@@ -180,11 +165,7 @@ def test_a_citation_names_what_the_format_asks_for() -> None:
 
 def test_pictures_of_the_package_index_are_files_and_not_pages_about_them() -> None:
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "--long-description"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "setup.py", "-q", "--long-description"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", done.stdout)
     assert pictures

@@ -1,7 +1,5 @@
 """What is built and installed: the right files, under the right names, working from anywhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tarfile
@@ -62,7 +60,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mapped_name(name: str) -> str | None:
-    """Where a file of the checkout is installed; None if it is not."""
     if name == "adaattn_command.py":  # the command's start, outside the package so that it loads without it
         return name
     top, _, rest = name.partition("/")
@@ -117,15 +114,7 @@ def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     needed = {name for name in checkout_files() if name.partition("/")[0] in (*MAPPED, "tests")}
-    needed |= {
-        "pyproject.toml",
-        "setup.py",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "Makefile",
-        "constraints-dev.txt",
-    }
+    needed |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-dev.txt"}
     assert needed - names == set()
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))]
 

@@ -1,7 +1,5 @@
 """The workflows: what they call exists, actions are pinned, permissions are small, the suite runs once per event."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +39,7 @@ def commands(workflow: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for combination in combinations(job):
             for step in job.get("steps", ()):
                 line = re.sub(
-                    r"\${{ matrix\.(\w+) }}",
-                    lambda m, c=combination: str(c.get(m[1], "")),
-                    step.get("run", ""),
+                    r"\${{ matrix\.(\w+) }}", lambda m, c=combination: str(c.get(m[1], "")), step.get("run", "")
                 )
                 yield name, line
 
@@ -72,7 +68,6 @@ def findings(workflow: dict[str, Any]) -> Iterator[str]:
 
 
 def suite_runs(workflows: list[dict[str, Any]], event: str) -> list[str]:
-    """Jobs that run the whole suite when an event happens; one entry per run of a matrix."""
     return [
         f"{workflow['name']}/{name}"
         for workflow in workflows
@@ -95,10 +90,7 @@ def test_nothing_is_wrong_with_a_workflow(path: Path) -> None:
         ({"steps": [{"uses": f"actions/checkout@{40 * '0'}"}]}, "leaves its token"),
         ({"uses": "./.github/workflows/absent.yml"}, "does not exist"),
         ({"steps": [{"run": "make tset"}]}, "make tset does not exist"),
-        (
-            {"steps": [{"run": "make ${{ matrix.t }}"}], "strategy": {"matrix": {"t": ["lint", "lnit"]}}},
-            "make lnit",
-        ),
+        ({"steps": [{"run": "make ${{ matrix.t }}"}], "strategy": {"matrix": {"t": ["lint", "lnit"]}}}, "make lnit"),
         ({"steps": [{"run": "python tests/absent.py"}]}, "tests/absent.py does not exist"),
     ],
 )

@@ -6,8 +6,6 @@ process of its own, so that a crash is an observation and not the end; what is d
 same command goes on from there. The record of what was done is written to `--write`, at the end or alone by `--record`.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json
@@ -41,14 +39,8 @@ def parts_of(kinds: Sequence[str], cases: int) -> list[list[Any]]:
 
 
 def search(
-    cases: int,
-    seed: int,
-    state: Path,
-    library: Path | None,
-    jobs: int = 1,
-    kinds: Sequence[str] = tuple(KINDS),
+    cases: int, seed: int, state: Path, library: Path | None, jobs: int = 1, kinds: Sequence[str] = tuple(KINDS)
 ) -> dict[str, Any]:
-    """Runs what the state file does not hold yet, in `jobs` processes; returns its content."""
     from adaattn_hf._files import write_atomically
     from adaattn_hf.eval.provenance import commit
 
@@ -88,7 +80,6 @@ def search(
 
 
 def main() -> int:
-    """Searches; the exit code is 1 where anything was wrong or crashed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000, help="valid calls, and as many malformed ones")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,5 @@
 """Every backend against attention in double precision, over calls of every shape."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

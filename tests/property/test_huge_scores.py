@@ -2,8 +2,6 @@
 weights and their gradients against double precision, as the same numbers give it. Additive masks of any size: rows that
 see nothing but large numbers are the softmax of their sums in fp32, as in stock attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -39,7 +37,6 @@ class Drawn:
 
 @st.composite
 def drawn(draw: st.DrawFn) -> Drawn:
-    """Grouped heads, causal; the largest score is some 1e3 to 6e4, and either one key wins or all are nearly alike."""
     dtype, source = draw(st.sampled_from(HALF)), generator(draw(st.integers(0, 999)))
     length, size = draw(st.sampled_from([1, 5, 33])), draw(st.sampled_from([8, 64]))
     heads, largest = draw(st.sampled_from([2, 4])), draw(st.sampled_from([1e3, 1e4, HUGE]))
@@ -59,7 +56,6 @@ def drawn(draw: st.DrawFn) -> Drawn:
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output and weights by the formula."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.mT * scaling

@@ -1,7 +1,5 @@
 """Sequences far longer than those that property tests draw: right in sampled rows, and memory that grows with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Random calls that no caller should make, through every entrance: a small fixed part of what `make fuzz` searches."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -31,7 +29,6 @@ def test_malformed_calls_are_refused_or_answered_by_the_formula(call: Call) -> N
 
 
 def found(backend: str | None, heads: int, q_len: int, kv_len: int, size: int, size_v: int, **given: object) -> Call:
-    """A call of the shape that a long search found."""
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, q_len, size, generator=draw)
     key = torch.randn(2, 1, kv_len, size, generator=draw)

@@ -1,7 +1,5 @@
 """No known structure costs memory in proportion to the area of its mask, forward or backward."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -21,8 +19,6 @@ LENGTH = 2048
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements that an operation's result has."""
-
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0

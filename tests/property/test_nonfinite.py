@@ -1,7 +1,5 @@
 """NaN and infinity come out where torch's attention lets them out: in every backend, precision and instruction set."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Random plans over random calls: what runs is the definition, and a traced graph computes the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a call of causal attention at 4,096 tokens adds to the resident memory of a process, beside torch's own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sdpa backend, drawn with crossovers so low that short calls take every way a long one takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -34,7 +32,6 @@ def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def fresh(request: AttentionRequest) -> AttentionRequest:
-    """The request with a structure that remembers nothing."""
     return request.with_tensors(request.query, request.key, request.value, request.structure.with_changes())
 
 
@@ -145,14 +142,10 @@ LONG = {
     "window with sinks": CallStructure(2, 23, 23, causal=True, window=5, sinks=2),
     "window both ways": CallStructure(1, 23, 23, window=4, sinks=1),
     "documents": CallStructure(
-        1,
-        24,
-        24,
-        causal=True,
-        q_segments=torch.arange(3).repeat_interleave(8)[None],
+        1, 24, 24, causal=True, q_segments=torch.arange(3).repeat_interleave(8)[None],
         k_segments=torch.arange(3).repeat_interleave(8)[None],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])

@@ -1,7 +1,5 @@
 """The random search finds what it is for: a fixed part of it passes, and with a fix taken out it reports the fault."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable
@@ -121,7 +119,6 @@ def test_a_saved_cache_is_what_was_saved(call: files.Saved) -> None:
 def reported(
     strategy: Any, judge: Callable[[Any], str], most: int, only: Callable[[Any], bool] = lambda _: True
 ) -> str:
-    """The first failure among so many cases, or nothing."""
     draw = Drawing("planted")
     for _ in range(most):
         try:

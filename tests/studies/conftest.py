@@ -1,7 +1,5 @@
 """The tiny models and texts of the evaluation's tests serve the studies' too."""
 
-from __future__ import annotations
-
 from ..eval.conftest import PAGES, llama
 
 __all__ = ["PAGES", "llama"]

@@ -1,7 +1,5 @@
 """The pages of the budget study, texts of other kinds, and pairs that plans of windows read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -52,13 +50,7 @@ def test_a_bound_above_the_budget_on_unseen_text_is_outside() -> None:
 @pytest.mark.parametrize("length", [5, 64])
 def test_fewer_pairs_are_those_that_rows_see(length: int) -> None:
     """Counted row by row; kept blocks depend on the data, and sinks may be more than what a window hides."""
-    rules = {
-        "w2+1": (2, 1),
-        "w16+4": (16, 4),
-        "w3+60 int8": (3, 60),
-        "exact": (length, 0),
-        "int8": (length, 0),
-    }
+    rules = {"w2+1": (2, 1), "w16+4": (16, 4), "w3+60 int8": (3, 60), "exact": (length, 0), "int8": (length, 0)}
     for picks in ([*rules], ["exact"], ["w2+1", "w2+1", "w3+60 int8"]):
         read = sum(
             min(i + 1, window) + min(sinks, max(i + 1 - window, 0))

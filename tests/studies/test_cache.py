@@ -1,7 +1,5 @@
 """The study of caches at tiny sizes: every cache that runs here has its bytes, its speed and its loss on the page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

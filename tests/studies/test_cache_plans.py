@@ -1,7 +1,5 @@
 """The page of caches under a budget, from plans as calibration writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 
 
 def written(directory: Path, cache: dict[str, Any] | None) -> Path:
-    """A plan of a model of 64 numbers a token, as a calibration leaves it."""
     plan = {
         "format": 2, "model_type": "llama", "weight_hash": "model:0",
         "configuration": {"head_dim": 8}, "dtype": "float32", "adaattn": "0", "torch": "2",

@@ -1,7 +1,5 @@
 """The study of CUDA devices without one: cells are kept as found, failures are said, the page has the figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -49,10 +47,7 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     both = json.loads((tmp_path / "gpu_plans.json").read_text())
     assert both["sections"]["dense"] == section.cells  # what was not measured anew stays, with its setting
-    assert (both["setting"], both["settings"]) == (
-        {"commit": "abe"},
-        {"dense": {"commit": "abc", "device": "one"}},
-    )
+    assert (both["setting"], both["settings"]) == ({"commit": "abe"}, {"dense": {"commit": "abc", "device": "one"}})
 
 
 def test_two_lengths_tell_the_rate_of_reading_from_the_fixed_time() -> None:
@@ -60,10 +55,7 @@ def test_two_lengths_tell_the_rate_of_reading_from_the_fixed_time() -> None:
 
     def row(thousand: int) -> Cell:
         tokens = 8 * 8 * thousand * 1024
-        times = {
-            "codes, captured": 20.0 + tokens * 258 / 4e6,
-            "bf16, sdpa, captured": 10.0 + tokens * 512 / 4.5e6,
-        }
+        times = {"codes, captured": 20.0 + tokens * 258 / 4e6, "bf16, sdpa, captured": 10.0 + tokens * 512 / 4.5e6}
         return {"cell": f"8 × {thousand}k, int8", "bytes": float(tokens * 258), **times}
 
     (line,) = steady([row(32), row(1), row(16)])

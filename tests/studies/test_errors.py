@@ -1,7 +1,5 @@
 """Errors against double precision are in the order of the dtypes, at every stage of every backend."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The harness of the first page at the size of a trial, and what its pages refuse."""
 
-from __future__ import annotations
-
 import copy
 import json
 import statistics

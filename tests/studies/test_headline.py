@@ -1,7 +1,5 @@
 """The figures of the README, its pictures and docs/figures.md are those of the kept results."""
 
-from __future__ import annotations
-
 from typing import Any
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """The numbers of the source's layout: kept here, and exceeded by planted violations."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

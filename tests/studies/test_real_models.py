@@ -1,7 +1,5 @@
 """The study of real models: a file a row, nothing measured twice, and a page of what is there."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison of two checkouts counts what it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

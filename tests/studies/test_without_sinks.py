@@ -1,7 +1,5 @@
 """What windows cost without the first keys: nothing where they are wide, and a page of what was measured."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

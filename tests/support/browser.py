@@ -1,7 +1,5 @@
 """A page in a real browser without a head, where there is one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -37,16 +35,11 @@ document.body.dataset.wide = document.documentElement.scrollWidth > innerWidth;
 
 
 def drawn(page: str, script: str, directory: Path, *flags: str) -> str:
-    """What a page is once it has drawn itself and a script has run behind it."""
     path = directory / "page.html"
     assert page.count("draw();\n</script>") == 1
     path.write_text(page.replace("draw();\n</script>", f"draw();\n{script}\n</script>"), encoding="utf-8")
     words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory / 'home'}", *flags]
     done = subprocess.run(
-        [str(BROWSER), *words, "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [str(BROWSER), *words, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     return done.stdout

@@ -1,7 +1,5 @@
 """Small models whose heads have as many channels as four bits need, tokens for them, and calls over a cache."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -39,8 +37,8 @@ def ids(batch: int, count: int, seed: int = 1) -> Tensor:
 
 
 def run(model: Any, tokens: Tensor, cache: Any, *lengths: int, mask: Tensor | None = None) -> Tensor:
-    """Logits of the tokens behind those that a cache holds, in calls of these lengths."""
-    at = int(cache.get_seq_length())
+    """Logits of the tokens behind those that a cache holds, or of all without one, in calls of these lengths."""
+    at = 0 if cache is None else int(cache.get_seq_length())
     parts = []
     for length in lengths:
         more: dict[str, Any] = {}

@@ -1,7 +1,5 @@
 """Calibration of a model as tests have it: the model itself stands for its description."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ def save_plan(model: Any, result: Calibration, directory: Path) -> None:
 
 
 def price_table(length: int, row: Mapping[str, float | Price], decode: bool = True) -> PriceTable:
-    """Prices of a launch by the label of its choice, at one length; a number is one without a constant."""
     prices = {label: one if isinstance(one, Price) else Price(0.0, one) for label, one in row.items()}
     phases = ("prefill", "decode") if decode else ("prefill",)
     return PriceTable("a table", {}, {phase: {length: prices} for phase in phases})

@@ -1,25 +1,12 @@
 """Choices by the fields that a plan's JSON has."""
 
-from __future__ import annotations
-
 from adaattn_hf.plans.choices import Choice, Precision
 
 
 def make_choice(
-    kind: str = "exact",
-    window: int = 0,
-    sinks: int = 0,
-    rank: int = 0,
-    precision: str = "model",
+    kind: str = "exact", window: int = 0, sinks: int = 0, rank: int = 0, precision: str = "model"
 ) -> Choice:
-    """The choice that format 1 of plans writes with these fields."""
-    fields = {
-        "kind": kind,
-        "window": window,
-        "sinks": sinks,
-        "rank": rank,
-        "precision": precision,
-    }
+    fields = {"kind": kind, "window": window, "sinks": sinks, "rank": rank, "precision": precision}
     return Choice.from_dict(fields)
 
 

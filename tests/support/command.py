@@ -1,7 +1,5 @@
 """Runs `adaattn` in this process, and holds its exit code and what it says against what is expected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -26,7 +24,6 @@ def adaattn(
 
 
 def leaves() -> dict[str, Any]:
-    """Every command by its words, the children of groups in place of the groups."""
     found: dict[str, Any] = {}
     for name in COMMANDS:
         command = load_command(name)

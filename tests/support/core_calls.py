@@ -3,8 +3,6 @@
 Prints a digest of each answer. Inputs and models name their dtype, so that no digest may depend on the default.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The attention functions that a model can be given by name: the package's, by backend, and the Hub's kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny configurations of every family that is tested: `tests/model/breadth.yaml` and the usual sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

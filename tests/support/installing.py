@@ -1,7 +1,5 @@
 """Building the package from a copy of the checkout, and virtual environments to install it into."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -41,7 +39,6 @@ def without_compiler() -> dict[str, str]:
 
 
 def run(command: Sequence[str | Path], cwd: Path, timeout: float = 240) -> str:
-    """The output of a command; an assertion with all that it printed where it fails."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -71,16 +68,6 @@ def environment(place: Path) -> Path:
 
 def install(python: Path, *what: str | Path) -> None:
     run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--ignore-installed",
-            *what,
-        ],
+        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--ignore-installed", *what],
         cwd=python.parent,
     )

@@ -1,7 +1,5 @@
 """Interruptions: a command that is stopped as soon as it has kept something, and a call that fails at its turn."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

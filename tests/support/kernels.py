@@ -1,7 +1,5 @@
 """Kernel repositories of `hub/`, built here, and their modules as Transformers' loader makes them."""
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import json
@@ -23,7 +21,6 @@ CPU = "torch-stable-abi26-cpu-*"
 
 
 def build(name: str, out: Path) -> Path:
-    """One repository, with the library that is installed here instead of a new one."""
     native = library()
     assert native is not None, "the native library was not built here"
     repository: Path = BUILDER["build"](name, out, library=native.path)

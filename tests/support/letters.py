@@ -1,7 +1,5 @@
 """A small LLaMA-class model whose tokens are letters, texts for it, and a calibration of it by a table of prices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,8 @@ from .calibration import price_table
 
 LENGTH = 192
 CHOICES = (
-    "exact",
-    "int8",
-    "bf16",
-    "w32+16",
-    "w32+16 bf16",
-    "w32+16 int8",
-    "w64+16",
-    "w64+16 bf16",
-    "w64+16 int8",
-    "r16",
-)
+    "exact", "int8", "bf16", "w32+16", "w32+16 bf16", "w32+16 int8", "w64+16", "w64+16 bf16", "w64+16 int8", "r16",
+)  # fmt: skip
 SETTINGS = CalibrationSettings(
     budget=2e-2, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=4, most_held_out=8, tries=2, needles=2,
     haystacks=1, bolder=1, windows=(32, 64),
@@ -68,8 +57,6 @@ def random_letters(path: Path) -> Path:
 
 
 def letter_prices(**seconds: float) -> PriceTable:
-    """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
-
     def cost(label: str) -> float:
         part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
         return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))

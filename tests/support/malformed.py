@@ -1,7 +1,5 @@
 """Attention calls that no caller should make, drawn by hypothesis, and the judgement of what comes of them."""
 
-from __future__ import annotations
-
 import linecache
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rules of native calls, and tokens on their way into a cache, that do not fit: drawn by hypothesis, and judged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Default initialisation gives near-uniform attention, under which a wrong mask ha
 wide enough that every key counts.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import cache
@@ -54,24 +52,14 @@ Recipe = tuple[type[tf.PreTrainedModel], Mapping[str, Any]]
 """A class, and what its tiny configuration has besides the usual sizes."""
 
 GPT2_HEADS = (
-    tf.GPT2Model,
-    tf.GPT2LMHeadModel,
-    tf.GPT2DoubleHeadsModel,
-    tf.GPT2ForSequenceClassification,
-    tf.GPT2ForTokenClassification,
-    tf.GPT2ForQuestionAnswering,
-)
+    tf.GPT2Model, tf.GPT2LMHeadModel, tf.GPT2DoubleHeadsModel, tf.GPT2ForSequenceClassification,
+    tf.GPT2ForTokenClassification, tf.GPT2ForQuestionAnswering,
+)  # fmt: skip
 BERT_HEADS = (
-    tf.BertModel,
-    tf.BertForPreTraining,
-    tf.BertLMHeadModel,
-    tf.BertForMaskedLM,
-    tf.BertForNextSentencePrediction,
-    tf.BertForSequenceClassification,
-    tf.BertForMultipleChoice,
-    tf.BertForTokenClassification,
+    tf.BertModel, tf.BertForPreTraining, tf.BertLMHeadModel, tf.BertForMaskedLM, tf.BertForNextSentencePrediction,
+    tf.BertForSequenceClassification, tf.BertForMultipleChoice, tf.BertForTokenClassification,
     tf.BertForQuestionAnswering,
-)
+)  # fmt: skip
 LLAMA_HEADS = (
     tf.LlamaModel,
     tf.LlamaForCausalLM,
@@ -113,10 +101,7 @@ ENCODERS: dict[str, Recipe] = {
 }
 ENCODER_DECODERS: dict[str, Recipe] = {
     "t5": (tf.T5ForConditionalGeneration, {"decoder_start_token_id": 0}),
-    "bart": (
-        tf.BartForConditionalGeneration,
-        {"encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1},
-    ),
+    "bart": (tf.BartForConditionalGeneration, {"encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1}),
 }
 RECIPES = MappingProxyType({**DECODERS, **ENCODERS, **ENCODER_DECODERS})
 
@@ -150,7 +135,6 @@ class Pair(NamedTuple):
 
 
 def config_of(name: str) -> tf.PreTrainedConfig:
-    """A configuration of a recipe's family for a head of any task."""
     cls, changes = RECIPES[name]
     return sized(cls.config_class, changes)
 
@@ -200,7 +184,6 @@ def checkpointed(model: Any, reentrant: bool) -> None:
 
 
 def cacheless(name: str) -> dict[str, Any]:
-    """Keywords without which a recipe's model would make a cache."""
     return {} if name in ENCODERS else {"use_cache": False}
 
 
@@ -209,7 +192,6 @@ def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
 
 
 def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | None:
-    """A 2-D attention mask: `none`, `ones`, `left`, `right` or `holes`."""
     if side == "none":
         return None
     mask = torch.ones(batch, length, dtype=torch.long)

@@ -1,7 +1,5 @@
 """The registered names, as they are in a fresh process and with those of backends that can serve nothing here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Stands for a CUDA device: tensors that say that they lie there, tensors at odd addresses, and kernels of Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,15 +1,11 @@
 """Notes which of torch's operators run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NamedOperators(TorchDispatchMode):
-    """Keeps the names of the operators that run in the block, such as `aten::slice`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -1,7 +1,5 @@
 """Code in pages of documentation: its blocks, what they need, and the commands that they name."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Plans of any choices for calls of any shape, drawn by hypothesis, and their judgement by their definition."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,12 +25,8 @@ from .requests import DEFAULTS, HALF, bound, default_dtype, generator, requests,
 
 @st.composite
 def choices(draw: st.DrawFn, columns: int) -> Choice:
-    """Any choice for a head of so many columns, the exact one among them."""
     sinks = draw(st.sampled_from([0, 1, 4, 70]))
-    keys = [
-        None,
-        Window(draw(st.integers(1, 90)), sinks),
-    ]
+    keys = [None, Window(draw(st.integers(1, 90)), sinks)]
     rank = Rank(draw(st.integers(1, columns)))
     drawn: list[Part | None] = [draw(st.sampled_from(keys)), draw(st.sampled_from([None, None, rank]))]
     drawn.append(draw(st.sampled_from([None, None, Precision("bf16"), Precision("int8")])))
@@ -108,12 +102,7 @@ def as_traced(request: AttentionRequest) -> AttentionRequest:
         padding = torch.ones(rules.batch, rules.kv_len, dtype=torch.bool)
     mask = rules.visible().expand(rules.batch, -1, -1, -1)
     traced = CallStructure(
-        rules.batch,
-        rules.q_len,
-        rules.kv_len,
-        q_offset=torch.tensor(rules.q_offset),
-        key_padding=padding,
-        mask=mask,
+        rules.batch, rules.q_len, rules.kv_len, q_offset=torch.tensor(rules.q_offset), key_padding=padding, mask=mask
     )
     return replace(request, structure=traced)
 

@@ -1,7 +1,5 @@
 """Small plans for small models, without a calibration; adapters on such models, and steps of training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,24 +31,12 @@ def plan_for(
     modules = dict(attention_modules(model, config.model_type))
     chosen = dict.fromkeys(layers, (choice,) * heads) if isinstance(choice, Choice) else choice
     given: dict[str, Any] = dict(
-        format=PLAN_FORMAT,
-        model_type=config.model_type,
-        weight_hash=model_hash(model),
-        configuration=computes_by(next(iter(modules.values())).config),
-        dtype=str(model.dtype).removeprefix("torch."),
-        adaattn="0.1.0",
-        torch="2.13.0",
-        transformers="5.17.0",
-        budget=1e-3,
-        seed=0,
-        data_fingerprint="",
-        protocol={},
-        lengths=lengths,
-        layers=tuple(LayerPlan(i, weight_hash(modules[i]), own) for i, own in chosen.items()),
-        units=(),
-        verified=PROVEN,
-        tensors="",
-    )
+        format=PLAN_FORMAT, model_type=config.model_type, weight_hash=model_hash(model),
+        configuration=computes_by(next(iter(modules.values())).config), dtype=str(model.dtype).removeprefix("torch."),
+        adaattn="0.1.0", torch="2.13.0", transformers="5.17.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
+        lengths=lengths, layers=tuple(LayerPlan(i, weight_hash(modules[i]), own) for i, own in chosen.items()),
+        units=(), verified=PROVEN, tensors="",
+    )  # fmt: skip
     return Plan(**given | fields)
 
 

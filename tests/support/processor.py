@@ -1,7 +1,5 @@
 """What this processor's native kernels do with products in bfloat16."""
 
-from __future__ import annotations
-
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import library
 

@@ -1,7 +1,5 @@
 """Attention calls of every shape, drawn by hypothesis, and the tolerance that a backend has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A tiny encoder of whole words for sentence-transformers, and sentences for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The package's own source, read without importing it: modules under their installed names, and their imports."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,8 +30,6 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """One file."""
-
     name: str
     path: Path
     imports: tuple[Import, ...]

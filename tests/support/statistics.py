@@ -1,7 +1,5 @@
 """Statistics that tests compare by."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

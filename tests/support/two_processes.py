@@ -1,7 +1,5 @@
 """Two gloo processes run a tiny model; the first says which ways gave the gradients, or the logits, of one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -93,11 +91,7 @@ def split_heads(directory: str) -> None:
             raise SystemExit("tp: the weights are not split")
         plan = plan_for(one, Choice())
         # heads that differ, so that a process which takes the other's part is found out
-        for choices in (
-            (Choice(), Choice()),
-            (Choice(Window(3)), Choice()),
-            (Choice(Window(2)), Choice(Window(6))),
-        ):
+        for choices in ((Choice(), Choice()), (Choice(Window(3)), Choice()), (Choice(Window(2)), Choice(Window(6)))):
             layers = tuple(dataclasses.replace(layer, choices=choices) for layer in plan.layers)
             for model in (one, net):
                 settings = {"plan": dataclasses.replace(plan, layers=layers).to_dict()}

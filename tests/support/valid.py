@@ -1,7 +1,5 @@
 """Valid calls of the attention function, drawn by hypothesis, and their judgement by double precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

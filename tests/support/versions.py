@@ -1,7 +1,5 @@
 """What the supported versions of torch and Transformers cannot do themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as tf

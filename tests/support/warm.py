@@ -1,12 +1,11 @@
 """Programs in copies of one interpreter that has imported torch and Transformers, which costs each new one seconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 SECONDS = 600
 """After which a program is killed."""
@@ -46,7 +45,7 @@ class WarmInterpreter:
             text=True,
         )
 
-    def __enter__(self) -> WarmInterpreter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

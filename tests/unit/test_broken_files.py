@@ -1,7 +1,5 @@
 """Full disks, planted names and broken states: nothing half-written, nothing foreign touched, and a sentence."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """An ordinary call takes the launch of its kind, whatever came before; all that differs is decided by itself."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator
@@ -77,7 +75,6 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
 
 
 def kinds() -> int:
-    """How many kinds of ordinary calls are remembered."""
     return sum(callable(decided) for decided in select.launches.values())
 
 

@@ -4,8 +4,6 @@ Everything that decides is the code that runs: the campaign, the looks, the law 
 would say is drawn: sequences whose mean loss difference is c times the KL of the plan, with noise of heavy tails.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

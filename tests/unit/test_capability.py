@@ -1,7 +1,5 @@
 """What a device can do is one record, and what it cannot do is refused by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -53,13 +51,9 @@ def test_a_traced_graph_looks_into_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 LEVELS = [
-    ("portable", False, False),
-    ("avx2", False, False),
-    ("avx512", False, False),
-    ("avx512_bf16", True, False),
-    ("amx", True, True),
-    ("neon", False, False),
-]
+    ("portable", False, False), ("avx2", False, False), ("avx512", False, False), ("avx512_bf16", True, False),
+    ("amx", True, True), ("neon", False, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("level", "half", "tiles"), LEVELS)

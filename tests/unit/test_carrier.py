@@ -1,7 +1,5 @@
 """The mask that is not a tensor answers like one."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

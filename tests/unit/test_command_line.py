@@ -1,7 +1,5 @@
 """The command line around its commands: quick help, version, completion, `doctor`, `run`, JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -55,15 +53,11 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--help"], 0),
-        (["--version"], 0),
-        ([], 2),
-        (["calibrate", "--no-such-option"], 2),
-        (["plan", "--help"], 0),
+        (["--help"], 0), (["--version"], 0), ([], 2), (["calibrate", "--no-such-option"], 2), (["plan", "--help"], 0),
         *(([*words.split(), "--help"], 0) for words in leaves()),
     ],
     ids=lambda words: " ".join(words) or "alone" if isinstance(words, list) else "",
-)
+)  # fmt: skip
 def test_what_runs_no_command_loads_nothing(words: list[str], code: int) -> None:
     """Of the package neither: importing it would import Transformers."""
     done = python(LOADED.format(words=words, code=code))

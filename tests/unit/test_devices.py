@@ -1,7 +1,5 @@
 """Of several CUDA devices a kernel is launched on the one that holds the tensors, whichever is current."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,7 +135,6 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest
 
 @pytest.fixture
 def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Hopper device, which is current, and an older one."""
     sms = {0: (9, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,7 +1,5 @@
 """flash-attn 4's lists of blocks against the definition of a structure, and its masks run as plain torch."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys
@@ -219,20 +217,14 @@ def test_other_mathematics(stand: Stand, extra: dict[str, Any]) -> None:
 
 
 REFUSALS = {
-    "runs on CUDA": {"device": "cpu"},
-    "float16 or bfloat16": {"dtype": torch.float32},
+    "runs on CUDA": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
     "up to 128": {"head_dim": 192, "head_dim_v": 192, "head_windows": True},
     "multiples of 8": {"head_dim": 20, "head_dim_v": 20},
-    "the keys of one query": {"decode": True, "head_windows": True},
-    "stored as codes": {"stored": "int8"},
-    "additive bias": {"bias": True},
-    "dense mask": {"kind": "irregular"},
-    "no dropout": {"dropout": True},
-    "through a softcap": {"softcap": True, "needs_grad": True},
-    "not put back": {"need_lse": True, "kind": "ragged"},
-    "traced": {"compiling": True},
-    "no int8 products": {"head_precision": "int8"},
-}
+    "the keys of one query": {"decode": True, "head_windows": True}, "stored as codes": {"stored": "int8"},
+    "additive bias": {"bias": True}, "dense mask": {"kind": "irregular"}, "no dropout": {"dropout": True},
+    "through a softcap": {"softcap": True, "needs_grad": True}, "not put back": {"need_lse": True, "kind": "ragged"},
+    "traced": {"compiling": True}, "no int8 products": {"head_precision": "int8"},
+}  # fmt: skip
 
 
 def found(name: str) -> ModuleSpec:

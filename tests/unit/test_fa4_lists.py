@@ -1,7 +1,5 @@
 """The kernel that lists blocks for flash-attn 4, in Triton's interpreter, against pairs of queries and keys."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -22,7 +20,6 @@ CPU = torch.device("cpu")
 
 
 def lists_of(structure: CallStructure, windows: HeadWindows, groups: int) -> tuple[BlockLists, Tensor]:
-    """The lists of a call, and `[3, batch, q_len]` first keys, stop keys and places of its queries."""
     by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
     table = torch.tensor(by_head, dtype=torch.int32)
     q_len, kv_len, runs = structure.q_len, structure.kv_len, None
@@ -66,7 +63,6 @@ def expected(
 
 
 def same(lists: Lists, some: Tensor, every: Tensor, groups: int) -> None:
-    """The lists hold the blocks that are flagged, in order, and every number once."""
     flags = some & ~every, every
     for counts, indices, flagged in zip(lists[::2], lists[1::2], flags, strict=True):
         flagged = flagged.repeat_interleave(groups, 1)

@@ -1,7 +1,5 @@
 """Options from the fields of a dataclass, and those of the commands: each is said once, in its docstring."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lengths and folds that a text can fill, by the tokenizer alone; what `adaattn calibrate` takes by default."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

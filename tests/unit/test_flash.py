@@ -4,8 +4,6 @@ The stand-in aligns causality and windows to the last key, as the package docume
 `tests/gpu` where they are installed, which flash-attn 2 and the whole of 3 never were.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types
@@ -163,7 +161,6 @@ def test_dropout_reaches_version_2_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early releases of version 3 always return the log-sum-exp, too."""
     monkeypatch.setitem(sys.modules, FA3.module, stand_in(FA3.module, version=3, with_lse=True))
     result = FlashBackend(FA3).attend(make(STRUCTURES["causal"]))
     assert result.out.shape == (2, 7, 4, 8)
@@ -176,18 +173,12 @@ def spec(**changes: Any) -> CallSpec:
 
 
 REFUSALS = {
-    "CUDA": {"device": "cpu"},
-    "float16 or bfloat16": {"dtype": torch.float32},
-    "up to 256": {"head_dim": 264, "head_dim_v": 264},
-    "multiples of 8": {"head_dim": 12, "head_dim_v": 12},
-    "equal head sizes": {"head_dim_v": 16},
-    "additive bias": {"bias": True},
-    "learned sinks": {"sink_logits": True},
-    "sink tokens": {"kind": "window", "window_sinks": True},
-    "dense mask": {"kind": "irregular"},
-    "traced": {"kind": "ragged", "compiling": True},
-    "log-sum-exp": {"kind": "ragged", "need_lse": True},
-}
+    "CUDA": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 256": {"head_dim": 264, "head_dim_v": 264}, "multiples of 8": {"head_dim": 12, "head_dim_v": 12},
+    "equal head sizes": {"head_dim_v": 16}, "additive bias": {"bias": True}, "learned sinks": {"sink_logits": True},
+    "sink tokens": {"kind": "window", "window_sinks": True}, "dense mask": {"kind": "irregular"},
+    "traced": {"kind": "ragged", "compiling": True}, "log-sum-exp": {"kind": "ragged", "need_lse": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSALS)

@@ -1,7 +1,5 @@
 """The hash of weights: every entry of every tensor enters it, and nothing but what is saved does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

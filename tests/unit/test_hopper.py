@@ -1,7 +1,5 @@
 """Which calls the kernels for Hopper get, and what they are launched with; the kernels themselves need the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
-from adaattn_hf.backends.triton import hopper, launch, prefill, tables  # noqa: E402
+from adaattn_hf.backends.triton import hopper, launch, prefill  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -54,7 +52,6 @@ def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any
 
 
 def items_of(table: Tensor) -> list[list[int]]:
-    """The items of all programs, as the kernel reads the table."""
     turns = table.view(-1, PROGRAMS, 3)
     return [
         turns[1 + turn, program].tolist() for program in range(PROGRAMS) for turn in range(int(turns[0, program, 0]))
@@ -84,18 +81,6 @@ def test_heavy_calls_are_dealt_out(
     # with windows TMA brings halves of tiles
     expected = [constants["BLOCK_N"], dim] if rules is None else [constants["BLOCK_N"] // 2, 64]
     assert arguments[3].block_shape == [1, 1, *expected]
-
-
-def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(launched: Launched) -> None:
-    """A prompt of a new length under a plan has some for each layer."""
-    request = drawn(causal(), 64, 6)
-    launch.attend(request)
-    launch.attend(request)
-    assert [name for name, *_ in launched] == ["specialised"] * 2
-    assert launched[0][3][9] is launched[1][3][9]
-    derived = {part for key in request.structure._memo for part in key}
-    assert tables.find_items in derived
-    assert tables.find_entries not in derived
 
 
 @pytest.mark.parametrize(
@@ -181,7 +166,6 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything says that the current device is a Hopper one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((9, 0)))
@@ -206,8 +190,6 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
 
 
 class There(Tensor):
-    """A tensor that says that it lies on the first CUDA device."""
-
     is_cpu = False
     device = torch.device("cuda", 0)
 
@@ -216,27 +198,13 @@ class There(Tensor):
 @pytest.mark.parametrize(
     ("n", "heads", "dim", "first"),
     [
-        (100, 32, 128, "triton"),
-        (512, 32, 128, "triton"),
-        (300, 128, 128, "sdpa"),
-        (700, 64, 128, "sdpa"),
-        (1024, 32, 128, "triton"),
-        (1500, 32, 128, "triton"),
-        (1024, 128, 128, "sdpa"),
-        (2047, 64, 128, "sdpa"),
-        (2048, 32, 128, "triton"),
-        (2048, 4, 128, "sdpa"),
-        (4096, 128, 128, "fa3_fwd"),
-        (1024, 1024, 128, "fa3_fwd"),
-        (1024, 8, 64, "triton"),
-        (1500, 12, 64, "sdpa"),
-        (2048, 12, 64, "sdpa"),
-        (3000, 9, 64, "sdpa"),
-        (3000, 15, 64, "triton"),
-        (4096, 9, 64, "triton"),
-        (8192, 9, 64, "triton"),
+        (100, 32, 128, "triton"), (512, 32, 128, "triton"), (300, 128, 128, "sdpa"), (700, 64, 128, "sdpa"),
+        (1024, 32, 128, "triton"), (1500, 32, 128, "triton"), (1024, 128, 128, "sdpa"), (2047, 64, 128, "sdpa"),
+        (2048, 32, 128, "triton"), (2048, 4, 128, "sdpa"), (4096, 128, 128, "fa3_fwd"), (1024, 1024, 128, "fa3_fwd"),
+        (1024, 8, 64, "triton"), (1500, 12, 64, "sdpa"), (2048, 12, 64, "sdpa"), (3000, 9, 64, "sdpa"),
+        (3000, 15, 64, "triton"), (4096, 9, 64, "triton"), (8192, 9, 64, "triton"),
     ],
-)
+)  # fmt: skip
 def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> None:
     """As `order` is told of a request: sizes are rounded there. Calls that wait for the host, and longer ones."""
     parts = [

@@ -1,7 +1,5 @@
 """`--json`: every command that prints has it, standard output is JSON and nothing else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -47,7 +45,6 @@ def run(name: str) -> Result:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A directory with a plan in it, and what the calibration said."""
     directory = tmp_path_factory.mktemp("json")
     with pytest.MonkeyPatch.context() as inside:
         inside.chdir(directory)
@@ -56,10 +53,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_standard_output_is_json_alone(
-    name: str,
-    calibrated: tuple[Path, Result],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    name: str, calibrated: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What a library writes past Python's standard output would be seen, too."""
     directory, made = calibrated

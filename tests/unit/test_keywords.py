@@ -1,7 +1,5 @@
 """Keywords handed to the attention: served, harmless, or refused by name."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterable, Iterator
@@ -30,7 +28,6 @@ CHANGING = ("alibi", "attention_bias", "head_mask", "logits_soft_cap", "window_s
 
 
 def called(**keywords: Any) -> Tensor:
-    """The registered function, on six tokens without a mask."""
     return interface.attention_function()(nn.Module(), QUERY, KEY, VALUE, None, **keywords)[0]
 
 

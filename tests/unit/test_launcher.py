@@ -1,7 +1,5 @@
 """A variant that was launched is launched again without Triton; on a device `tests/gpu` compares what comes out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

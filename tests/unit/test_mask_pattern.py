@@ -1,7 +1,5 @@
 """Reading Transformers' nested mask functions: every factory, and everything that is not one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -104,21 +102,10 @@ def test_every_factory_of_transformers_is_known_or_known_to_be_unknown() -> None
         and (name.endswith(("_overlay", "_mask_function", "_masks")) or name.startswith("remap_"))
     }
     looked_at = {
-        "add_offsets_to_mask_function",
-        "and_masks",
-        "bidirectional_mask_function",
-        "blockwise_overlay",
-        "causal_mask_function",
-        "chunked_causal_mask_function",
-        "chunked_overlay",
-        "create_chunked_causal_mask_function",
-        "or_masks",
-        "packed_sequence_mask_function",
-        "padding_mask_function",
-        "remap_positions_for_packed_sequence",
-        "sliding_window_bidirectional_mask_function",
-        "sliding_window_bidirectional_overlay",
-        "sliding_window_causal_mask_function",
-        "sliding_window_overlay",
-    }
+        "add_offsets_to_mask_function", "and_masks", "bidirectional_mask_function", "blockwise_overlay",
+        "causal_mask_function", "chunked_causal_mask_function", "chunked_overlay",
+        "create_chunked_causal_mask_function", "or_masks", "packed_sequence_mask_function", "padding_mask_function",
+        "remap_positions_for_packed_sequence", "sliding_window_bidirectional_mask_function",
+        "sliding_window_bidirectional_overlay", "sliding_window_causal_mask_function", "sliding_window_overlay",
+    }  # fmt: skip
     assert functions - looked_at == set()

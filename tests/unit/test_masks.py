@@ -1,7 +1,5 @@
 """The mask function says what stock's dense masks say, for everything that Transformers composes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -84,15 +82,9 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         row = st.lists(st.booleans(), min_size=total, max_size=total)
         padding = torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
     return dict(
-        batch_size=batch,
-        q_length=q_len,
-        kv_length=kv_len,
-        q_offset=offset,
-        kv_offset=kv_offset,
-        mask_function=function,
-        attention_mask=padding,
-        device="cpu",
-    )
+        batch_size=batch, q_length=q_len, kv_length=kv_len, q_offset=offset, kv_offset=kv_offset,
+        mask_function=function, attention_mask=padding, device="cpu",
+    )  # fmt: skip
 
 
 @settings(max_examples=100)
@@ -203,8 +195,6 @@ def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
 
 
 class Watching(TorchDispatchMode):
-    """A mode that changes nothing."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

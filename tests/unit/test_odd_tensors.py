@@ -1,7 +1,5 @@
 """Tensors without data get the answer that stock attention gives, tensors of eight bits a sentence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,12 +11,8 @@ import adaattn_hf
 
 NAMES = ("adaattn", "adaattn_sdpa", "adaattn_native", "adaattn_eager")
 SMALL: Any = {
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 
 
 assert set(NAMES) < set(adaattn_hf.NAMES)

@@ -3,8 +3,6 @@
 A loop stands for torch's kernel, which needs CUDA (tests/gpu); calls run by run do what it does on processors.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Borders of packed documents, told by running sums of lengths."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What a call asks of each key/value head apart: its definition, its facts, and who refuses it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -34,7 +32,6 @@ def request_of(structure: CallStructure, per_head: HeadRules | None, **more: Any
 
 
 def by_hand(request: AttentionRequest, visible: torch.Tensor) -> torch.Tensor:
-    """Softmax attention in fp64 with a mask `[batch, heads, q_len, kv_len]`."""
     key, value = (t.double().repeat_interleave(GROUP, 1) for t in (request.key, request.value))
     scores = (request.query.double() @ key.mT * request.scaling).masked_fill(~visible, -math.inf)
     return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2)

@@ -1,7 +1,5 @@
 """The plan file: byte-stable, and nothing unknown or out of range gets in."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

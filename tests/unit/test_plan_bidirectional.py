@@ -1,7 +1,5 @@
 """What a plan computes where attention looks both ways: equal to its definition, symmetric, exact beyond its length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

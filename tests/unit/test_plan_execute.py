@@ -1,7 +1,5 @@
 """What a plan computes: true to the mask, to causality and to the neighbours, and equal to its definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`adaattn plan show` answers on any file, without a traceback, and prints nothing that a terminal obeys."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time

@@ -1,7 +1,5 @@
 """The model of an attention layer is the one that runs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Plans as pages: complete, self-contained, legible in a real browser, by keyboard and in the dark."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

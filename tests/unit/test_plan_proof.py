@@ -1,7 +1,5 @@
 """A plan that contradicts its own proof is no plan, and no number in one is beyond what arithmetic bears."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

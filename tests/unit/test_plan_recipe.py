@@ -1,7 +1,5 @@
 """The guide's recipe for flex_attention computes what the plan computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The snapshot of a module's weights notices whatever may have changed them since the plan was checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,67 +18,38 @@ def module() -> Any:
     return made
 
 
-@torch.no_grad()
-def in_place(module: Any) -> None:
-    module.k_proj.weight.mul_(2.0)
-
-
-def other_memory(module: Any) -> None:
-    module.k_proj.weight.data = module.k_proj.weight.data.clone()
-
-
-def other_parameter(module: Any) -> None:
-    module.k_proj.weight = nn.Parameter(module.k_proj.weight.detach())
-
-
-def no_bias(module: Any) -> None:
-    module.k_proj.bias = None
-
-
-def one_more_parameter(module: Any) -> None:
-    module.k_proj.register_parameter("scale", nn.Parameter(torch.ones(4)))
-
-
-def one_less_parameter(module: Any) -> None:
-    del module.k_proj.bias
-
-
-def wrapped(module: Any) -> None:
-    module.k_proj = nn.Sequential(module.k_proj)
-
-
-def one_more_child(module: Any) -> None:
-    module.add_module("adapter", nn.Identity())
-
-
-def one_less_child(module: Any) -> None:
-    del module.k_proj
-
-
 def exchanged(module: Any) -> None:
     module.q_proj, module.k_proj = module.k_proj, module.q_proj
 
 
 def moved_over_a_border(module: Any) -> None:
-    """The values of all dictionaries, one after the other, stay what they were."""
     q_proj, k_proj = module.q_proj._parameters, module.k_proj._parameters
     moved, kept = q_proj.pop("bias"), dict(k_proj)
     k_proj.clear()
     k_proj.update(first=moved, **kept)
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (
-    in_place, other_memory, other_parameter, no_bias, one_more_parameter, one_less_parameter, wrapped, one_more_child,
-    one_less_child, exchanged, moved_over_a_border,
-)  # fmt: skip
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda m: m.k_proj.weight.detach().mul_(2.0),
+    "other memory": lambda m: setattr(m.k_proj.weight, "data", m.k_proj.weight.data.clone()),
+    "other parameter": lambda m: setattr(m.k_proj, "weight", nn.Parameter(m.k_proj.weight.detach())),
+    "no bias": lambda m: setattr(m.k_proj, "bias", None),
+    "one more parameter": lambda m: m.k_proj.register_parameter("scale", nn.Parameter(torch.ones(4))),
+    "one less parameter": lambda m: delattr(m.k_proj, "bias"),
+    "wrapped": lambda m: setattr(m, "k_proj", nn.Sequential(m.k_proj)),
+    "one more child": lambda m: m.add_module("adapter", nn.Identity()),
+    "one less child": lambda m: delattr(m, "k_proj"),
+    "exchanged": exchanged,
+    "moved over a border": moved_over_a_border,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: str) -> None:
     changed = module()
     weights = Weights.of(changed)
     assert weights.same()
-    change(changed)
+    CHANGES[change](changed)
     assert not weights.same()
 
 
@@ -101,35 +70,22 @@ def quantised() -> Any:
     return made
 
 
-def codes_in_place(module: Any) -> None:
-    module.k_proj.codes.add_(1)
+CHANGES_OF_CODES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda part: part.codes.add_(1),
+    "others": lambda part: setattr(part, "codes", part.codes.clone()),
+    "elsewhere": lambda part: setattr(part.codes, "data", part.codes.data.clone()),
+    "none": lambda part: setattr(part, "codes", None),
+    "deleted": lambda part: delattr(part, "codes"),
+}
 
 
-def other_codes(module: Any) -> None:
-    module.k_proj.codes = module.k_proj.codes.clone()
-
-
-def codes_elsewhere(module: Any) -> None:
-    module.k_proj.codes.data = module.k_proj.codes.data.clone()
-
-
-def no_codes(module: Any) -> None:
-    module.k_proj.codes = None
-
-
-def less_codes(module: Any) -> None:
-    del module.k_proj.codes
-
-
-@pytest.mark.parametrize(
-    "change", [codes_in_place, other_codes, codes_elsewhere, no_codes, less_codes], ids=lambda one: one.__name__
-)
-def test_a_change_of_a_buffer_is_noticed(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES_OF_CODES)
+def test_a_change_of_a_buffer_is_noticed(change: str) -> None:
     changed = quantised()
     weights = Weights.of(changed)
     changed.k_proj.passing = torch.zeros(1)
     assert weights.same()
-    change(changed)
+    CHANGES_OF_CODES[change](changed.k_proj)
     assert not weights.same()
 
 

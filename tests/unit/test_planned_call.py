@@ -1,7 +1,5 @@
 """Calls of planned layers are ordinary calls, until anything that matters changes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Risks, prices, the knapsack and the acceptance test against brute force."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json
@@ -235,7 +233,6 @@ def test_what_is_tested_after_the_last_failure_has_a_share_of_its_own() -> None:
 
 
 def bound_at(law: LossLaw, kl: float, sequences: int, level: float) -> float:
-    """The bound that a law predicts at a KL beyond that of rounding."""
     root = student_quantile(1.0 - level, sequences - 1) * law.spread / math.sqrt(sequences)
     return (law.per_kl + CAUTION * law.per_kl_error) * kl + root * math.sqrt(kl + law.rounding)
 

@@ -1,7 +1,5 @@
 """Our names in Transformers' registries: put in, taken out, nothing of Transformers touched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

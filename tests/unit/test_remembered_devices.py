@@ -1,7 +1,5 @@
 """A call that is remembered is repeated for tensors like the first ones alone: of their devices, and of their kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

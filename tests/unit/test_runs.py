@@ -1,7 +1,5 @@
 """Runs with an offset each: what they see, where their queries stand, and every backend over them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

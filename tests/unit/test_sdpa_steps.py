@@ -1,7 +1,5 @@
 """Decode steps on datacentre devices go to torch's flash kernel, which needs no plan for every number of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +18,6 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
 
 @pytest.fixture(params=[(9, 0)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CUDA device of another capability, as far as the choice of a kernel looks at it."""
     monkeypatch.setattr(kernels, "capability", lambda _: of_sm(request.param))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     kernels._cudnn_comes_first.cache_clear()
@@ -29,7 +26,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    """Names of the operators that a step of 8 heads over 2 runs, on tensors without memory."""
     query = torch.empty(3, 8, 1, dim, device="meta", dtype=dtype)
     key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
     structure = CallStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)

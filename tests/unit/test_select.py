@@ -1,7 +1,5 @@
 """Choosing a backend: in order, once, with all reasons said; a named backend never falls back."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -42,7 +40,6 @@ def spec(**changes: Any) -> CallSpec:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
-    """Three backends in the place of the real ones: one that is not installed, one that refuses, one that serves."""
     backends = {
         "absent": Picky("absent", missing=("absent is not installed",)),
         "strict": Picky("strict", reasons=("strict dislikes Tuesdays", "strict dislikes floats")),
@@ -70,11 +67,7 @@ def test_one_line_says_which_was_taken_and_why_not_the_others(
         select.choose(spec(head_dim=8))
     assert len(caplog.records) == 1
     (line,) = caplog.messages
-    for part in (
-        "willing serves cpu float32",
-        "absent is not installed",
-        "dislikes Tuesdays; strict dislikes floats",
-    ):
+    for part in ("willing serves cpu float32", "absent is not installed", "dislikes Tuesdays; strict dislikes floats"):
         assert part in line
 
 
@@ -85,8 +78,7 @@ def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], capl
 
 
 @pytest.mark.parametrize(
-    ("name", "reasons"),
-    [("absent", ["absent is not installed"]), ("strict", ["dislikes Tuesdays", "dislikes floats"])],
+    ("name", "reasons"), [("absent", ["absent is not installed"]), ("strict", ["dislikes Tuesdays", "dislikes floats"])]
 )
 def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, reasons: list[str]) -> None:
     with pytest.raises(select.BackendRefusal) as refused:
@@ -149,15 +141,11 @@ def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], fir
 @pytest.mark.parametrize(
     ("groups", "dim", "longest", "hopper", "first"),
     [
-        (3, 64, 4096, True, "triton"),
-        (3, 64, 4096, False, "fa3_fwd"),
-        (7, 64, 4096, True, "fa3_fwd"),
-        (3, 128, 2048, True, "fa3_fwd"),
-        (4, 128, 1024, True, "triton"),
-        (4, 128, 1024, False, "fa3_fwd"),
+        (3, 64, 4096, True, "triton"), (3, 64, 4096, False, "fa3_fwd"), (7, 64, 4096, True, "fa3_fwd"),
+        (3, 128, 2048, True, "fa3_fwd"), (4, 128, 1024, True, "triton"), (4, 128, 1024, False, "fa3_fwd"),
         (4, 64, 1024, True, "fa3_fwd"),
     ],
-)
+)  # fmt: skip
 def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_kernel_for_hopper(
     groups: int, dim: int, longest: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,14 +158,10 @@ def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_
 @pytest.mark.parametrize(
     ("changes", "first"),
     [
-        ({}, "sdpa"),
-        ({"pairs": 1 << 26}, "fa4"),
-        ({"head_dim": 128, "head_dim_v": 128}, "fa4"),
-        ({"dtype": torch.float32}, "fa4"),
-        ({"sink_logits": True}, "fa4"),
-        ({"needs_grad": False}, "triton"),
+        ({}, "sdpa"), ({"pairs": 1 << 26}, "fa4"), ({"head_dim": 128, "head_dim_v": 128}, "fa4"),
+        ({"dtype": torch.float32}, "fa4"), ({"sink_logits": True}, "fa4"), ({"needs_grad": False}, "triton"),
     ],
-)
+)  # fmt: skip
 def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict[str, Any], first: str) -> None:
     light: dict[str, Any] = {"device": "cuda", "kind": "ragged", "holes": False, "needs_grad": True, "pairs": 1 << 25}
     half = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64}

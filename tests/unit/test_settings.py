@@ -1,7 +1,5 @@
 """Settings without effect are refused with the remedy; a preset is a budget, which a plan fits or is taken away for."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

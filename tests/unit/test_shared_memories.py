@@ -1,7 +1,5 @@
 """What is remembered for all calls may be filled and emptied by several threads at once."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a proof speaks of: held-out text of several sources, that nothing was chosen by, and that is counted once."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

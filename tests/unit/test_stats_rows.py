@@ -1,7 +1,5 @@
 """Statistics of sampled rows against brute force on the full matrix."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Spectra and rounding against dense linear algebra."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Structures: their runs say what `visible` defines, and settling changes no visibility."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest
@@ -54,15 +52,9 @@ def test_any_rows_see_what_visible_defines(structure: CallStructure, order: list
 def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding() -> None:
     documents = torch.tensor([[0] * 6 + [1] * 4])
     structure = CallStructure(
-        1,
-        10,
-        10,
-        causal=True,
-        chunk=4,
-        key_padding=torch.arange(10)[None] >= 3,
-        q_segments=documents,
+        1, 10, 10, causal=True, chunk=4, key_padding=torch.arange(10)[None] >= 3, q_segments=documents,
         k_segments=documents,
-    )
+    )  # fmt: skip
     assert torch.equal(of_segments(structure), structure.visible()[:, 0])
     assert structure.segments() == ((0, 3, 1, 3, 1, 0), (0, 4, 2, 4, 2, 0), (0, 6, 4, 6, 4, 0))
 
@@ -145,7 +137,6 @@ def test_kind(structure: CallStructure, kind: str) -> None:
 
 
 def read_back(mask: torch.Tensor) -> CallStructure | None:
-    """The rules that `legible` reads from a dense mask `[batch, 1 or heads, q_len, kv_len]`."""
     batch, _, q_len, kv_len = mask.shape
     query, key = torch.zeros(batch, 2, q_len, 4), torch.zeros(batch, 2, kv_len, 4)
     request = AttentionRequest(query, key, key, CallStructure(batch, q_len, kv_len, mask=mask), 1.0)

@@ -1,7 +1,5 @@
 """Plans in which any field was replaced by anything: refused by name, or a plan that writes what it read."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts as people have them: encodings, line ends, directories; calibration and evaluation read them alike."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

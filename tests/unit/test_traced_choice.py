@@ -1,7 +1,5 @@
 """Choosing a backend while a graph for a CUDA device is traced: nothing that is asked on the way breaks the graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,18 +25,13 @@ PLAN = {"head_windows": True, "kind": "causal"}
 @pytest.mark.parametrize(
     ("changes", "taken"),
     [
-        ({}, "sdpa"),
-        ({"needs_grad": True}, "sdpa"),
-        ({"needs_grad": True, "kind": "causal"}, "sdpa"),
+        ({}, "sdpa"), ({"needs_grad": True}, "sdpa"), ({"needs_grad": True, "kind": "causal"}, "sdpa"),
         ({"needs_grad": True, "dtype": torch.float16, "windowed": True}, "sdpa"),
-        ({"windowed": True, "kind": "window"}, "sdpa"),
-        ({"kind": "causal"}, "sdpa"),
-        ({"decode": True, "kind": "ragged", "pairs": 1 << 20}, "triton"),
-        (PLAN, None),
-        (PLAN | {"needs_grad": True}, None),
-        (PLAN | {"decode": True}, "triton"),
+        ({"windowed": True, "kind": "window"}, "sdpa"), ({"kind": "causal"}, "sdpa"),
+        ({"decode": True, "kind": "ragged", "pairs": 1 << 20}, "triton"), (PLAN, None),
+        (PLAN | {"needs_grad": True}, None), (PLAN | {"decode": True}, "triton"),
     ],
-)
+)  # fmt: skip
 def test_a_graph_is_whole(sm: int, changes: dict[str, Any], taken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = torch.compiler.assume_constant_result(lambda index: sm)
     monkeypatch.setattr(capability_module, "_sm_while_tracing", asked)

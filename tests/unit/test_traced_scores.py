@@ -1,7 +1,5 @@
 """Capped scores in a traced graph on a device: products in bfloat16, whose error is that of stock eager attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

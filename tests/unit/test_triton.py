@@ -1,7 +1,5 @@
 """The Triton kernels under Triton's interpreter, against the reference; on a device they run in `tests/gpu`."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -150,14 +148,10 @@ def test_calls_over_one_structure_may_differ(launch: Any) -> None:
     structure = CallStructure(2, N, N, causal=True)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     calls = [
-        make(structure, 4, 2, 32, 32),
-        make(structure, 4, 4, 32, 64),
-        make(structure, 4, 2, 32, 32, softcap=1.5),
-        make(structure, 4, 2, 32, 32, sink_logits=sinks),
-        replace(make(structure, 4, 2, 32, 32), scaling=0.7),
-        replace(make(structure, 4, 2, 32, 32), scaling=-0.7),
-        make(structure, 4, 2, 32, 32, need_lse=False),
-    ]
+        make(structure, 4, 2, 32, 32), make(structure, 4, 4, 32, 64), make(structure, 4, 2, 32, 32, softcap=1.5),
+        make(structure, 4, 2, 32, 32, sink_logits=sinks), replace(make(structure, 4, 2, 32, 32), scaling=0.7),
+        replace(make(structure, 4, 2, 32, 32), scaling=-0.7), make(structure, 4, 2, 32, 32, need_lse=False),
+    ]  # fmt: skip
     for one in (*calls, *calls):
         result, truth = launch(one), reference.attention(one)
         torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
@@ -241,16 +235,11 @@ def test_what_is_not_made_of_runs_is_an_error(launch: Any, structure: CallStruct
 
 
 REFUSALS = {
-    "CUDA devices": {"device": "cpu"},
-    "float16 or bfloat16": {"dtype": torch.float32},
-    "up to 256": {"head_dim_v": 288},
-    "no int8 products per head": {"head_precision": "int8"},
-    "no dropout": {"dropout": True},
-    "stored as int8": {"stored": "int8"},
-    "additive bias": {"bias": True},
-    "dense mask": {"kind": "irregular"},
-    "traced": {"compiling": True},
-}
+    "CUDA devices": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 256": {"head_dim_v": 288}, "no int8 products per head": {"head_precision": "int8"},
+    "no dropout": {"dropout": True}, "stored as int8": {"stored": "int8"}, "additive bias": {"bias": True},
+    "dense mask": {"kind": "irregular"}, "traced": {"compiling": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSALS)

@@ -1,7 +1,5 @@
 """What Triton needs beside itself before its first launch: a missing compiler is a reason, not a crash."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

@@ -4,8 +4,6 @@ The interpreter takes code that the compiler refuses. Here are the calls that co
 of each kernel; `make compiled` has all of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

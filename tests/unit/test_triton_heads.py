@@ -1,7 +1,5 @@
 """Windows and sinks per key/value head in the Triton kernels, under Triton's interpreter, against the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One query per sequence as a node of a traced graph: the kernel reads lengths and padding where they lie."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +41,10 @@ ALIKE = HeadRules((300, 300), (5, 5), ("model", "model"))
 
 
 def asked(structure: CallStructure, **extra: Any) -> AttentionRequest:
-    """A step of four query heads over two key/value heads."""
     return make(structure, 4, 2, 16, 16, need_lse=False, **extra)
 
 
 def near(out: Tensor, request: AttentionRequest) -> bool:
-    """Whether it is what the reference says, to the rounding of half precision."""
     return torch.allclose(out.double(), reference.attention(request).out, atol=4e-3, rtol=0)
 
 

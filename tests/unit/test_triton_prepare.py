@@ -1,7 +1,5 @@
 """The fast call of the Triton kernels: what it computes, what it is left for, and what it keeps."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -21,7 +19,7 @@ from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.backends.triton import prefill
 from adaattn_hf.backends.triton.launch import attend
 
-from ..support.on_device import OnCuda, shifted
+from ..support.on_device import OnCuda, OnSecond, shifted
 from .test_triton import LEFT, N, interpreted
 
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))[None].expand(2, -1)
@@ -47,7 +45,6 @@ def make(asked: CallStructure, rules: HeadRules | None = WINDOWS, dim: int = 32)
 
 
 def prepared(request: AttentionRequest) -> Any:
-    """The launch of many queries, with the structure of one of its calls."""
     launch = BACKENDS["triton"].prepare(CallSpec.of(request), request.per_head)
     return lambda query, key, value, scaling: launch(query, key, value, scaling, request.structure)
 
@@ -92,19 +89,12 @@ def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, wha
     assert launched == [True, True, False] * 2
 
 
-class Elsewhere(Tensor):
-    """A tensor that says that it lies on a device."""
-
-    def get_device(self) -> int:
-        return 1
-
-
 @pytest.mark.parametrize("what", [0, 1, 2], ids=["query", "key", "value"])
 def test_tensors_of_other_devices_are_refused(what: int) -> None:
     """Their addresses would be read."""
     request = make(structure("causal"))
     tensors = [request.query, request.key, request.value]
-    tensors[what] = tensors[what].as_subclass(Elsewhere)
+    tensors[what] = tensors[what].as_subclass(OnSecond)
     with pytest.raises(ValueError, match="expected one device"):
         prepared(request)(*tensors, 0.3)
 

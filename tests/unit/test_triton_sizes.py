@@ -1,7 +1,5 @@
 """Tiles follow the shared memory of the device; where none fits the backend says so, and `auto` takes another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -55,16 +53,12 @@ def test_every_device_since_ampere_has_a_tile_for_every_head(kernel: str, sm: tu
 @pytest.mark.parametrize(
     ("kernel", "width", "memory", "tile"),
     [
-        ("of_keys", 256, 163, Tile(64, 64, 4, 2)),
-        ("of_keys", 256, 99, Tile(64, 64, 4, 2)),
-        ("of_keys", 512, 163, Tile(32, 64, 8, 2)),
-        ("of_keys", 512, 99, Tile(32, 32, 8, 2)),
-        ("of_queries", 512, 99, Tile(32, 32, 4, 2)),
-        ("decode", 1024, 99, Tile(1, 32, 4, 2)),
-        ("decode_codes 8", 512, 99, Tile(1, 64, 2, 2, halves=True)),
-        ("forward", 256, 48, None),
+        ("of_keys", 256, 163, Tile(64, 64, 4, 2)), ("of_keys", 256, 99, Tile(64, 64, 4, 2)),
+        ("of_keys", 512, 163, Tile(32, 64, 8, 2)), ("of_keys", 512, 99, Tile(32, 32, 8, 2)),
+        ("of_queries", 512, 99, Tile(32, 32, 4, 2)), ("decode", 1024, 99, Tile(1, 32, 4, 2)),
+        ("decode_codes 8", 512, 99, Tile(1, 64, 2, 2, halves=True)), ("forward", 256, 48, None),
     ],
-)
+)  # fmt: skip
 def test_less_memory_has_smaller_tiles(kernel: str, width: int, memory: int, tile: Tile | None) -> None:
     assert tile_of(kernel, width, memory << 10) == tile
 

@@ -1,7 +1,5 @@
 """Decode over a cache of codes in the Triton kernels, under Triton's interpreter, against what the codes mean."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

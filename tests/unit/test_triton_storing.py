@@ -1,7 +1,5 @@
 """Rounding tokens into a cache by the Triton kernel, under Triton's interpreter, against the definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

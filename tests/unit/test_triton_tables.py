@@ -1,7 +1,5 @@
 """Work tables that are made on the device, beside masks that say key by key what is seen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -108,13 +106,6 @@ def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest
     with Operations() as seen:
         tables.find_entries(structure, CPU, Cut("queries", 16), 2)
     assert (len(log), seen.log) == (launches, [])
-
-
-@interpreted
-def test_layers_whose_windows_differ_share_their_entries() -> None:
-    structure = CallStructure(1, 100, 100, causal=True)
-    asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    assert base.derived_on(*asked) is base.derived_on(*asked)
 
 
 @interpreted

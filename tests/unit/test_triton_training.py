@@ -1,7 +1,5 @@
 """The Triton kernels' gradients under Triton's interpreter, against the reference's by autograd in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,6 @@ LONG = CallStructure(3, 301, 301, causal=True)
 
 
 def gradients(request: AttentionRequest, compute: Any, with_lse: bool) -> list[Tensor]:
-    """Of queries, keys, values and learned sinks, for one random direction."""
     leaves = [t.detach().clone().requires_grad_() for t in (request.query, request.key, request.value)]
     sink = request.sink_logits
     if sink is not None:

@@ -1,7 +1,5 @@
 """Checkpoints whose configuration names no class: a GGUF file, and a directory whose `architectures` are gone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 
 
 def unnamed(directory: Path, model: Any) -> Path:
-    """The model as a directory whose configuration names no class."""
     model.save_pretrained(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

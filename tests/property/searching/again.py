@@ -1,7 +1,5 @@
 """Calls that are made once more with something else about their tensors: what is remembered must not answer them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +27,6 @@ class Again(Shown):
     then: Call
 
     def __repr__(self) -> str:
-        """The calls without their numbers."""
         return f"Again({self.first!r}, then {self.then.changes})"
 
 

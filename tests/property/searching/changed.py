@@ -1,7 +1,5 @@
 """Models that change after a plan was made for them: a plan runs while the model computes what it was proven on."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Callable
@@ -26,21 +24,11 @@ from tests.support.models import tokens
 from tests.support.plans import give
 from tests.support.requests import generator
 
-WIDE = {
-    "hidden_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 1,
-}
+WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
 """A model whose matrices have more entries than anybody would look at one by one: 512 rows of 512."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 7},
-    "opt": {},
-}
+    "llama": {}, "gpt2": {}, "qwen3": {}, "mistral": {"sliding_window": 7}, "opt": {},
+}  # fmt: skip
 ADAPTED = {"gpt2": ["c_attn"]}
 """Layers that an adapter is put on, where they are not `q_proj` and `v_proj`."""
 _LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}
@@ -72,7 +60,6 @@ class InBuffers(nn.Module):
         self.register_buffer("packed", linear.weight.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The product."""
         return hidden @ self.packed.t()
 
 
@@ -96,14 +83,12 @@ class Changed(Shown):
     loads: bool
 
     def __repr__(self) -> str:
-        """All of it."""
         size = "wide" if self.wide else "tiny"
         return f"Changed({size} {self.family}, {self.choice.label}, {self.change} {self.seed}, loads={self.loads})"
 
 
 @st.composite
 def changed(draw: st.DrawFn) -> Changed:
-    """Any model and any change that it can undergo."""
     family, change = draw(st.sampled_from(list(FAMILIES))), draw(st.sampled_from(CHANGES))
     wide = family == "llama" and draw(st.booleans())
     assume(change != "buffers" or family in ("llama", "qwen3", "mistral"))
@@ -112,7 +97,6 @@ def changed(draw: st.DrawFn) -> Changed:
 
 
 def fresh(call: Changed) -> Any:
-    """The model, before anybody gave it a plan."""
     changes = FAMILIES[call.family] | (WIDE if call.wide else {})
     model = models(call.family, changes, tf.AutoModelForCausalLM).ours.requires_grad_(False)
     if call.change == "buffers":

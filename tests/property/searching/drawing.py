@@ -1,7 +1,5 @@
 """Draws from strategies without hypothesis' engine, which costs more than most calls and repeats what it drew."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saved caches that something happened to: what is loaded is what was saved, or a sentence says that it is not."""
 
-from __future__ import annotations
-
 import json
 import struct
 import tempfile
@@ -30,16 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Models whose heads have as many channels as four bits need."""
 STORED = ("model", "int8", "k8v4")
-HARM = (
-    "nothing",
-    "a flipped bit",
-    "a flipped bit",
-    "another byte",
-    "cut short",
-    "longer",
-    "metadata",
-    "metadata",
-)
+HARM = ("nothing", "a flipped bit", "a flipped bit", "another byte", "cut short", "longer", "metadata", "metadata")
 DEEP = 5000
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 3, 10**9, 10**400, 0.5, float("nan"), "", "int8", "x", [], {}, [None], {"a": 1}, "DEEP"
@@ -73,7 +62,6 @@ class Saved(Shown):
 
 @st.composite
 def saved(draw: st.DrawFn) -> Saved:
-    """A file of any cache, unharmed now and then."""
     return Saved(
         draw(st.sampled_from(list(FAMILIES))),
         draw(st.sampled_from(STORED)),
@@ -87,13 +75,11 @@ def saved(draw: st.DrawFn) -> Saved:
 
 @cache
 def model_of(family: str) -> Any:
-    """The model of a family, whose caches are saved."""
     return models(family, FAMILIES[family], tf.AutoModelForCausalLM).ours
 
 
 @cache
 def original(family: str, stored: str, count: int, bound: bool) -> bytes:
-    """The file of a cache that has read so many tokens."""
     model = model_of(family)
     made = AdaAttnCache(model, stored)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
@@ -102,7 +88,6 @@ def original(family: str, stored: str, count: int, bound: bool) -> bytes:
 
 
 def harmed(call: Saved, whole: bytes) -> bytes:
-    """What is left of a file."""
     at = int(call.place * len(whole))
     if call.harm == "a flipped bit":
         return whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
@@ -135,7 +120,6 @@ def with_metadata(call: Saved, whole: bytes) -> bytes:
 
 
 def paths(value: Any, above: tuple[Any, ...] = ()) -> Any:
-    """Every place in nested lists and dictionaries."""
     steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for step, below in steps:
         yield (*above, step)
@@ -143,7 +127,6 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> Any:
 
 
 def continued(call: Saved, file: bytes) -> Tensor:
-    """What the model makes of one token more behind the tokens of a file."""
     model = model_of(call.family)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "cache"

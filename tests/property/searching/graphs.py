@@ -1,7 +1,5 @@
 """Graphs of whole models: compiled, traced or exported from one call, judged by that call and by another one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,13 +32,11 @@ class Graphed(Shown):
     second: Inputs
 
     def __repr__(self) -> str:
-        """The calls without their numbers."""
         return f"Graphed({self.way}, {self.first!r}, then {self.second.words})"
 
 
 @st.composite
 def graphed(draw: st.DrawFn) -> Graphed:
-    """A model, and what its graph is made of and asked for."""
     way = draw(st.sampled_from(WAYS))
     first = draw(wholes(graph=True))
     assume(way in ("compiled", "inductor") or first.given.cache in ("off", "none"))
@@ -74,12 +70,10 @@ class Called(nn.Module):
         self.rest = {name: value for name, value in asked.items() if name not in self.names}
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """The model's main output."""
         return main_output(self.model(**dict(zip(self.names, tensors, strict=True)), **self.rest))
 
 
 def graph(way: str, model: Any, given: Inputs) -> Callable[[Inputs], Tensor]:
-    """The graph of a model, as a function of other calls of the same shapes."""
     length = given.ids.shape[1]
     asked = keywords(model, given, 0, length)
     called = Called(model, asked)
@@ -162,7 +156,6 @@ def judge(case: Graphed) -> str:
 
 
 def right(case: Whole, found: Tensor, expected: list[Tensor]) -> bool:
-    """Whether an answer passes the comparison."""
     try:
         compare(case, found, expected)
     except AssertionError:

@@ -1,7 +1,5 @@
 """What a model is called with, drawn: positions that mean documents or anything else, masks of every form, caches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +50,6 @@ class Inputs:
 
 @st.composite
 def position_rows(draw: st.DrawFn, rows: int, length: int, kind: str) -> Tensor:
-    """Positions of one kind, `[rows, length]`, for all rows alike or for each its own."""
-
     def row() -> Tensor:
         start = draw(st.sampled_from([0, 0, 3]))
         counted, cut = torch.arange(length) + start, draw(st.integers(0, length))
@@ -104,7 +100,6 @@ def masks(draw: st.DrawFn, rows: int, length: int, kind: str, causal: bool) -> T
 
 
 def additive(seen: Tensor) -> Tensor:
-    """Zeros where a query sees a key, else the least number."""
     zeros = torch.zeros(seen.shape, dtype=torch.float32)
     return zeros.masked_fill(~seen, torch.finfo(torch.float32).min)
 

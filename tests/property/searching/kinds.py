@@ -1,7 +1,5 @@
 """What is searched: kinds of cases, how many of each, how they are drawn and who judges them."""
 
-from __future__ import annotations
-
 import collections
 import warnings
 from collections.abc import Callable
@@ -39,21 +37,13 @@ KINDS = {
     "hub": Kind(0.05, 10_000, "the same valid calls of the Hub's kernel `adaattn`"),
     "hub malformed": Kind(0.05, 10_000, "malformed calls of that kernel"),
     "ways": Kind(
-        0.1,
-        10_000,
-        "calls by every door, traced, batched, in forward mode, with keywords that mean something",
+        0.1, 10_000, "calls by every door, traced, batched, in forward mode, with keywords that mean something"
     ),
     "again": Kind(0.05, 10_000, "calls that follow one like them, with tensors of another device or kind"),
     "changed": Kind(0.01, 500, "models that change in weights, buffers, settings, dtype after a plan was made"),
-    "files": Kind(
-        0.02,
-        1_000,
-        "saved caches with flipped bits, cut short, with other metadata and a new checksum",
-    ),
+    "files": Kind(0.02, 1_000, "saved caches with flipped bits, cut short, with other metadata and a new checksum"),
     "models": Kind(
-        0.09,
-        1_000,
-        "tiny models of all families: positions, masks, rows, caches; against stock eager and sdpa",
+        0.09, 1_000, "tiny models of all families: positions, masks, rows, caches; against stock eager and sdpa"
     ),
     "graphs": Kind(0.01, 100, "the same, compiled, traced or exported, each graph called twice"),
 }

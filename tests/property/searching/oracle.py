@@ -1,7 +1,5 @@
 """What stock attention makes of a model's calls, and the comparison with it where its two forms agree."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -111,7 +109,6 @@ def compare(case: Whole, found: Tensor, expected: list[Tensor]) -> str:
 
 
 def answers(case: Whole, starts: Tensor | None = None) -> list[Tensor]:
-    """Those of stock attention that there are: one, or both."""
     found = (stock(case, name, starts) for name in ("eager", "sdpa"))
     return [answer for answer in found if answer is not None]
 

@@ -1,7 +1,5 @@
 """The record of a search: `fuzz.json` and `fuzz.md`."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 import json
@@ -19,13 +17,9 @@ from .kinds import KINDS, VERDICTS
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADINGS = (
-    "served rightly",
-    "refused in words",
-    "refused by torch, as stock is",
-    "not judged: stock's forms differ",
-    "wrong",
-    "crashed",
-)
+    "served rightly", "refused in words", "refused by torch, as stock is", "not judged: stock's forms differ",
+    "wrong", "crashed",
+)  # fmt: skip
 ABOUT = """\
 # Random calls
 
@@ -40,7 +34,6 @@ dtype is float32 or bfloat16. Where a fix of this package is taken out, the sear
 
 
 def record(done: dict[str, Any], directory: Path) -> None:
-    """Writes both files into a directory."""
     native = library()
     assert native is not None
     found = {key: done[key] for key in ("seed", "verdicts", "failed", "commits")}

@@ -1,7 +1,5 @@
 """Tiny models of every family, one set of weights under each implementation, shared by all draws of a process."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -26,7 +24,6 @@ KERNEL = "hub_adaattn"
 
 
 def register_kernel() -> None:
-    """Make the Hub's kernel an implementation of this process."""
     AttentionInterface.register(KERNEL, kernel("adaattn").flash_attn_forward)
     AttentionMaskInterface.register(KERNEL, sdpa_mask)
 
@@ -39,7 +36,6 @@ def class_of(family: str) -> Any:
 
 
 def recipe(family: str) -> tuple[Any, dict[str, Any]]:
-    """The auto class of a family and what its configuration needs."""
     if family in DECODERS:
         return tf.AutoModelForCausalLM, DECODERS[family]
     return tf.AutoModel, ENCODERS[family]
@@ -53,7 +49,6 @@ def offers(family: str, implementation: str) -> bool:
 
 @cache
 def twin(family: str, implementation: str, dtype: torch.dtype = torch.float32, prepared: bool = False) -> Any:
-    """A family's model under one implementation."""
     if implementation == KERNEL:
         register_kernel()
     auto, changes = recipe(family)

@@ -3,8 +3,6 @@
 Doors are the package's names and the Hub's kernel. Whatever serves must serve rightly, whoever does not says so.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -51,7 +49,6 @@ class Way(Shown):
     default: torch.dtype
 
     def __repr__(self) -> str:
-        """The call without its numbers."""
         more = f"{words_of(self.request)}, default {self.default}"
         return f"Way({self.door}, {self.way}, {self.form}, {self.said}, {more})"
 
@@ -88,7 +85,6 @@ def ways(draw: st.DrawFn) -> Way:
 
 
 def function(call: Way) -> Function:
-    """The call as a function of query, key and value."""
     request = call.request
     mask: Any = None
     if call.form == "structure":
@@ -107,7 +103,6 @@ def function(call: Way) -> Function:
 
 
 def other(request: AttentionRequest) -> AttentionRequest:
-    """The same request of other numbers."""
     source = generator(11)
     drawn = (torch.randn(t.shape, generator=source) for t in (request.query, request.key, request.value))
     return replace(request, **dict(zip(("query", "key", "value"), drawn, strict=True)))

@@ -1,7 +1,5 @@
 """Whole models, drawn with their calls, and how these are run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +47,6 @@ class Whole(Shown):
     prepared: bool
 
     def __repr__(self) -> str:
-        """The call without its numbers."""
         words = f"{self.family}, {self.implementation}, {self.given.words}, {self.dtype}, default {self.default}"
         return f"Whole({words}, prepared={self.prepared})"
 
@@ -81,7 +78,6 @@ def wholes(draw: st.DrawFn, graph: bool = False) -> Whole:
 
 
 def keywords(model: Any, given: Inputs, start: int, end: int) -> dict[str, Any]:
-    """What a model is handed for one piece, but its cache."""
     asked: dict[str, Any] = {"input_ids": given.ids[:, start:end]}
     if given.positions is not None:
         asked["position_ids"] = given.positions[:, start:end]
@@ -106,7 +102,6 @@ def keywords(model: Any, given: Inputs, start: int, end: int) -> dict[str, Any]:
 
 
 def cache_for(model: Any, given: Inputs) -> Any:
-    """The cache that is handed in, None for none."""
     if given.cache == "static":
         return tf.StaticCache(config=model.config, max_cache_len=given.ids.shape[1] + 3)
     if given.cache in ("ours", "int8") and model.config._attn_implementation.startswith("adaattn"):
@@ -147,8 +142,5 @@ def run(model: Any, given: Inputs) -> Tensor:
                 asked["past_key_values"] = cache
             out = model(**asked)
             parts.append(main_output(out))
-            cache, start = (
-                getattr(out, "past_key_values", None) if given.cache == "made" else cache,
-                start + piece,
-            )
+            cache, start = (getattr(out, "past_key_values", None) if given.cache == "made" else cache, start + piece)
     return torch.cat(parts, 1)

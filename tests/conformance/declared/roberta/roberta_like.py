@@ -7,14 +7,9 @@ import transformers
 from . import test_modeling_roberta as roberta
 
 HEADS = (
-    "ForCausalLM",
-    "ForMaskedLM",
-    "Model",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForMultipleChoice",
+    "ForCausalLM", "ForMaskedLM", "Model", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice",
     "ForQuestionAnswering",
-)
+)  # fmt: skip
 
 
 def declared(prefix):
