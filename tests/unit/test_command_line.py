@@ -282,7 +282,8 @@ def test_help_begins_with_what_most_people_need(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "80")
     page = adaattn("calibrate", "--help", width=None).output
     places = [
-        page.index(words) for words in ("─ Basic ─", "─ Proof ─", "─ Search ─", "─ Advanced ─", "--help", "Exit codes:")
+        page.index(words)
+        for words in ("─ Basic ─", "─ Verification ─", "─ Search ─", "─ Advanced ─", "--help", "Exit codes:")
     ]
     assert places == sorted(places)
 

@@ -79,10 +79,9 @@ def test_without_a_plan_it_is_said_how_to_come_by_one(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    where = "got none, and adaattn-plan holds none, expected what adaattn calibrate saves there when a plan passed"
     refused = adaattn("plan", *words.split(), code=2)
     said = " ".join(refused.stderr.split())
-    assert said == f"error: plan: {where}; run adaattn calibrate MODEL first, or name another plan"
+    assert said == "error: plan: no plan in adaattn-plan; run `adaattn calibrate MODEL`, or name another directory"
     for budget in ("0.1pct", "1pct"):
         (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
         (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()

@@ -4,7 +4,7 @@ import io
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,8 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
     assert "(95 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n" in text
     exact = printed(replace(plan, layers=(), units=(), verified=None))
     assert exact == "owner/name: every layer is exact: perplexity and speed of the model\n"
-    cached = replace(plan, protocol={"cache": {"stored": "int8", "streaming": False, "share": 0.5641}})
+    kept = {"stored": "int8", "streaming": False, "share": 0.5641, "verified": asdict(plan.verified)}
+    cached = replace(plan, protocol={"cache": kept})
     assert printed(cached).splitlines()[0].endswith(" · cache 0.56 of the bytes")
 
 

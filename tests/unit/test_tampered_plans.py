@@ -59,6 +59,9 @@ def test_a_plan_is_refused_by_name_or_is_one(path: tuple[Any, ...], value: Any, 
         plan = Plan.from_dict(data)
     except PlanError:
         return
+    if remove and path[0] == "verified":  # counts of needles, which older files do not have
+        assert path[1] in ("needles", "needles_lost")
+        data["verified"][path[1]] = 0
     assert json.loads(plan.to_json()) == json.loads(json.dumps(data))
 
 
