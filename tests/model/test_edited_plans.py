@@ -31,7 +31,7 @@ EDITS: list[tuple[dict[str, Any], str]] = [
     ({"confidence": 0.0}, "the bound is at 0.00 %, below 95 %"),
     ({"documents": 1}, "it rests on 1 documents with 4000 tokens, fewer than 2 and 32"),
     ({"tokens": 1}, "it rests on 12 documents with 1 tokens, fewer than 2 and 32"),
-    ({"kl": 2e-3}, "the mean KL is 2.00e-3 nats/token, above 1.00e-3"),
+    ({"kl": 2e-3}, "predictions differ too much (mean KL 2.00e-3 nats/token, above 1.00e-3"),
     ({"top1": 0.0}, "the likeliest token agrees on 0.00 %, below 90.51 %"),
     ({"retrieval_stock": 0.5, "retrieval_plan": 0.0}, "32 of 32 needles are lost, more than 16"),
     ({"retrieval_stock": 0.5, "retrieval_plan": 0.125, "needles": 16, "needles_lost": 6}, "6 of 8 needles are lost"),
