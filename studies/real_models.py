@@ -125,7 +125,9 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
         return list(files.values())
     # decode steps are priced as they are captured; with random weights one try says what it takes
     words = {"captured": study.device.type == "cuda"} | ({"tries": 1, "bolder": 0} if study.random else {}) | more
-    wanted = {budget: CalibrationSettings(nats(budget), (length,), seed, **words) for budget in missing}
+    wanted = {
+        budget: CalibrationSettings(budget=nats(budget), lengths=(length,), seed=seed, **words) for budget in missing
+    }
     subject = Subject(study.model)
     subject.remove_plan()
     inputs = open_inputs(

@@ -10,6 +10,7 @@ from typing import Any
 # before anything imports the libraries that read them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TQDM_DISABLE", "1")  # as the command line sets it before tqdm is imported
 # of the processes that tests start, as of this one below: threads of many that wait for one another spin
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():

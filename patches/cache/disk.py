@@ -18,9 +18,11 @@ from adaattn_hf._files import parse_json, write_atomically
 from adaattn_hf.plans.record import PlanError, whole
 
 from ..models.support import refuse_no_model
+from ..plans.attach import plan_of
 from ..plans.hashes import model_hash
 from .caches import AdaAttnCache, made_for
 from .layers import KeptLayer, room_for
+from .streaming import spans_in
 from .tokens import BESIDE, CACHES, PARTS
 
 FORMAT = 4
@@ -165,6 +167,12 @@ def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
         raise Unsound(
             f"was made by a {type(model).__name__} with other weights (fine-tuned, another checkpoint), "
             "expected those that made it; load it with that model, or read the prompt again"
+        )
+    plan = plan_of(model)
+    if about["streaming"] and (plan is None or not any(any(spans_in(layer)) for layer in plan.layers)):
+        raise Unsound(
+            "keeps of some heads the windows of a plan alone, expected a model with that plan; call "
+            "adaattn_hf.load_plan(model, …) first, or read the prompt again"
         )
 
 

@@ -6,6 +6,7 @@ only notices that something is another; layers then check their parts of the pla
 
 from __future__ import annotations
 
+import re
 import weakref
 from contextvars import ContextVar
 from copy import deepcopy
@@ -137,12 +138,17 @@ class Door:
         return self.state
 
     def facts(self) -> dict[str, Any]:
-        """Settings of attention and the numbers of passing buffers, by name."""
+        """Settings of attention and the numbers of passing buffers, by name.
+
+        A layer is named by its own number: the second stage of a pipeline holds layer 7, say, as its first.
+        """
         found: dict[str, Any] = {}
         for part in filter(_read_by_attention, parts(self.trunk())):
-            found |= {part.prefix + name: value for name, value in computes_by(part.module).items()}
+            number = getattr(part.module, "layer_idx", None)
+            prefix = part.prefix if number is None else re.sub(r"\d+", str(number), part.prefix, count=1)
+            found |= {prefix + name: value for name, value in computes_by(part.module).items()}
             for name in part.steady.keys() - part.buffers.keys():
-                found[f"{part.prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
+                found[f"{prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
         return found
 
     def refuse_foreign(self, module: nn.Module) -> None:

@@ -281,9 +281,10 @@ def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) ->
     state = door.now()
     if anew or not state.hash:
         state.hash = model_hash(model)
+    layers = dict(attention_modules(door.trunk(), plan.model_type))  # refuses two of one number
     if state.hash != plan.weight_hash:
         door.state = None
-        for index, module in attention_modules(model, plan.model_type):
+        for index, module in layers.items():
             if (layer := plan.layer(index)) is not None:
                 _refuse_other_layer(module, plan, layer)
         raise PlanError(

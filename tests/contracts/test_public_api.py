@@ -93,6 +93,6 @@ def test_a_changed_argument_changes_the_description() -> None:
             """Loads."""
 
     before = describe(Face)
-    assert before == "load(path: 'str', *, strict: 'bool' = True) -> 'None'\n"
+    assert before == "load(path: str, *, strict: bool = True) -> None\n"
     Face.load = staticmethod(lambda path: None)  # type: ignore[assignment,method-assign]
     assert describe(Face) != before

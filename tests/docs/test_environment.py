@@ -26,5 +26,5 @@ def test_the_table_has_all_that_the_source_names(checkout: Path) -> None:
         if path != Path(__file__)
         for name in VARIABLE.findall(path.read_text(encoding="utf-8"))
     }
-    assert len(named) >= 6
+    assert len(named) >= 5
     assert named == described(checkout)

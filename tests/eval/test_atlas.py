@@ -110,7 +110,7 @@ def test_the_packages_text_is_for_the_packages_model_alone(
         (("--map", "1"), 2, "layer.head"),
         (("--map", "9.0"), 2, "layer.head of this model"),
         (("--against", "nowhere"), 2, "no map"),
-        (("--map", "0.0", "--against", "nowhere"), 2, "does not exist"),
+        (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
         (("--length", "65"), 2, "at most the 64"),
         (("--plan", "nowhere"), 4, "does not exist"),
         (("--threads", "0"), 2, "threads"),

@@ -116,7 +116,7 @@ def test_the_test_batch_leaves_no_trace() -> None:
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="on_padded: got 'maybe'"):
         adaattn_hf.prepare(fresh_pair("bert").ours, on_padded="maybe")
-    for call in (adaattn_hf.prepare, adaattn_hf.explain, adaattn_hf.check):
+    for call in (adaattn_hf.prepare, adaattn_hf.check):
         with pytest.raises(TypeError, match="model: got 'gpt2', expected a loaded model; load it with AutoModel"):
             call("gpt2")  # type: ignore[operator, type-var]
     with pytest.raises(adaattn_hf.PrepareError, match="holds no Transformers model"):

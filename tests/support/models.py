@@ -118,7 +118,8 @@ def sized(config_class: Any, changes: Mapping[str, Any] = MappingProxyType({})) 
         if getattr(getattr(config_class, name, None), "fset", name) is None:
             del usual[name]  # a property
         elif isinstance(default, (list, tuple)) and isinstance(value, int):
-            usual[name] = [value] * len(default)
+            layers = changes.get("num_hidden_layers", len(default))
+            usual[name] = [value] * (layers if len(default) == known.num_hidden_layers else len(default))
     asked = copy.deepcopy(dict(changes))
     for name in config_class.sub_configs:
         if isinstance(part := getattr(known, name, None), tf.PreTrainedConfig):
