@@ -21,8 +21,10 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = re.compile(r"(?<![\w./])/(?:[\w.+-]+/)+")
 """Directories of this machine."""
-TIMES = re.compile(r"'\w*(?:runtime|per_second|preparation_time)': '[^']*',? ?|\x1b\[[0-9;]*m")
-"""What Trainer says of its speed, and codes of colours."""
+TIMES = re.compile(
+    r"'\w*(?:runtime|per_second|preparation_time)': '[^']*',? ?|\x1b\[(?:2K|\?25)[^\n]*\n?|\x1b\[[0-9;]*m"
+)
+"""What Trainer says of its speed, lines of progress, and codes of colours."""
 COLOURS = 64
 
 
