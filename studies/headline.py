@@ -89,8 +89,9 @@ def written(reports: Reports) -> dict[Path, str]:
     blocks = {"searches": kept(reports["real_models"]), "real": real(reports["real_models"])}
     for place, rows in ROWS.items():
         cells = checked(reports.get(f"front_{place}", {}))
-        front[place] = gains(cells, rows) if cells else "Being measured again."
-        blocks[place] = every_arm(cells) if cells else "Being measured again."
+        lacking = "Not measured yet beside all arms of stock; [older figures]({}BENCHMARKS.md).".format
+        front[place] = gains(cells, rows) if cells else lacking("")
+        blocks[place] = every_arm(cells) if cells else lacking("../")
     return {
         README: rewrite(README.read_text(encoding="utf-8"), front),
         FIGURES: rewrite(FIGURES.read_text(encoding="utf-8"), blocks),
