@@ -38,7 +38,7 @@ class Runs(CallStructure):
         return False
 
     @property
-    def places(self) -> tuple[int, int] | None:
+    def places(self) -> tuple[int, int]:
         """The first place in its sequence at which a query stands, and the one after the last."""
         lasts = [first + run.q_len for first, run in zip(self.firsts, self.runs, strict=True)]
         return min(self.firsts, default=0), max(lasts, default=0)

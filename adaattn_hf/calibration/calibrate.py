@@ -85,9 +85,10 @@ def measured(
     inputs = replace(inputs, expect=expect, opened=opened or inputs.opened)
     if expect is not silent and settings.lengths[-1] > FORETOLD:
         progress("estimate", 0, 1)
-        inputs = replace(inputs, pace=pace_of(inputs))
+        pace = pace_of(inputs)
+        inputs = replace(inputs, pace=pace)
         progress("estimate", 1, 1)
-        stages = inputs.pace.stages(settings, inputs.team.size)
+        stages = pace.stages(settings, inputs.team.size)
         expect(stages if known is None else {**stages, "risk": 0.0})
     try:
         return measure(inputs, prices=prices, directory=directory, resume=resume, known=known)

@@ -225,7 +225,8 @@ class KeptMoments:
             with torch.serialization.safe_globals([AttentionRequest, CallStructure, Gram, Moments, set]):
                 identity, found = torch.load(self.path, map_location=device, weights_only=True)
             if identity == self.identity:
-                return found
+                moments, calls = found
+                return moments, calls
         except (*_BROKEN, RuntimeError, UnpicklingError) as error:
             raise _broken(self.path) from error
         raise _foreign(self.path)

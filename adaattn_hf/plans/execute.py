@@ -74,9 +74,9 @@ def attend(
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
     few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
     if isinstance(few, Tensor):
-        parts = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
-        one, other = (attend(program, part, backend) for part in parts)
-        lse = _chosen(few, one.lse, other.lse, 2) if request.need_lse else None
+        kinds = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
+        one, other = (attend(program, kind, backend) for kind in kinds)
+        lse = None if one.lse is None or other.lse is None else _chosen(few, one.lse, other.lse, 2)
         return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
     if few and program.exact_steps:
         return select.attend(request, backend)
@@ -168,8 +168,8 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     request = _read_mask(program, request)
     few = few_rows(request.structure) if program.counts_rows else False
     if isinstance(few, Tensor):
-        parts = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
-        one, other = (weights(program, part) for part in parts)
+        kinds = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
+        one, other = (weights(program, kind) for kind in kinds)
         return torch.where(few[:, None, :, None].to(one.device), one, other)
     if few and program.exact_steps:
         return attention_weights(request)

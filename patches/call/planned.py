@@ -71,8 +71,8 @@ def program_for(
     """Returns what a module does about a call, None where it is exact, and the call as that needs it."""
     module, positions = call.module, call.kwargs.get("position_ids")
     program = program_of(module, compiling)
-    dense = isinstance(call.attention_mask, Tensor) and positions is not None and positions.dim() == 2
-    if program is not None and dense and call.sliding_window is not None:
+    dense = isinstance(call.attention_mask, Tensor) and call.sliding_window is not None
+    if program is not None and dense and isinstance(positions, Tensor) and positions.dim() == 2:
         # a dense mask does not say how many tokens a cache dropped
         dropped = (positions[:, -1] - request.structure.kv_len + 1).clamp_min(0)
         request = replace(request, structure=request.structure.with_changes(dropped=dropped))

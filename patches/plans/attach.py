@@ -19,6 +19,7 @@ from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention
 from . import fit
+from .configured import refuse_other_configuration
 from .door import door_of, remove_doors
 from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
@@ -42,7 +43,7 @@ def programs_for(
     """Returns the settings that give a model a plan, and by layer its module and its part of it; raises as `attach`."""
     modules = dict(attention_modules(model, plan.model_type))
     if not modules:
-        fit.refuse_other_configuration(plan, getattr(model, "config", model))
+        refuse_other_configuration(plan, getattr(model, "config", model))
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
         raise PlanError(f"the plan has layers {missing!s:.200}, the model's attention layers are {sorted(modules)}")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ CPU |= {
 }
 
 
-def _encoders(rows: int, sizes: Mapping[str, int], alone: bool, absent: Mapping[str, str]) -> Make:
+def _encoders(rows: int, sizes: Mapping[str, Any], alone: bool, absent: Mapping[str, str]) -> Make:
     return lambda device, _: encoders(device, spread(rows), "bfloat16", sizes, alone, absent)
 
 
@@ -107,7 +108,7 @@ def main() -> None:
         began = time.perf_counter()
         device = resolve_device("cuda" if name.startswith("gpu") and torch.cuda.is_available() else "cpu")
         job = CELLS[name](device, asked.model)
-        record = {
+        record: dict[str, Any] = {
             "says": job.says, "conditions": dict(job.conditions), "date": datetime.date.today().isoformat(),
             "arms": measure(job, device, asked.rounds), "provenance": provenance(device),
         }  # fmt: skip

@@ -110,10 +110,10 @@ def _kernels(arm: Arm) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         arm.call()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in seen.key_averages()) * 1e-6
+    return float(sum(event.self_device_time_total for event in seen.key_averages())) * 1e-6
 
 
-def shaped(sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+def shaped(sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A language model of a shape, with random weights."""
     torch.manual_seed(0)
     with device:
@@ -144,7 +144,7 @@ def _through(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def encoders(
-    device: torch.device, lengths: Sequence[int], dtype: str, sizes: Mapping[str, int], alone: bool = True,
+    device: torch.device, lengths: Sequence[int], dtype: str, sizes: Mapping[str, Any], alone: bool = True,
     absent: Mapping[str, str] | None = None,
 ) -> Job:  # fmt: skip
     """A batch of texts through an encoder: as it comes, sorted into four batches, and a text at a time."""
@@ -194,14 +194,14 @@ CACHES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def language(device: torch.device, sizes: Mapping[str, int], directory: str | None) -> Any:
+def language(device: torch.device, sizes: Mapping[str, Any], directory: str | None) -> Any:
     """A language model in bfloat16: of a directory, or of a shape with random weights."""
     if directory is None:
         return shaped(dict(sizes) | SHARED, device)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval().to(device)
 
 
-def named(sizes: Mapping[str, int], directory: str | None) -> str:
+def named(sizes: Mapping[str, Any], directory: str | None) -> str:
     """What a language model is called in a row."""
     shape = "Qwen2.5-1.5B" if sizes is QWEN15 else "Qwen2.5-0.5B"
     return Path(directory).name if directory else f"{shape}'s shape, random weights"
@@ -214,7 +214,7 @@ def _prompt(model: Any, inputs: Mapping[str, Tensor], make: Callable[[Any, int],
 
 
 def prompt(
-    device: torch.device, batch: int, length: int, sizes: Mapping[str, int], directory: str | None = None,
+    device: torch.device, batch: int, length: int, sizes: Mapping[str, Any], directory: str | None = None,
     left: bool = False, absent: Mapping[str, str] | None = None,
 ) -> Job:  # fmt: skip
     """A prompt read into a cache, to the last logits."""
@@ -259,7 +259,7 @@ def _step(model: Any, token: Tensor, past: Any) -> None:
 
 
 def steps(
-    device: torch.device, batch: int, length: int, sizes: Mapping[str, int], directory: str | None = None,
+    device: torch.device, batch: int, length: int, sizes: Mapping[str, Any], directory: str | None = None,
     absent: Mapping[str, str] | None = None, repeats: int = 4,
 ) -> Job:  # fmt: skip
     """A decode step behind a filled cache; on a GPU also captured, as `generate` does with a static cache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -33,7 +34,8 @@ class Served:
     def __init__(self, model: Any, implementation: str, requests: int) -> None:
         """The engine starts with the first call."""
         self.model, self.implementation, self.requests = model, implementation, requests
-        self.block, self.manager = contextlib.ExitStack(), None
+        self.block = contextlib.ExitStack()
+        self.manager: Any = None
 
     def start(self) -> Any:
         """The engine: stock's by its defaults (graphs and block tables with flash-attn), ours as our block asks."""
@@ -87,6 +89,12 @@ class Served:
         self.block.close()
 
 
+def stop(engines: Sequence[Served]) -> None:
+    """Ends the engines."""
+    for engine in engines:
+        engine.stop()
+
+
 def requests(device: torch.device, directory: str | None, count: int) -> Job:
     """A step of an engine that stands, for requests of one length that came together."""
     model = language(device, QWEN15, directory) if ON_CUDA else shaped(TINY, device, torch.float32)
@@ -101,7 +109,7 @@ def requests(device: torch.device, directory: str | None, count: int) -> Job:
         f"Qwen2.5-1.5B's shape, random weights, a step of {count} requests behind {PROMPT:,} tokens each",
         {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step, after the last prompt is read",
          "engine": "standing manager"},
-        arms, after=lambda: [engine.stop() for engine in engines],
+        arms, after=lambda: stop(engines),
     )  # fmt: skip
 
 

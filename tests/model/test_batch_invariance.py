@@ -33,7 +33,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def attend(causal: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
     module: Any = torch.nn.Module()
     module.is_causal = causal
-    out: Tensor = AttentionInterface._global_mapping["adaattn"](module, query, key, value, mask, **more)[0]
+    function: Any = AttentionInterface._global_mapping["adaattn"]
+    out: Tensor = function(module, query, key, value, mask, **more)[0]
     return out
 
 

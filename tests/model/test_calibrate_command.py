@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import adaattn_hf
+from adaattn_hf.calibration import arms, fisher, inputs, layers, pricing, search, team
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import fisher, inputs, layers, pricing, search, team
 from adaattn_hf.calibration.pace import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, MOMENTS_FILE, RISKS_FILE, CalibrationState
@@ -743,7 +743,7 @@ def test_minutes_bound_the_whole_and_keep_what_is_measured(
     monkeypatch.setattr(fisher, "measure", late(fisher.measure, 1))
     run(model, *words, code=4, says="30 minutes are over")
     monkeypatch.setattr(inputs.Inputs, "left", left)
-    monkeypatch.setattr(search, "compare", late(search.compare, 1))
+    monkeypatch.setattr(search, "compare", late(arms.compare, 1))
     done = run(model, *words, "--resume", code=BUDGET_NOT_MET, says="30 minutes are over; the plan is exact")
     assert "verify" not in done.output
 

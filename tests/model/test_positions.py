@@ -52,7 +52,7 @@ def test_one_pass_steps_and_pieces_are_exact_from_the_same_row_on(family: str) -
     ids, mask = tokens(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long)
     mask[0, :6] = mask[1, :27] = 0
     whole, padded = (run(model, ids, None, LENGTH, mask=given) for given in (None, mask))
-    caches = {
+    caches: dict[str, Any] = {
         "dynamic": tf.DynamicCache, "growing": adaattn_hf.GrowingCache,
         "static": lambda config: tf.StaticCache(config=config, max_cache_len=LENGTH),
     }  # fmt: skip

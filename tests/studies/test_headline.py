@@ -7,6 +7,7 @@ import pytest
 
 from adaattn_hf.errors import UsageError
 from studies import headline, headline_peers, headline_tables
+from studies.front.page import ROWS
 
 from ..support.source_tree import ROOT
 
@@ -32,9 +33,9 @@ def texts(svg: str) -> list[str]:
 
 def test_the_picture_has_at_most_eight_bars_and_names_what_each_is_compared_with(reports: Reports) -> None:
     shown = texts(headline.picture(reports))
-    rows = [row for place, rows in headline.ROWS.items() for row in rows if row.bar]
+    rows = [row for place, rows in ROWS.items() for row in rows if row.bar]
     assert 4 <= len(rows) <= 8
-    assert {row.bar for row in headline.ROWS["gpu"] if row.bar} <= set(shown)
+    assert {row.bar for row in ROWS["gpu"] if row.bar} <= set(shown)
     assert sum(text.startswith("beside ") for text in shown) == sum(row.bar in shown for row in rows)
 
 
