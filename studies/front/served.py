@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -89,27 +88,21 @@ class Served:
         self.block.close()
 
 
-def stop(engines: Sequence[Served]) -> None:
-    """Ends the engines."""
-    for engine in engines:
-        engine.stop()
-
-
 def requests(device: torch.device, directory: str | None, count: int) -> Job:
     """A step of an engine that stands, for requests of one length that came together."""
     model = language(device, QWEN15, directory) if ON_CUDA else shaped(TINY, device, torch.float32)
     arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention"}
-    engines = []
+    ending = contextlib.ExitStack()
     for name in (*(one for one in STOCK if one not in arms), "adaattn"):
         engine = Served(copy.deepcopy(model), name, count)
         arm = way(model, engine, name)
         arms[name] = arm if isinstance(arm, str) else Arm(engine, clocks=True)
-        engines.append(engine)
+        ending.callback(engine.stop)
     return Job(
         f"Qwen2.5-1.5B's shape, random weights, a step of {count} requests behind {PROMPT:,} tokens each",
         {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step, after the last prompt is read",
          "engine": "standing manager"},
-        arms, after=lambda: stop(engines),
+        arms, after=ending.close,
     )  # fmt: skip
 
 
