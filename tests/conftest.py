@@ -51,6 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where tests want a CUDA device in vain")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is run by the native kernels, by a parameter or the mark `native`, where they were not built."""
+    from adaattn_hf.backends.native.library import missing
+
+    for item in items if missing() else ():
+        of = getattr(item, "callspec", None)
+        named = {value for value in of.params.values() if isinstance(value, str)} if of is not None else set()
+        if item.get_closest_marker("native") or named & {"native", "adaattn_native"}:
+            item.add_marker(pytest.mark.skip(reason="; ".join(missing())))
+
+
 def blocked(config: pytest.Config) -> int:
     """Tests that were skipped for want of a CUDA device, as the process that reports knows."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")

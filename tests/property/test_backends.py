@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.native.library import missing
 
 from ..support.requests import (
     HALF,
@@ -28,11 +27,9 @@ from ..support.requests import (
 
 EXAMPLES = settings(max_examples=150)
 FEWER = settings(max_examples=40)
-_BUILT = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
-NAMES = [pytest.param(name, marks=_BUILT if name == "native" else ()) for name in ON_CPU]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 @EXAMPLES
 @given(request_=requests())
 def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> None:
@@ -54,7 +51,7 @@ def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> N
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 @FEWER
 @given(data=st.data())
 def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
@@ -65,7 +62,7 @@ def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype,
     assert_right(request, found)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 @FEWER
 @given(request_=requests())
 def test_gradients_equal_those_of_the_reference(name: str, request_: AttentionRequest) -> None:
@@ -89,7 +86,7 @@ CASES = {
 
 @pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_gradcheck_in_double_precision(name: str, case: str, extra: str) -> None:
     def attend(request: AttentionRequest) -> torch.Tensor:
         if refuses(name, request):
@@ -116,7 +113,7 @@ def test_gradcheck_through_a_fixed_dropout_mask(name: str, case: str) -> None:
     assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 @FEWER
 @given(request_=requests())
 def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest) -> None:
@@ -134,7 +131,7 @@ def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["eager", "sdpa", "native"])
 @EXAMPLES
 @given(request_=requests(extras=False))
 def test_a_launch_gives_what_attend_gives(name: str, request_: AttentionRequest) -> None:

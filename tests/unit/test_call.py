@@ -271,7 +271,7 @@ def test_calls_without_a_mask(long: list[int]) -> None:
     assert not torch.allclose(first, both_ways)
 
 
-@pytest.mark.parametrize("what", ["key dtype", "freed", "negated", "zeros"])
+@pytest.mark.parametrize("what", ["key dtype", pytest.param("freed", marks=pytest.mark.native), "negated", "zeros"])
 def test_memory_that_cannot_be_read_as_it_is(what: str) -> None:
     module = layer()
     mask, (q, k, v) = mask_for(module), draw()
@@ -347,6 +347,7 @@ def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
             attend(module, query, key.codes, value.codes, None)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("what", ["scales", "mean", "first"])
 def test_a_record_that_does_not_belong_to_its_codes_is_refused(what: str) -> None:
     """The memory behind it would be read all the same."""

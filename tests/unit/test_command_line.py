@@ -419,6 +419,7 @@ def test_explain_prints_json() -> None:
     assert all(layer["backend"] in ("native", "sdpa", "eager") for layer in read["layers"])
 
 
+@pytest.mark.native
 def test_explain_speaks_of_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = ["explain", str(demo_model_path("llama")), "--device", "cuda", "--dtype", "bfloat16"]

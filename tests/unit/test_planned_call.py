@@ -84,6 +84,7 @@ def tokens(length: int = 40, batch: int = 2) -> Tensor:
     return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one request", "a request a choice"])
 @pytest.mark.parametrize(
     "choice", [WINDOW, make_choice("window", 8, 2, precision="int8")], ids=["window", "window int8"]
@@ -101,6 +102,7 @@ def test_a_plan_gives_what_the_long_way_gives_to_the_last_bit(
     assert not torch.allclose(fast, everywhere, atol=1e-5), "layers 1 and 3 were exact"
 
 
+@pytest.mark.native
 def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
     model, rows = planned(), tokens()
     real = torch.ones_like(rows)
@@ -238,6 +240,7 @@ def test_a_plan_for_other_heads_is_refused(anew: list[int]) -> None:
         logits(model, tokens())
 
 
+@pytest.mark.native
 def test_windows_and_sinks_are_kinds_of_their_own() -> None:
     """A chunk need not hold the first keys of its sequence: kernels that walk runs serve its windows, not its sinks."""
     structure, query = CallStructure(1, 40, 40, causal=True, chunk=16), torch.zeros(1, 1, 40, 16)
@@ -261,6 +264,7 @@ def test_windows_and_sinks_are_kinds_of_their_own() -> None:
     assert not torch.allclose(outs[0], outs[1])
 
 
+@pytest.mark.native
 def test_a_planned_step_calls_few_functions(anew: list[int]) -> None:
     """On a processor, masks, caches and weight checks included: at most 15 a layer, in the mean of 24."""
     model, rows = planned(layers=tuple(range(24)), depth=24), tokens(20, 1)
