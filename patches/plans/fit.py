@@ -281,19 +281,20 @@ def refuse_other_weights(model: nn.Module, plan: Plan, *, anew: bool = False) ->
     state = door.now()
     if anew or not state.hash:
         state.hash = model_hash(model)
-    layers = dict(attention_modules(door.trunk(), plan.model_type))  # refuses two of one number
     if state.hash != plan.weight_hash:
         door.state = None
-        for index, module in layers.items():
+        for index, module in attention_modules(door.trunk(), plan.model_type):
             if (layer := plan.layer(index)) is not None:
                 _refuse_other_layer(module, plan, layer)
         raise PlanError(
             "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, layers moved, "
             "another checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
         )
-    facts = door.facts()
-    refuse_other_settings(door.first, facts)
-    door.first, door.last = facts | door.first, state
+    if anew or state is not door.last:  # once for all layers
+        dict(attention_modules(door.trunk(), plan.model_type))  # refuses two of one number
+        facts = door.facts()
+        refuse_other_settings(door.first, facts)
+        door.first, door.last = facts | door.first, state
     if adapted(model):
         say(plan.weight_hash, ADAPTED)
     else:
