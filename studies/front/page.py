@@ -87,8 +87,10 @@ Cells = Mapping[str, Mapping[str, Any]]
 def checked(cells: Cells) -> Cells:
     """The cells of a report.
 
+    Cells may be measured at several commits of one source: then what was timed is the same, and only a job is newer.
+
     Raises:
-        UsageError: One lacks what a figure needs, or they are of several machines or commits.
+        UsageError: One lacks what a figure needs, or they are of several machines, versions or sources.
     """
     places = set()
     for name, cell in cells.items():
@@ -111,9 +113,9 @@ def checked(cells: Cells) -> Cells:
                 raise UsageError(f"{name}: got no processor time of {arm!r}; measure it again")
         if not any("wall" in arms[arm] for arm in ours):
             raise UsageError(f"{name}: got no arm of adaattn that ran")
-        places.add(str([made[key] for key in ("device", "cpu", "threads", "driver", "commit", "versions")]))
+        places.add(str([made[key] for key in ("device", "cpu", "threads", "driver", "source", "versions")]))
     if len(places) > 1:
-        raise UsageError(f"got cells of {len(places)} machines, commits or versions in one report: {', '.join(places)}")
+        raise UsageError(f"got cells of {len(places)} machines, sources or versions in one report: {', '.join(places)}")
     return cells
 
 
@@ -203,7 +205,8 @@ def traced(cells: Cells) -> str:
     versions = [f"{said} {made['versions'][name]}" for name, said in names.items() if name in made["versions"]]
     dates = sorted({cell["date"] for cell in cells.values()})
     rounds = min(len(arm["wall"]) for cell in cells.values() for arm in cell["arms"].values() if "wall" in arm)
-    parts = [where(cells), *([made["driver"]] if made["driver"] else []), *versions, f"commit {commit(made)}"]
+    commits = " and ".join(sorted({commit(cell["provenance"]) for cell in cells.values()}))
+    parts = [where(cells), *([made["driver"]] if made["driver"] else []), *versions, f"commit {commits}"]
     return ", ".join([*parts, " to ".join(dict.fromkeys((dates[0], dates[-1]))), f"{rounds} rounds"]) + "."
 
 

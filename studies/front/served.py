@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
 import adaattn_hf
 
@@ -38,7 +38,9 @@ class Served:
 
     def start(self) -> Any:
         """The engine: stock's by its defaults (graphs and block tables with flash-attn), ours as our block asks."""
-        self.model.set_attn_implementation(self.implementation)
+        # some versions put flash-attn in the place of a bare "sdpa" where it is installed
+        paged = self.implementation == "sdpa" and "paged|sdpa" in AttentionInterface._global_mapping
+        self.model.set_attn_implementation("paged|sdpa" if paged else self.implementation)
         blocks = -(-(PROMPT + NEW) // PAGE) + 1
         asked: dict[str, Any] = {
             # the engine reads no further prompt where less than a fifth of its blocks is free
@@ -118,7 +120,8 @@ def training(device: torch.device, documents: int, length: int) -> Job:
         optimizer.step()
         optimizer.zero_grad()
 
-    arms: dict[str, Arm | str] = {name: BIG if name == "eager" else way(model, step, name) for name in STOCK}
+    reasons = {"eager": BIG, "flex_attention": "its first step had not ended after 150 s"}
+    arms: dict[str, Arm | str] = {name: reasons.get(name) or way(model, step, name) for name in STOCK}
     arms["adaattn"] = Arm(step, partial(model.set_attn_implementation, "adaattn"))
     return Job(
         f"LLaMA's layers, 0.4B, random weights, {documents} documents of {length:,} tokens packed into one row",

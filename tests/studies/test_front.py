@@ -92,8 +92,8 @@ NAME = "gpu encoder large 256"
         (lambda cell: cell.update(date=""), "has no date"),
         (lambda cell: cell["conditions"].pop("dtype"), "has no dtype"),
         (lambda cell: cell["provenance"].update(device="cpu", threads=2), "no processor time of 'sdpa'"),
-        (lambda cell: cell["provenance"].update(device="another"), "cells of 2 machines, commits or versions"),
-        (lambda cell: cell["provenance"].update(commit="abcdef1"), "cells of 2 machines, commits or versions"),
+        (lambda cell: cell["provenance"].update(device="another"), "cells of 2 machines, sources or versions"),
+        (lambda cell: cell["provenance"].update(source="abcdef1"), "cells of 2 machines, sources or versions"),
     ],
 )
 def test_a_cell_that_breaks_the_protocol_is_refused(
