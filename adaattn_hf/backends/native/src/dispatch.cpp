@@ -263,8 +263,9 @@ bool few(const ada_args &a, const Job &job, int64_t segment) {
   return segment_field(a, segment, 2) * job.shape.group <= job.k->few;
 }
 
-int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
-  const int64_t total = segments * a.kv_heads;
+// The segments of few query rows alone, `count` of all: what the others cost is no reason to wake threads here.
+int64_t forward_few(const ada_args &a, Job &job, int64_t segments, int64_t count) {
+  const int64_t total = count * a.kv_heads;
   char *table = t_units.get(static_cast<size_t>(total) * (sizeof(AdaUnit) + sizeof(std::atomic<int64_t>)) + 64);
   if (!table) return -2;
   job.units = reinterpret_cast<AdaUnit *>(table);
@@ -276,15 +277,18 @@ int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
   double flops = 0;
   // The number of parts depends on a unit's extents alone, never on threads or other segments: results must not.
   const int64_t wanted = (64 + a.kv_heads - 1) / a.kv_heads;
-  for (int64_t i = 0; i < total; ++i) {
+  for (int64_t i = 0, segment = -1; i < total; ++i) {
+    if (i % a.kv_heads == 0)
+      while (!few(a, job, ++segment)) {
+      }
     AdaUnit &u = job.units[i];
-    fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
+    fill_unit(a, job.shape, u, segment, i % a.kv_heads);
     int64_t parts = u.kn / 512 < wanted ? u.kn / 512 : wanted;
     if (parts < 1) parts = 1;
     u.split = ((u.kn + parts - 1) / parts + ADA_KEYS - 1) / ADA_KEYS * ADA_KEYS;
     if (u.split < ADA_KEYS) u.split = ADA_KEYS;
     u.splits = u.kn ? (u.kn + u.split - 1) / u.split : 1;
-    u.tasks = u.qn && few(a, job, i / a.kv_heads) ? u.splits : 0;
+    u.tasks = u.qn ? u.splits : 0;
     u.first_task = job.tasks;
     job.tasks += u.tasks;
     new (&job.packed[i]) std::atomic<int64_t>(0);
@@ -334,7 +338,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   for (int64_t s = 0; s < segments; ++s) short_ones += few(a, job, s);
   if (short_ones || !segments) {
     const AdaShape shape = job.shape;
-    const int64_t error = forward_few(a, job, segments);
+    const int64_t error = forward_few(a, job, segments, short_ones);
     if (error || short_ones == segments) return error;
     job.shape = shape;
   }
@@ -344,6 +348,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   while (at < total) {
     int64_t count = 0, bytes = 0;
     for (int64_t i = at; i < total; ++i, ++count) {
+      if (few(a, job, i / a.kv_heads)) continue;  // computed above
       AdaUnit u;
       fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
       if (count && bytes + u.tiles * u.tile_bytes > static_cast<int64_t>(KEEP)) break;
@@ -353,20 +358,19 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     if (!table) return -2;
     job.units = reinterpret_cast<AdaUnit *>(table);
     job.packed = reinterpret_cast<std::atomic<int64_t> *>(table + static_cast<size_t>(count) * sizeof(AdaUnit));
-    job.n_units = count;
-    job.tasks = job.pack_tasks = job.unit_bytes = 0;
+    job.n_units = job.tasks = job.pack_tasks = job.unit_bytes = 0;
     job.next = 0;
     double flops = 0, largest = 0;
     int64_t most_rows = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      AdaUnit &u = job.units[i];
-      fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
-      if (few(a, job, (at + i) / a.kv_heads)) u.qn = u.kn = u.tasks = u.tiles = u.to = 0;  // computed above
+    for (int64_t i = at; i < at + count; ++i) {
+      if (few(a, job, i / a.kv_heads)) continue;
+      AdaUnit &u = job.units[job.n_units];
+      fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
       if (own_bytes(a, job.shape, u) > job.unit_bytes) job.unit_bytes = own_bytes(a, job.shape, u);
       u.first_task = job.tasks;
       job.tasks += u.tasks;
       job.pack_tasks += u.tiles;
-      new (&job.packed[i]) std::atomic<int64_t>(0);
+      new (&job.packed[job.n_units++]) std::atomic<int64_t>(0);
       const double own = 2.0 * static_cast<double>(u.qn * job.shape.group) * static_cast<double>(u.kn) *
                          static_cast<double>(a.dim + a.dim_v);
       flops += own;
@@ -375,13 +379,13 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     }
     // Keys that another core packed are slow to read; sharing them pays only where whole units would leave a core idle
     // for long and have rows enough to make up for it.
-    const bool even = count % a.threads == 0 && largest * static_cast<double>(count) <= 1.01 * flops;
+    const bool even = job.n_units % a.threads == 0 && largest * static_cast<double>(job.n_units) <= 1.01 * flops;
     if (even || largest * 2.0 * static_cast<double>(a.threads) <= flops || most_rows <= 80) {
-      run(job, work_units, count, flops);
+      run(job, work_units, job.n_units, flops);
     } else {
       char *pack = t_pack.get(static_cast<size_t>(bytes) + 64);
       if (!pack) return -2;
-      for (int64_t i = 0; i < count; ++i) {
+      for (int64_t i = 0; i < job.n_units; ++i) {
         job.units[i].pack = pack;
         pack += job.units[i].tiles * job.units[i].tile_bytes;
       }
