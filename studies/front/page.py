@@ -66,7 +66,6 @@ ROWS = {
         Row("prompt 4k", PROMPTS, "Prompt of 4k tokens, 0.5B"),
         Row("prompt 128", PROMPTS),
         Row("step 16k", CPU_STEP, "A token behind 16k, 0.5B"),
-        Row("step 4k", CPU_STEP),
     ),
     "gpu": (
         Row("gpu encoder large 256", ENCODERS, "BERT-large, 256 unsorted texts"),
@@ -77,6 +76,7 @@ ROWS = {
         Row("gpu step 16k", GPU_STEP, "A captured step behind 16k, 1.5B", "prepare", "captured"),
         Row("gpu step 16k", GPU_STEP, without="captured", note="no step captured"),
         Row("gpu requests 8", SERVED, "8 requests of 2k, a step, 1.5B"),
+        Row("gpu training", ("Training", "training.md")),
     ),
 }  # fmt: skip
 """Rows of the README by machine; each is in the report of that machine."""
@@ -87,10 +87,8 @@ Cells = Mapping[str, Mapping[str, Any]]
 def checked(cells: Cells) -> Cells:
     """The cells of a report.
 
-    Cells may be measured at several commits of one source: then what was timed is the same, and only a job is newer.
-
     Raises:
-        UsageError: One lacks what a figure needs, or they are of several machines, versions or sources.
+        UsageError: One lacks what a figure needs, or they are of several machines, versions or sources (of commits, not).
     """
     places = set()
     for name, cell in cells.items():
@@ -205,8 +203,8 @@ def traced(cells: Cells) -> str:
     versions = [f"{said} {made['versions'][name]}" for name, said in names.items() if name in made["versions"]]
     dates = sorted({cell["date"] for cell in cells.values()})
     rounds = min(len(arm["wall"]) for cell in cells.values() for arm in cell["arms"].values() if "wall" in arm)
-    commits = " and ".join(sorted({commit(cell["provenance"]) for cell in cells.values()}))
-    parts = [where(cells), *([made["driver"]] if made["driver"] else []), *versions, f"commit {commits}"]
+    parts = [where(cells), *([made["driver"]] if made["driver"] else []), *versions]
+    parts += [f"commit {one}" for one in sorted({commit(cell["provenance"]) for cell in cells.values()})]
     return ", ".join([*parts, " to ".join(dict.fromkeys((dates[0], dates[-1]))), f"{rounds} rounds"]) + "."
 
 

@@ -33,7 +33,7 @@ def test_every_backend_is_in_the_table() -> None:
 def test_the_readme_is_one_screen_after_another_in_this_order() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 130
-    wanted = ["Who gains", "Install", "Use", "A loss budget", "How much", "What differs from stock", "Documentation"]
+    wanted = ["Who gains", "Install", "Use", "A loss budget", "What differs from stock", "Documentation"]
     assert [line.removeprefix("## ") for line in lines if line.startswith("## ")] == wanted
 
 

@@ -127,8 +127,11 @@ def test_the_baseline_is_the_fastest_arm_of_stock_whatever_its_name(cells: dict[
 
 def test_a_row_is_bold_only_where_the_lower_quartile_is_a_gain(cells: dict[str, Any]) -> None:
     row = page.Row(NAME, ("Encoders", "encoders.md"))
-    assert "**1." in page.gains(cells, [row])
     arms = cells[NAME]["arms"]
+    for name in ("adaattn", "adaattn, prepare"):
+        arms[name]["wall"] = [1.5 * seconds for seconds in arms[page.stock_and_ours(cells[NAME])[0]]["wall"]]
+    arms["adaattn, prepare"]["wall"] = [seconds / 1.8 for seconds in arms["adaattn, prepare"]["wall"]]
+    assert "**1." in page.gains(cells, [row])
     arms["adaattn, prepare"]["wall"][:4] = [1.0] * 4
     assert "**" not in page.gains(cells, [row])
 
