@@ -88,7 +88,7 @@ def checked(cells: Cells) -> Cells:
     """The cells of a report.
 
     Raises:
-        UsageError: One lacks what a figure needs, or they are of several machines, versions or sources (of commits, not).
+        UsageError: One lacks what a figure needs, or they are of several machines, versions or sources, not commits.
     """
     places = set()
     for name, cell in cells.items():
