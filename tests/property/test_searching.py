@@ -19,7 +19,6 @@ from adaattn_hf.attention import stored
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.cli import verify_job
-from adaattn_hf.patches import unpad
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import batching, extended, interface
@@ -27,6 +26,7 @@ from adaattn_hf.patches.mask import documents, masks, told
 from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import door, fit, hashes
 from adaattn_hf.patches.plans.weights import Weights
+from adaattn_hf.patches.unpad import reasons
 from adaattn_hf.patches.unpad.layout import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -458,8 +458,8 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
     def without_layers(cache: Any, target: Any, packed: Any) -> None:
         cache.target, cache.layout, cache.layers, cache.layer_class_to_replicate = target, packed, [], None
 
-    real = unpad.refusals
-    monkeypatch.setattr(unpad, "refusals", lambda model: tuple(w for w in real(model) if "indexer" not in w))
+    real, doors = reasons.refusals, sys.modules["adaattn_hf.patches.prepare"]
+    monkeypatch.setattr(doors, "refusals", lambda model: tuple(why for why in real(model) if "indexer" not in why))
     monkeypatch.setattr(PackedPrefill, "__init__", without_layers)
     with pytest.raises(AssertionError, match="prepare: raw: "):
         twins.judge_family("deepseek_v32")
