@@ -102,7 +102,7 @@ def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
     None where that is not known without a look at each row, where a step would have to ask a device, and where so few
     rows are within that a call of their own would compute them in another precision.
     """
-    padding, few = structure.key_padding, few_rows(structure)
+    padding, few = structure.key_padding, few_rows(structure) is True
     padded = padding is not None
     if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
         return None

@@ -132,7 +132,7 @@ def with_keywords(
     ValueError: keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
     from ..mask.documents import with_documents, with_restarts
-    from .refusals import check_paged
+    from .refusals import check_paged, check_square
 
     check_paged(module, kwargs)
     mask = attention_mask if isinstance(attention_mask, StructuredMask) else None
@@ -146,11 +146,8 @@ def with_keywords(
             )
         cu_k = kwargs.get("cu_seq_lens_k")
         told = structure, cu_q, cu_q if cu_k is None else cu_k
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and structure.q_len != structure.kv_len:
-            raise ValueError(
-                f"cu_seq_lens_q: got packed documents beside an attention_mask of {structure.q_len} queries, expected "
-                f"as many keys, not {structure.kv_len}: it does not say where queries stand; pass one of the two alone"
-            )
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            check_square(structure)
         cut = 0 if mask is None else mask.cut
         structure = with_documents(*told) if mask is None else mask.once(partial(with_documents, cut=cut), *told)
     elif mask is not None and mask.by_positions and kwargs.get("position_ids") is not None:

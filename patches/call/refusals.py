@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.request import broadcast_to_scores
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
@@ -108,6 +109,15 @@ def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
         raise ValueError(
             f"attention_mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {extents} in "
             f"{type(module).__name__}; pass a mask of this call's queries and keys"
+        )
+
+
+def check_square(structure: CallStructure) -> None:
+    """Refuses documents beside a dense mask with a cache, which does not say where queries stand (ValueError)."""
+    if structure.q_len != structure.kv_len:
+        raise ValueError(
+            f"cu_seq_lens_q: got packed documents beside an attention_mask of {structure.q_len} queries, expected as "
+            f"many keys, not {structure.kv_len}: it does not say where queries stand; pass one of the two alone"
         )
 
 

@@ -66,6 +66,19 @@ def test_packed_documents_do_not_see_one_another(serve: Serve, masked: bool) -> 
         torch.testing.assert_close(out[:, a:b], alone, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("queries", "number"), [(4, False), (4, True), (1, True)])
+def test_documents_beside_a_mask_that_does_not_say_where_queries_stand_are_refused(
+    serve: Serve, queries: int, number: bool
+) -> None:
+    query, key, value = drawn(1)
+    seen = torch.ones(1, 1, queries, 9, dtype=torch.bool).tril(8 - queries).clone()
+    seen[..., -1, -1] = True  # made of neither causality nor padding
+    mask = torch.where(seen, 0.0, -torch.inf) if number else seen
+    borders = torch.tensor([0, queries], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: got packed documents beside an attention_mask of"):
+        serve(Layer(1), query[:, :, :queries], key, value, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+
+
 @pytest.mark.parametrize(
     ("borders", "words"),
     [([0, 4, 12], r"cu_seq_lens_q: got \[0, 4, 12\], expected cumulative lengths"), ([0, 5, 4], "cu_seq_lens_q: got")],

@@ -102,3 +102,12 @@ def test_a_compiled_step_of_a_sliding_static_cache_counts_from_the_first_token()
     with torch.no_grad():
         found = [step(ids[:, at : at + 1], past_key_values=cache).logits for at in range(8, 40)]
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 8:])
+
+
+def test_rows_of_few_and_of_many_tokens_share_a_call_past_the_lengths() -> None:
+    model = planned("mistral")
+    ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :-10] = 0
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask).logits[0, -10:]
+        torch.testing.assert_close(found, model(ids[:1, -10:]).logits[0], atol=1e-5, rtol=1e-4)

@@ -1,9 +1,12 @@
 """The random search finds what it is for: a fixed part of it passes, and with a fix taken out it reports the fault."""
 
 import itertools
+import math
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -15,17 +18,21 @@ from hypothesis.errors import UnsatisfiedAssumption
 from adaattn_hf.attention import stored
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
+from adaattn_hf.cli import verify_job
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
-from adaattn_hf.patches.call import interface
+from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks, told
+from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import door, fit, hashes
 from adaattn_hf.patches.plans.weights import Weights
+from adaattn_hf.patches.unpad import reasons
+from adaattn_hf.patches.unpad.layout import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
 from tests.support.kernels import kernel
 
-from .searching import again, changed, files, graphs, oracle, ways, whole
+from .searching import again, beyond, changed, files, graphs, oracle, twins, ways, whole
 from .searching.drawing import Drawing
 from .searching.inputs import Inputs
 from .searching.whole import Whole
@@ -113,6 +120,33 @@ def test_a_plan_runs_while_its_model_is_what_it_was(call: changed.Changed) -> No
 @given(call=files.saved())
 def test_a_saved_cache_is_what_was_saved(call: files.Saved) -> None:
     assert files.judge(call)
+
+
+NEW: dict[str, tuple[int, Any, Callable[[Any], str]]] = {
+    "rows that are kept": (40, whole.wholes(keeps=True), oracle.judge),
+    "rows that a graph keeps": (2, graphs.graphed(keeps=True), graphs.judge),
+    "documents behind a cache": (150, ways.beside_a_cache(), ways.judge),
+    "rows that see nothing": (200, ways.blind(), ways.judge),
+    "plans past their lengths": (30, beyond.beyond(), beyond.judge),
+    "plan files": (60, files.edited(("load_plan",)), files.judge_edited),
+    "layers that moved": (30, changed.changed(changed.MOVES), changed.judge),
+    "threads": (4, again.crowds(), again.judge_crowd),
+    "families": (2, twins.any_family(), twins.judge_family),
+}
+"""What else is drawn here: how many cases, by what, and who judges them."""
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_what_was_once_missed_is_drawn(name: str) -> None:
+    cases, strategy, judge = NEW[name]
+    draw, judged = Drawing(name), 0
+    while judged < cases:
+        try:
+            case = draw(strategy)
+        except UnsatisfiedAssumption:
+            continue
+        assert judge(case), case
+        judged += 1
 
 
 # ------------------------------------------------------------------- each fix taken out, and the search that reports it
@@ -326,6 +360,115 @@ def test_it_reports_files_without_a_checksum(monkeypatch: pytest.MonkeyPatch) ->
         assert "accepted, and off by" in reported(files.saved(), files.judge, 300)
     finally:
         files.original.cache_clear()
+
+
+def test_it_reports_borders_that_are_cut_by_the_rows_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = documents.with_documents
+    monkeypatch.setattr(documents, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_k))
+
+    def sharing(case: whole.Whole) -> bool:
+        return case.family in twins.SHARING and case.given.borders is not None and case.given.words["keep"] == 1
+
+    assert "stock answers, here ValueError" in reported(whole.wholes(keeps=True), oracle.judge, 4000, sharing)
+
+
+def test_it_reports_borders_that_are_taken_from_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = documents.with_documents
+    monkeypatch.setattr(documents, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_q))
+    for said, words in (("the first continues", "off by"), (ways.TOLD[3], "served with")):
+        found = reported(ways.beside_a_cache(), ways.judge, 600, lambda call, said=said: call.said == said)
+        assert words in found
+
+
+def test_it_reports_places_that_are_counted_from_the_first_key_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = batching._parts
+    monkeypatch.setattr(masks, "_dropped", lambda *_: 0)
+    monkeypatch.setattr(batching, "_parts", lambda cu_q, cu_k, _, *rest: real(cu_q, cu_k, None, *rest))
+    for way in dict.fromkeys(beyond.WAYS):
+
+        def forgets(call: beyond.Beyond, way: str = way) -> bool:
+            return call.way == way and bool(call.parts) and call.limit < 24
+
+        assert "off by" in reported(beyond.beyond(), beyond.judge, 900, forgets), way
+
+
+def test_it_reports_a_verdict_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "unproven", lambda plan: None)
+    assert "believed" in reported(files.edited(("load_plan",)), files.judge_edited, 300)
+
+
+def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = verify_job._verdicts
+
+    def lax(plan: Any, *given: Any) -> Any:
+        verdicts, gates = real(plan, *given)
+        return verdicts, replace(gates, **plan.protocol["gates"])
+
+    assert not files.verified(files.plan_text("verify"))["passed"]  # judged before anything is planted
+    monkeypatch.setattr(verify_job, "_verdicts", lax)
+
+    def of_gates(call: files.Edited) -> bool:
+        return call.path[:2] == ("protocol", "gates") and isinstance(call.value, float)
+
+    assert "judged otherwise" in reported(files.edited(("verify",)), files.judge_edited, 2000, of_gates)
+
+
+@pytest.mark.parametrize(
+    ("change", "plant", "instead"),
+    [("layers", "goes_on", lambda *_: True), ("set later", "same", lambda state: state.weights.same())],
+)
+def test_it_reports_layers_and_settings_that_nobody_looks_at(
+    monkeypatch: pytest.MonkeyPatch, change: str, plant: str, instead: Any
+) -> None:
+    monkeypatch.setattr(door.State, plant, instead)
+
+    def of_kind(call: changed.Changed) -> bool:
+        return call.change == change and not call.loads
+
+    assert "served, though" in reported(changed.changed(changed.MOVES), changed.judge, 900, of_kind)
+
+
+def test_it_reports_a_memory_that_threads_empty_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlocked(kind: Any, decided: Any) -> Any:
+        while len(select.launches) >= select.MOST:
+            oldest = next(iter(select.launches))
+            time.sleep(0)
+            del select.launches[oldest]
+        select.launches[kind] = decided
+        return decided
+
+    monkeypatch.setattr(select, "remember", unlocked)
+    assert "in threads: KeyError" in reported(again.crowds(), again.judge_crowd, 20)
+
+
+def test_it_reports_a_mask_that_is_scaled_before_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = extended.attend
+
+    def scaled(request: Any, backend: str | None = None) -> Any:
+        if request.bias is not None:
+            request = replace(request, bias=request.bias.float() * math.log2(math.e) / math.log2(math.e))
+        return real(request, backend)
+
+    monkeypatch.setattr(extended, "attend", scaled)
+    found = reported(ways.blind(), ways.judge, 2000, lambda call: call.door is None and call.way == "called")
+    assert "off by" in found
+
+
+def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_layers(cache: Any, target: Any, packed: Any) -> None:
+        cache.target, cache.layout, cache.layers, cache.layer_class_to_replicate = target, packed, [], None
+
+    real, doors = reasons.refusals, sys.modules["adaattn_hf.patches.prepare"]
+    monkeypatch.setattr(doors, "refusals", lambda model: tuple(why for why in real(model) if "indexer" not in why))
+    monkeypatch.setattr(PackedPrefill, "__init__", without_layers)
+    with pytest.raises(AssertionError, match="prepare: raw: "):
+        twins.judge_family("deepseek_v32")
+
+
+def test_it_reports_sinks_of_each_token_that_nobody_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FAMILIES, "inkling2")
+    with pytest.raises(AssertionError, match="check lets pass"):
+        twins.judge_family("inkling2_text")
 
 
 def test_it_reports_calls_of_which_tracers_see_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,17 @@
-"""Calls that are made once more with something else about their tensors: what is remembered must not answer them."""
+"""Calls that are made once more with something else about their tensors: what is remembered must not answer them.
 
+Or by several threads at once, of more kinds than are remembered.
+"""
+
+import random
+import sys
+import threading
 from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
 
+from adaattn_hf.backends import select
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support import malformed
 from tests.support.doors import HUB
@@ -54,3 +61,53 @@ def judge(call: Again) -> str:
     for _ in range(2):
         assert malformed.judge(call.first) == "served"
     return malformed.judge(call.then)
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> list[Call]:
+    """Calls of several kinds, which threads make at once, each in an order of its own."""
+    calls = []
+    for _ in range(8):
+        request = draw(requests(longest=31, extras=False))
+        mask = StructuredMask(request.structure, torch.device("cpu"))
+        given = {"query": request.query, "key": request.key, "value": request.value, "attention_mask": mask}
+        calls.append(Call(draw(st.sampled_from([None, "eager"])), given | {"scaling": request.scaling}))
+    return calls
+
+
+def judge_crowd(calls: list[Call], threads: int = 4, remembered: int = 3) -> str:
+    """`served`.
+
+    Raises:
+        AssertionError: A thread got another answer than a single one gets, or an error.
+    """
+    assert [malformed.judge(call) for call in calls] == ["served"] * len(calls)
+    alone = [malformed.asked(call, call.backend) for call in calls]
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        order = list(enumerate(calls)) * 4
+        random.Random(seed).shuffle(order)
+        try:
+            answers = [(at, malformed.asked(call, call.backend)) for at, call in order]
+        except Exception as error:  # whichever it is, one thread alone has none
+            wrong.append(repr(error))
+            return
+        near = [torch.allclose(out, alone[at], atol=1e-5, equal_nan=True) for at, out in answers]
+        wrong.extend(["another answer"] * near.count(False))
+
+    before, most = sys.getswitchinterval(), select.MOST
+    crowd = [threading.Thread(target=work, args=(seed,)) for seed in range(threads)]
+    select.MOST = remembered
+    select.launches.clear()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in crowd:
+            thread.start()
+        for thread in crowd:
+            thread.join()
+    finally:
+        select.MOST = most
+        sys.setswitchinterval(before)
+    assert not wrong, f"{len(wrong)} times in threads: {wrong[0]}"
+    return "served"

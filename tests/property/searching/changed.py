@@ -21,7 +21,7 @@ from adaattn_hf.plans.plan import PlanError
 from tests.support.families import models
 from tests.support.malformed import Shown
 from tests.support.models import tokens
-from tests.support.plans import give
+from tests.support.plans import plan_for
 from tests.support.requests import generator
 
 WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
@@ -45,6 +45,21 @@ CHANGES = (
     "nothing", "columns", "columns", "buffers", "columns unseen", "columns elsewhere", "assigned", "adapter",
     "adapter merged", "settings", "settings", "dtype", "autocast",
 )  # fmt: skip
+MOVES = ("nothing", *["layers"] * 8, *["set later"] * 4)
+"""Changes of the order and number of layers, and of what attention reads beside weights, behind the first call."""
+LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
+    "popped and inserted": lambda layers, a, b: layers.insert(b, layers.pop(a)),
+    "exchanged by index": lambda layers, a, b: [layers.__setitem__(*at) for at in ((a, layers[b]), (b, layers[a]))],
+    "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]),
+    "popped": lambda layers, a, b: layers.pop(a),
+    "deleted": lambda layers, a, b: layers.__delitem__(a),
+    "doubled in place": lambda layers, a, b: layers.__setitem__(a, layers[b]),
+    "doubled by insert": lambda layers, a, b: layers.insert(a, layers[b]),
+    "copied in place": lambda layers, a, b: layers.__setitem__(a, copy.deepcopy(layers[b])),
+    "sliced": lambda layers, a, b: layers[min(a, b) + 1 :],
+    "sorted inside": lambda layers, a, b: layers._modules.update({str(a): layers[b], str(b): layers[a]}),
+}
+"""What is done to a list of layers in two places; what is returned takes its place, if it is a list."""
 HARMLESS = ("nothing", "adapter")
 ASKED_BY_LOAD = ("columns unseen",)
 """Changes that leave no trace for a forward pass: it is `load_plan` that compares weights anew."""
@@ -88,9 +103,9 @@ class Changed(Shown):
 
 
 @st.composite
-def changed(draw: st.DrawFn) -> Changed:
-    family, change = draw(st.sampled_from(list(FAMILIES))), draw(st.sampled_from(CHANGES))
-    wide = family == "llama" and draw(st.booleans())
+def changed(draw: st.DrawFn, changes: tuple[str, ...] = CHANGES) -> Changed:
+    family, change = draw(st.sampled_from(list(FAMILIES))), draw(st.sampled_from(changes))
+    wide = family == "llama" and changes is CHANGES and draw(st.booleans())
     assume(change != "buffers" or family in ("llama", "qwen3", "mistral"))
     choice = draw(st.sampled_from(CHOICES))
     return Changed(family, wide, choice, change, draw(st.integers(0, 999)), draw(st.booleans()))
@@ -98,6 +113,7 @@ def changed(draw: st.DrawFn) -> Changed:
 
 def fresh(call: Changed) -> Any:
     changes = FAMILIES[call.family] | (WIDE if call.wide else {})
+    changes |= {"num_hidden_layers": 3} if call.change == "layers" else {}
     model = models(call.family, changes, tf.AutoModelForCausalLM).ours.requires_grad_(False)
     if call.change == "buffers":
         for _, module in attention_modules(model, model.config.model_type):
@@ -109,8 +125,11 @@ def exact(model: Any, **asked: Any) -> Tensor:
     """What a copy of a model computes under stock attention, which knows no plan."""
     twin = copy.deepcopy(model)
     (twin.get_base_model() if hasattr(twin, "get_base_model") else twin).set_attn_implementation("sdpa")
+    for part in twin.modules():  # a layer that was copied has a configuration of its own
+        if hasattr(part, "config"):
+            part.config._attn_implementation = "sdpa"
     with torch.no_grad():
-        logits: Tensor = twin(tokens(2, 11), **asked).logits
+        logits: Tensor = twin(tokens(2, 11), use_cache=False, **asked).logits
     return logits
 
 
@@ -138,6 +157,35 @@ def attention_weights(model: Any, source: torch.Generator) -> Tensor:
     return held[int(torch.randint(0, len(held), (), generator=source))]
 
 
+def rearranged(model: Any, source: torch.Generator) -> None:
+    """Layers of a model in another order, or another number of them."""
+    parent, name, layers = next(
+        (part, name, child)
+        for part in model.base_model.modules()
+        for name, child in part.named_children()
+        if isinstance(child, nn.ModuleList)
+    )
+    a, b = torch.randperm(len(layers), generator=source)[:2].tolist()
+    way = list(LISTS)[int(torch.randint(0, len(LISTS), (), generator=source))]
+    found = LISTS[way](layers, a, b)
+    if type(found) is nn.ModuleList:
+        setattr(parent, name, found)
+
+
+def set_later(model: Any, source: torch.Generator) -> None:
+    """One of the numbers that attention reads beside weights."""
+    names = ("scaling", "scale_attn_weights", "is_causal", "sliding_window", "inv_freq")
+    holders = [model.config, *model.modules()]
+    held = [(one, name) for one in holders for name in names if getattr(one, name, None) is not None]
+    held = [(one, name) for one, name in held if not (isinstance(one, nn.Module) and name == "sliding_window")]
+    holder, name = held[int(torch.randint(0, len(held), (), generator=source))]
+    value = getattr(holder, name)
+    if isinstance(value, Tensor):
+        value.mul_(0.5)
+    else:
+        setattr(holder, name, not value if isinstance(value, bool) else 2 if isinstance(value, int) else value * 2)
+
+
 def in_memory(call: Changed, model: Any, source: torch.Generator) -> Any:
     """The model after a change of its weights."""
     if call.change == "buffers":
@@ -151,6 +199,10 @@ def in_memory(call: Changed, model: Any, source: torch.Generator) -> Any:
         inner = {id(t) for _, m in attention_modules(model, model.config.model_type) for t in m.parameters()}
         others = [p for p in model.base_model.parameters() if p.dim() == 2 and id(p) not in inner]
         spoilt(others[int(torch.randint(0, len(others), (), generator=source))], source)
+    elif call.change == "layers":
+        rearranged(model, source)
+    elif call.change == "set later":
+        set_later(model, source)
     elif call.change == "assigned":
         other = copy.deepcopy(model)
         spoilt(attention_weights(other, source), source)
@@ -187,7 +239,7 @@ def planned(call: Changed, model: Any) -> Tensor:
     if call.loads or call.change in ASKED_BY_LOAD:
         adaattn_hf.load_plan(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=call.change == "autocast"):
-        logits: Tensor = model(tokens(2, 11)).logits
+        logits: Tensor = model(tokens(2, 11), use_cache=False).logits
     return logits
 
 
@@ -198,7 +250,7 @@ def judge(call: Changed) -> str:
         AssertionError: A plan runs on a model that it was not proven on, or is refused where nothing changed.
     """
     model, source = fresh(call), generator(call.seed)
-    give(model, call.choice, layers=tuple(range(model.config.num_hidden_layers)))
+    adaattn_hf.load_plan(model, plan_for(model, call.choice, layers=tuple(range(model.config.num_hidden_layers))))
     right, before = planned(replace(call, change="nothing"), model), exact(model)
     change: Callable[..., Any] = reloaded if call.change in ("settings", "dtype") else in_memory
     with torch.no_grad():

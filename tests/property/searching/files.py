@@ -1,8 +1,9 @@
-"""Saved caches that something happened to: what is loaded is what was saved, or a sentence says that it is not."""
+"""Saved caches and plans that something happened to: what is loaded is what was saved, or a sentence says it is not."""
 
 import json
 import struct
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,14 +12,21 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers as tf
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
+import adaattn_hf
 from adaattn_hf import AdaAttnCache, load_cache, save_cache
+from adaattn_hf.eval.demo import demo_model_path, heldout_pages
 from adaattn_hf.patches.cache import disk
+from adaattn_hf.plans.choices import Choice, Window
+from adaattn_hf.plans.plan import PlanError
+from tests.support.command import adaattn
 from tests.support.families import models
 from tests.support.malformed import Shown, raised_here
 from tests.support.models import tokens
+from tests.support.plans import plan_for
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
@@ -152,4 +160,116 @@ def judge(call: Saved) -> str:
         raise AssertionError(f"{type(error).__name__}: {error!s:.200}") from error
     away = float((found - right).abs().amax())
     assert away == 0.0, f"accepted, and off by {away:.2e}"
+    return "served"
+
+
+# ---------------------------------------------------------------------- plan files
+CLAIM = ("budget", "lengths", "layers", "cache", "decode")
+"""Fields of a plan that say what it does; all others say how it was found, which decides nothing."""
+NEAR: tuple[Callable[[Any], Any], ...] = (
+    lambda value: value * 2, lambda value: value / 2, lambda value: value + 1, lambda value: -value,
+    lambda value: not value, lambda value: value[:-1], lambda value: [*value, *value],
+)  # fmt: skip
+"""What a value may become beside something of another kind."""
+LAX: dict[str, Any] = {
+    "gates": {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0},
+    "settings": {"alpha": 0.5, "most_held_out": 2, "haystacks": 0, "tries": 9, "top1": 0.0, "needles_lost": 1.0},
+    "scoring": {"mask_share": 0.9, "maskings": 1}, "cache": {"stored": "model", "streaming": False},
+}  # fmt: skip
+"""What a plan brings along for its judge."""
+BELIEVED: dict[str, Callable[[Any], bool]] = {
+    "passed": bool, "upper": lambda upper: upper <= 1e-3, "confidence": lambda level: level >= 0.95 - 1e-9,
+    "documents": lambda count: count >= 2, "tokens": lambda count: count >= 32, "kl": lambda kl: kl <= 1e-3 + 1e-6,
+    "top1": lambda share: share >= 0.905, "sentence": lambda words: words == "passed",
+}  # fmt: skip
+"""What figures of `PROVEN` must be, with its budget of 1e-3, for a plan to run."""
+
+
+@dataclass(repr=False)
+class Edited(Shown):
+    """A plan file of which one field is another, and who judges it: `load_plan` or `verify`, which finds it failing."""
+
+    judged: str
+    path: tuple[Any, ...]
+    value: Any
+    text: str
+
+    def __repr__(self) -> str:
+        return f"Edited({self.judged}, {self.path}, {self.value!r:.60})"
+
+
+@cache
+def plan_text(judged: str) -> str:
+    """The file that is edited, in which each head sees one token where `verify` judges."""
+    if judged == "load_plan":
+        return plan_for(model_of("llama"), Choice.of(Window(2)), protocol=LAX).to_json()
+    model = tf.AutoModelForCausalLM.from_pretrained(demo_model_path("llama"), attn_implementation="adaattn")
+    every = tuple(range(model.config.num_hidden_layers))
+    more: dict[str, Any] = {"budget": 0.01, "attention_layers": every, "protocol": LAX}
+    return plan_for(model, Choice.of(Window(1)), every, (64,), **more).to_json()
+
+
+@st.composite
+def edited(draw: st.DrawFn, doors: tuple[str, ...] = (*["load_plan"] * 30, "verify")) -> Edited:
+    judged = draw(st.sampled_from(doors))
+    data = holder = json.loads(plan_text(judged))
+    top = draw(st.sampled_from(["verified", "protocol", None]))
+    path = draw(st.sampled_from([place for place in paths(data) if top in (None, place[0])]))
+    for step in path[:-1]:
+        holder = holder[step]
+    value = draw(st.sampled_from(JUNK[:-1]))
+    if draw(st.booleans()):
+        try:
+            value = draw(st.sampled_from(NEAR))(holder[path[-1]])
+        except TypeError:
+            assume(False)
+    assume(value != holder[path[-1]])
+    holder[path[-1]] = value
+    return Edited(judged, path, value, json.dumps(data))
+
+
+@cache
+def verified(text: str) -> dict[str, Any]:
+    """What `adaattn verify` says of a plan, as a record; nothing where it is refused."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        (place / "text.txt").write_text("\n\n".join(heldout_pages()[:4]), encoding="utf-8")
+        (place / "adaattn_plan.json").write_text(text, encoding="utf-8")
+        say = ("--plan", place, "--data", place / "text.txt", "--most-held-out", "2", "--quiet", "--json")
+        done = adaattn("verify", demo_model_path("llama"), *say, code=(0, 1, 2))
+        found: dict[str, Any] = {} if done.exit_code == 2 else json.loads(done.stdout)
+        return found
+
+
+def loaded(text: str) -> Tensor:
+    """What a model computes under a plan file."""
+    model = models("llama", FAMILIES["llama"], tf.AutoModelForCausalLM).ours
+    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+        Path(directory, "adaattn_plan.json").write_text(text, encoding="utf-8")
+        logits: Tensor = adaattn_hf.load_plan(model, directory)(tokens(2, 11)).logits
+    return logits
+
+
+def judge_edited(call: Edited) -> str:
+    """`refused` in words, or `served` where what was edited decides nothing.
+
+    Raises:
+        AssertionError: A plan is believed below today's limits, computes otherwise, or is judged by its own.
+    """
+    plain, claimed = plan_text(call.judged), not {*CLAIM}.isdisjoint(call.path[:2])
+    if call.judged == "verify":
+        found, right = verified(call.text), verified(plain)
+        same = not found or all(found[name] == right[name] for name in ("verdicts", "limits", "passed"))
+        assert claimed or same, f"judged otherwise: {found['limits']} for {right['limits']}"
+        return "served" if found else "refused"
+    try:
+        logits = loaded(call.text)
+    except Exception as error:  # which one is what is judged
+        if isinstance(error, PlanError) and raised_here(error):
+            return "refused"
+        raise AssertionError(f"{type(error).__name__}: {error!s:.200}") from error
+    if call.path[0] == "verified":
+        assert len(call.path) > 1, "believed without a verdict"
+        assert BELIEVED.get(call.path[1], lambda _: True)(call.value), "believed below the limits"
+    assert claimed or torch.equal(logits, loaded(plain)), "runs otherwise"
     return "served"

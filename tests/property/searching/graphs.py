@@ -16,7 +16,7 @@ from tests.support.requests import default_dtype, generator
 
 from .inputs import POSITIONS, Inputs, masks, position_rows
 from .oracle import answers, compare, documents, may_refuse
-from .twins import DECODERS, offers, twin
+from .twins import ENCODERS, offers, twin
 from .whole import Whole, keywords, wholes
 
 WAYS = (*["compiled"] * 10, *["traced"] * 9, *["exported"] * 9, "inductor")
@@ -36,11 +36,11 @@ class Graphed(Shown):
 
 
 @st.composite
-def graphed(draw: st.DrawFn) -> Graphed:
+def graphed(draw: st.DrawFn, keeps: bool = False) -> Graphed:
     way = draw(st.sampled_from(WAYS))
-    first = draw(wholes(graph=True))
+    first = draw(wholes(graph=True, keeps=keeps))
     assume(way in ("compiled", "inductor") or first.given.cache in ("off", "none"))
-    return Graphed(way, first, draw(alike(first.given, first.family in DECODERS)))
+    return Graphed(way, first, draw(alike(first.given, first.family not in ENCODERS)))
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """What a model is called with, drawn: positions that mean documents or anything else, masks of every form, caches."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Inputs:
         pieces: Lengths of the calls, each behind the cache of those before it.
         cache: One of `CACHES`.
         words: What was drawn, for people.
+        keep: `logits_to_keep` of each call: a number of last rows (0 for all), their indices, or None.
     """
 
     ids: Tensor
@@ -39,6 +40,17 @@ class Inputs:
     pieces: tuple[int, ...]
     cache: str
     words: dict[str, Any] = field(default_factory=dict)
+    keep: int | Tensor | None = None
+
+    @property
+    def kept(self) -> Tensor:
+        """The columns whose logits the calls give, one after the other."""
+        parts, start = [], 0
+        for piece in self.pieces:
+            columns = torch.arange(start, start + piece)
+            parts.append(columns[self.keep] if isinstance(self.keep, Tensor) else columns[-(self.keep or 0) :])
+            start += piece
+        return torch.cat(parts)
 
     @property
     def real(self) -> Tensor:
@@ -143,3 +155,13 @@ def inputs(draw: st.DrawFn, decodes: bool, packs: bool, flat: bool, graph: bool)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator(draw(st.integers(0, 999))))
     words = {"positions": place, "mask": kind, "cache": cache, "pieces": pieces, "rows": rows}
     return Inputs(ids, positions, draw(masks(rows, length, kind, decodes)), borders, pieces, cache, words)
+
+
+@st.composite
+def kept(draw: st.DrawFn, given: Inputs) -> Inputs:
+    """The same calls, of which some rows of logits are asked for."""
+    fewest = min(given.pieces)
+    some = torch.arange(fewest)[torch.rand(fewest, generator=generator(draw(st.integers(0, 999)))) > 0.5]
+    keep = draw(st.sampled_from([0, 1, 1, 3, fewest, some if len(some) else torch.tensor([fewest - 1])]))
+    shown = keep.tolist() if isinstance(keep, Tensor) else keep
+    return replace(given, keep=keep, words=given.words | {"keep": shown})

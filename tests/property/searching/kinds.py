@@ -46,6 +46,15 @@ KINDS = {
         0.09, 1_000, "tiny models of all families: positions, masks, rows, caches; against stock eager and sdpa"
     ),
     "graphs": Kind(0.01, 100, "the same, compiled, traced or exported, each graph called twice"),
+    "kept": Kind(0.02, 1_000, "the same, of which `logits_to_keep` asks for some rows; shared keys, too"),
+    "kept in graphs": Kind(0.002, 100, "the same in graphs"),
+    "documents": Kind(0.02, 10_000, "documents that lengths tell behind a filled cache, by every door"),
+    "blind": Kind(0.05, 10_000, "masks of every form, dtype and fill whose rows see nothing, by every door"),
+    "beyond": Kind(0.02, 500, "plans past their lengths where layers slide: pieces, chunks, generation, batching"),
+    "edited": Kind(0.02, 500, "plan files with another value in any field, by `load_plan` and `adaattn verify`"),
+    "moved": Kind(0.01, 500, "models whose layers or settings of attention change behind the first call of a plan"),
+    "crowds": Kind(0.005, 500, "calls by four threads at once, of more kinds than are remembered"),
+    "families": Kind(0.002, 20, "families of the installed Transformers, by check, explain, prepare and generate"),
 }
 VERDICTS = ("served", "refused", "refused as by stock", "stock differs", "wrong", "crashed")
 
@@ -55,7 +64,7 @@ def searched(kind: str) -> tuple[Any, Callable[[Any], str]]:
     from tests.support import malformed, malformed_rules, planned, valid
     from tests.support.doors import HUB
 
-    from . import again, changed, files, graphs, oracle, ways, whole
+    from . import again, beyond, changed, files, graphs, oracle, twins, ways, whole
 
     made: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "valid": (valid.calls(), valid.judge),
@@ -71,6 +80,15 @@ def searched(kind: str) -> tuple[Any, Callable[[Any], str]]:
         "files": (files.saved(), files.judge),
         "models": (whole.wholes(), oracle.judge),
         "graphs": (graphs.graphed(), graphs.judge),
+        "kept": (whole.wholes(keeps=True), oracle.judge),
+        "kept in graphs": (graphs.graphed(keeps=True), graphs.judge),
+        "documents": (ways.beside_a_cache(), ways.judge),
+        "blind": (ways.blind(), ways.judge),
+        "beyond": (beyond.beyond(), beyond.judge),
+        "edited": (files.edited(), files.judge_edited),
+        "moved": (changed.changed(changed.MOVES), changed.judge),
+        "crowds": (again.crowds(), again.judge_crowd),
+        "families": (twins.any_family(), twins.judge_family),
     }
     return made[kind]
 

@@ -1,6 +1,7 @@
 """What stock attention makes of a model's calls, and the comparison with it where its two forms agree."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ def stock(case: Whole, implementation: str, starts: Tensor | None) -> Tensor | N
     """What Transformers' own attention makes of the calls; None where it refuses them or the family has no such one."""
     if not offers(case.family, implementation):
         return None
-    model = twin(case.family, implementation, case.dtype)
+    model, given = twin(case.family, implementation, case.dtype), replace(case.given, keep=None)
     try:
         with default_dtype(case.default):
             if starts is None:
-                return run(model, case.given)
-            return torch.cat([torch.cat([run(model, d) for d in row], 1) for row in apart(case.given, starts)])
+                return run(model, given)
+            return torch.cat([torch.cat([run(model, d) for d in row], 1) for row in apart(given, starts)])
     except Exception:  # any refusal is one
         return None
 
@@ -89,7 +90,9 @@ def compare(case: Whole, found: Tensor, expected: list[Tensor]) -> str:
     Raises:
         AssertionError: It is not what stock's two answers are, where these are one.
     """
-    real = answered(case)
+    if case.given.keep is not None:  # stock attention was asked for all rows
+        expected = [other[:, case.given.kept] for other in expected]
+    real = answered(case)[:, case.given.kept]
     first, scale = expected[0].float(), float(expected[0].abs().nan_to_num(0).amax())
     close = CLOSE[case.dtype] * max(1.0, scale)
     agreed = real & torch.isfinite(first).flatten(2).all(2)

@@ -27,9 +27,10 @@ Made by `make fuzz` (`tests/property/search.py`), which goes on where it was int
 `fuzz.json`. A malformed call is a valid one after one or two changes: wrong shapes, dtypes, strides, devices, lengths,
 structures, numbers. It must be refused by a sentence of the package, be refused by torch where stock attention is
 refused, too, or be answered as the formula has it. A tiny model must compute what stock attention computes, in every
-row in which its eager and its sdpa form agree, and of packed documents what it computes of each alone. Torch's default
-dtype is float32 or bfloat16. Where a fix of this package is taken out, the search reports it:
-`tests/property/test_searching.py`.
+row in which its eager and its sdpa form agree, and of packed documents what it computes of each alone. Under a plan,
+tokens that come in pieces, in company or past the plan's lengths must be what one pass over the sequence alone makes of
+them; what a plan file says of its own proof must change no verdict. Torch's default dtype is float32 or bfloat16. Where
+a fix of this package is taken out, the search reports it: `tests/property/test_searching.py`.
 """
 
 

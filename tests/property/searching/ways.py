@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -19,12 +20,16 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support.doors import HUB, door
 from tests.support.malformed import Layer, Shown, raised_here
-from tests.support.requests import DEFAULTS, bound, default_dtype, generator, requests, words_of
+from tests.support.requests import DEFAULTS, HALF, bound, default_dtype, generator, requests, words_of
 
 DOORS = (None, None, "native", "sdpa", "eager", HUB, HUB, HUB)
 WAYS = ("called", "called", "traced", "forward mode", "batched")
 SAID = (*["nothing"] * 4, "unknown keyword", "window without mask", "lengths", "weights")
-REFUSED_ALWAYS = ("unknown keyword", "window without mask")
+REFUSED_ALWAYS = ("unknown keyword", "window without mask", "lengths that do not fit")
+TOLD = ("one tensor", "equal tensors", "the first continues", "lengths that do not fit")
+"""How lengths of keys are told beside those of queries, where a cache is filled."""
+FILLS = (float("-inf"), float("-inf"), -1e30, -2.3e38, -2.4e38, -3.3e38, None)
+"""What additive masks hold; None for the least number of their dtype. But for the first, none hides anything."""
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -36,8 +41,10 @@ class Way(Shown):
         request, door: What is asked of whom.
         form: `structure`, `boolean`, `additive` or `none`: how the mask is handed over.
         way: One of `WAYS`.
-        said, keywords: One of `SAID`, and the keywords that say it.
+        said, keywords: One of `SAID` or `TOLD`, and the keywords that say it.
         default: Torch's default dtype.
+        mask: What is handed over where `form` is `made`, a structure or a tensor.
+        slack: How far its own rounding of scores may lead, besides.
     """
 
     request: AttentionRequest
@@ -47,6 +54,8 @@ class Way(Shown):
     said: str
     keywords: dict[str, Any]
     default: torch.dtype
+    mask: Any = None
+    slack: float = 0.0
 
     def __repr__(self) -> str:
         more = f"{words_of(self.request)}, default {self.default}"
@@ -84,16 +93,85 @@ def ways(draw: st.DrawFn) -> Way:
     return Way(request, draw(st.sampled_from(DOORS)), form, way, said, keywords, draw(st.sampled_from(DEFAULTS)))
 
 
+@st.composite
+def beside_a_cache(draw: st.DrawFn) -> Way:
+    """Documents that are told by lengths behind what a cache holds, in a layer with or without a window."""
+    given = draw(requests(longest=31, extras=False))
+    kv_len = given.key.shape[2]
+    assume(kv_len > 1)
+    length = draw(st.integers(1, min(given.query.shape[2], kv_len - 1)))
+    past, said = kv_len - length, draw(st.sampled_from(TOLD))
+    window = draw(st.sampled_from([None, None, max(1, kv_len // 2)]))
+    plain = CallStructure(1, length, kv_len, causal=True, q_offset=past, window=window)
+    starts = sorted({0, *(draw(st.integers(0, length - 1)) for _ in range(2))})
+    cu_q = torch.tensor([*starts, length], dtype=torch.int32)
+    more = torch.full_like(cu_q, past if said == "the first continues" else 0)
+    if said == "lengths that do not fit":  # each document has more keys of its own, and all have too many
+        assume(window is None or len(cu_q) > 2)  # a window may have lost tokens of the cache
+        more = past + torch.arange(len(cu_q), dtype=torch.int32)
+    more[0] = 0
+    cu_k = cu_q if said == "one tensor" else cu_q + more
+    queries = torch.repeat_interleave(cu_q.diff())[None] + 1
+    keys = torch.cat([torch.full((1, past), int(said == "the first continues")), queries], 1)[:, None, None]
+    own = plain.with_changes(mask=(queries[:, None, :, None] == keys) | (keys == 0))
+    parts = given.query[:1, :, :length], given.key[:1], given.value[:1]
+    request, told = AttentionRequest(*parts, own, given.scaling), {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
+    # in a traced graph nobody reads whether lengths fit
+    door, way = draw(st.sampled_from(DOORS)), draw(st.sampled_from(WAYS if said != TOLD[3] else WAYS[:2]))
+    return Way(request, door, "made", way, said, told, draw(st.sampled_from(DEFAULTS)), plain)
+
+
+@st.composite
+def blind(draw: st.DrawFn) -> Way:
+    """Masks of every form and dtype in which some rows see nothing; a finite number is added and hides nothing."""
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, *HALF]))
+    request = replace(draw(requests(dtype, longest=31)), need_lse=False)
+    rules, form, slack = request.structure, draw(st.sampled_from(["bool", "number", "number", "columns"])), 0.0
+    row, rows = draw(st.integers(0, rules.batch - 1)), draw(st.integers(0, rules.q_len))
+    if form == "columns":
+        mask = torch.ones(rules.batch, rules.kv_len, dtype=draw(st.sampled_from([torch.bool, torch.int64, dtype])))
+        mask[row, : draw(st.integers(0, rules.kv_len))] = 0
+        causal = rules.q_len > 1
+        rules = CallStructure(
+            rules.batch, rules.q_len, rules.kv_len, causal, rules.kv_len - rules.q_len if causal else 0,
+            key_padding=mask.bool(),
+        )  # fmt: skip
+        given = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
+        return Way(replace(request, structure=rules), *given, mask)
+    seen = rules.visible().expand(rules.batch, -1, -1, -1).clone()
+    seen[row, :, rows:] = False
+    whole = CallStructure(rules.batch, rules.q_len, rules.kv_len)
+    if form == "bool":
+        mask, request = seen, replace(request, structure=whole.with_changes(mask=seen))
+    else:
+        kind, fill = draw(st.sampled_from([torch.float32, dtype])), draw(st.sampled_from(FILLS))
+        fill = torch.finfo(kind).min if fill is None or FILLS[0] < fill < torch.finfo(kind).min else fill
+        mask = torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, fill)
+        slack = 0.05 if fill > -1e6 else 0.0  # half precision's least number leaves scores some digits
+        request = replace(request, structure=whole, bias=mask if request.bias is None else mask.float() + request.bias)
+    # a finite number leaves a row a slope that no difference of double precision shows
+    way = draw(st.sampled_from([way for way in WAYS if way != "forward mode"]))
+    given = draw(st.sampled_from(DOORS)), "made", way, "nothing", {}, draw(st.sampled_from(DEFAULTS))
+    return Way(request, *given, mask, slack)
+
+
 def function(call: Way) -> Function:
     request = call.request
     mask: Any = None
-    if call.form == "structure":
+    named = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
+    if call.form == "made":
+        mask = call.mask
+        if isinstance(mask, CallStructure):
+            mask = StructuredMask(mask, torch.device("cpu"))
+        elif mask.dim() == 4 and mask.is_floating_point():
+            del named["position_bias"]
+            mask = request.bias
+    elif call.form == "structure":
         mask = StructuredMask(request.structure, torch.device("cpu"))
     elif call.form != "none":
         seen = request.structure.visible().expand(request.structure.batch, -1, -1, -1)
         added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
         mask = seen.clone() if call.form == "boolean" else added
-    named = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
     more = {name: value for name, value in named.items() if value is not None} | call.keywords
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -104,7 +182,7 @@ def function(call: Way) -> Function:
 
 def other(request: AttentionRequest) -> AttentionRequest:
     source = generator(11)
-    drawn = (torch.randn(t.shape, generator=source) for t in (request.query, request.key, request.value))
+    drawn = (torch.randn(t.shape, generator=source).to(t.dtype) for t in (request.query, request.key, request.value))
     return replace(request, **dict(zip(("query", "key", "value"), drawn, strict=True)))
 
 
@@ -114,7 +192,8 @@ def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
     first, second = (request.query, request.key, request.value), other(request)
     others = (second.query, second.key, second.value)
     truth = [reference.attention(each).out for each in (request, second)]
-    limits = [bound(request, truth[0]), bound(second, truth[1])]
+    slack = call.slack * float(request.value.abs().amax() + 4) if call.slack else 0.0
+    limits = [bound(request, truth[0]) + slack, bound(second, truth[1]) + slack]
     with warnings.catch_warnings(), default_dtype(call.default):
         warnings.simplefilter("ignore")
         if call.way == "traced":

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from tests.support.malformed import Shown
 from tests.support.models import main_output
 from tests.support.requests import DEFAULTS
 
-from .inputs import Inputs, additive, inputs
-from .twins import BORDERLESS, DECODERS, ENCODERS, KERNEL, ROUTES, offers
+from .inputs import Inputs, additive, inputs, kept
+from .twins import BORDERLESS, DECODERS, ENCODERS, KERNEL, ROUTES, SHARING, class_of, offers
 
 OURS = ("adaattn", "adaattn", "adaattn_sdpa", "adaattn_native", "adaattn_eager", KERNEL)
 KEEPS_STATE = ("minimax", "lfm2")
@@ -59,12 +61,17 @@ def families(draw: st.DrawFn) -> str:
 
 
 @st.composite
-def wholes(draw: st.DrawFn, graph: bool = False) -> Whole:
-    """A model and calls for it; calls that a graph can be made of, where one shall be."""
+def wholes(draw: st.DrawFn, graph: bool = False, keeps: bool = False) -> Whole:
+    """A model and calls for it; calls that a graph can be made of, where one shall be; or that keep some rows alone."""
     family, implementation = draw(families()), draw(st.sampled_from(OURS))
+    if keeps:
+        family = draw(st.sampled_from(draw(st.sampled_from([tuple(SHARING), keeping()]))))
+        # not searched: the Hub's kernel there, which was off by 7e-3 once, with holes in the mask of a static cache
+        assume(family not in SHARING or implementation != KERNEL)
     assume(offers(family, implementation))
-    decodes = family in DECODERS
+    decodes = family not in ENCODERS
     given = draw(inputs(decodes, decodes and family not in KEEPS_STATE, family in TAKES_ROWS, graph))
+    given = draw(kept(given)) if keeps else given
     if family in LOSES_LENGTHS and given.borders is not None and (graph or implementation == KERNEL):
         assume(given.positions is not None and given.mask is None)
     routes = any(part in family for part in ROUTES)
@@ -75,6 +82,12 @@ def wholes(draw: st.DrawFn, graph: bool = False) -> Whole:
     # a prepared model routes no padding, and so cannot follow the choices of one that does
     prepared = prepared and not (routes and given.cache == "int8")
     return Whole(family, implementation, given, dtype, default, prepared)
+
+
+@cache
+def keeping() -> tuple[str, ...]:
+    """Families that take `logits_to_keep`."""
+    return tuple(name for name in DECODERS if "logits_to_keep" in signature(class_of(name).forward).parameters)
 
 
 def keywords(model: Any, given: Inputs, start: int, end: int) -> dict[str, Any]:
@@ -94,6 +107,8 @@ def keywords(model: Any, given: Inputs, start: int, end: int) -> dict[str, Any]:
         longest = int(given.borders.diff().amax())
         asked |= dict(cu_seq_lens_q=given.borders, cu_seq_lens_k=given.borders)
         asked |= dict(max_length_q=longest, max_length_k=longest)
+    if given.keep is not None:
+        asked["logits_to_keep"] = given.keep
     if given.cache == "off":
         asked["use_cache"] = False
     elif given.cache == "made":

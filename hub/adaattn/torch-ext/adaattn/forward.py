@@ -14,7 +14,7 @@ from .backends import select
 from .config import settings_in
 from .mask import structure_of
 from .patches.call.arguments import one_dtype, restored, with_selected_keys
-from .patches.call.refusals import check_call, check_dense, check_paged, check_transform, with_bias
+from .patches.call.refusals import check_call, check_dense, check_paged, check_square, check_transform, with_bias
 from .patches.mask.documents import with_documents
 from .patches.plans.fit import program_of
 from .plans import execute
@@ -106,6 +106,8 @@ def flash_attn_forward(
         structure = structure_of(attention_mask, batch, kv_len, causal, sliding_window)
     if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
         cu_k = kwargs.get("cu_seq_lens_k")
+        if attention_mask is not None and (structure.mask is not None or attention_mask.is_floating_point()):
+            check_square(structure)
         structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
     structure = with_selected_keys(module, structure, heads, kwargs)
     scaling = (head_dim or 1) ** -0.5 if scaling is None else scaling
