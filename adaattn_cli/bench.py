@@ -27,9 +27,8 @@ from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
 from adaattn_hf.patches.registry import register
 
-from .checks import use_threads, writable
 from .commands import Bench
-from .ending import ending
+from .ending import ending, use_threads, writable
 from .options import Done
 
 OURS = "adaattn"
