@@ -31,7 +31,7 @@ DEMO_DIRECTORY = "adaattn-plan-demo"
 """Where that of the packaged model goes: commands do not take it for the plan of another model."""
 CACHES = ("model", "int8", "k8v4")
 DTYPES = ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")
-FAMILIES = ("bf16", "int8", "rank", "window")
+FAMILIES = ("window", "bf16", "int8", "rank")
 OBJECTIVES = ("auto", "causal", "masked")
 OPTIMIZED = ("time", "memory")
 PADDINGS = ("none", "right", "left")
