@@ -28,9 +28,7 @@ class Explain(Source, Json):
         None, "Explain for this dtype; auto takes the config's. Default: the plan's, else auto.", choices=DTYPES
     )
     device: str | None = option(None, "Explain for cpu or cuda, present or not. Default: cuda if there is one.")
-    cache: str = option(
-        "model", "Explain for a cache that stores the model's dtype, or quantised codes.", choices=CACHES
-    )
+    cache: str = option("model", "Explain for a cache of the model's dtype, or of quantised codes.", choices=CACHES)
     streaming: bool = option(False, "Count the bytes of a cache that keeps only the plan's windows.")
     plan: str | None = option(None, "File, directory or hub id of a plan. Default: the one that MODEL carries.")
     verbose: bool = option(False, "Print every reason of every backend, also those for other devices.")
@@ -89,9 +87,7 @@ class Bench(Threads, Json):
     panels: ClassVar = {"Basic": ("only", "attn_implementation", "baseline", "device", "threads", "rounds", "output")}
 
     only: str = option("", "Regular expression: time only cells with a matching title.")
-    rounds: int = option(
-        7, "Samples per implementation and cell; two of one that takes over ten times as long as ours.", least=1
-    )
+    rounds: int = option(7, "Samples per implementation and cell; two of what takes over ten times as long.", least=1)
     device: str = option("cpu", "cpu, cuda, cuda:1.")
     baseline: str = option(
         "",
@@ -108,10 +104,7 @@ class Bench(Threads, Json):
     table: Path | None = option(None, "Write the Markdown to this file instead, e.g. BENCHMARKS.md.")
     gate: bool = option(False, "Exit with 1 if a cell is below its floor, twice.", "--gate/--no-gate")
     memory: bool = option(True, "Measure peak memory, too.")
-    profile: Path | None = option(
-        None,
-        "Directory for a torch.profiler trace of each cell and implementation, and a table of what took longest.",
-    )
+    profile: Path | None = option(None, "Directory for torch.profiler's traces, and tables of what took longest.")
     grid: Path | None = option(None, "File with another grid of cells. Default: the package's grid for the device.")
 
     def __post_init__(self) -> None:
@@ -161,9 +154,7 @@ class Run(Options):
     others: ClassVar = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
     command: tuple[str, ...] = argument(..., "FILE.py, -m MODULE, or an installed Python program; then its arguments.")
-    plan: Path | None = option(
-        None, "Plan (directory or hub id) for models that carry none. Models of another type refuse it."
-    )
+    plan: Path | None = option(None, "Plan (directory or hub id) for models that carry none; other types refuse it.")
 
 
 COMMANDS: Mapping[str, type[Options]] = {

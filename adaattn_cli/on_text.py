@@ -64,11 +64,9 @@ class Eval(Loading, Threads, Json):
     document_separator: str | None = option(None, "Text between the documents of a plain file (<|endoftext|>, say).")
     attn_implementation: str = option("adaattn", "Attention implementation under test.")
     baseline: str = option(
-        "", "Stock implementation that it replaces. Default: sdpa; with --baseline-plan the one under test."
+        "", "Stock implementation to replace. Default: sdpa; with --baseline-plan the one under test."
     )
-    plan: str | None = option(
-        None, "File, directory or hub id of the plan that is run; none: without the plan that MODEL carries."
-    )
+    plan: str | None = option(None, "File, directory or hub id of the plan to run; none: without that of MODEL.")
     baseline_plan: str | None = option(None, "Compare with this plan (or none: with exact attention of ours), paired.")
     cache: str | None = option(
         None,
@@ -79,7 +77,7 @@ class Eval(Loading, Threads, Json):
     cache_piece: int = option(64, "Tokens of such a piece.")
     streaming: bool = option(False, "Heads with a window in the plan keep it alone in that cache.")
     anchor: str | None = option(
-        None, "Second stock implementation (eager, say): its distance is the resolution of the dtype."
+        None, "Second stock implementation (eager, say): its distance is the dtype's resolution."
     )
     windows: str = option(
         "rolling",
@@ -89,11 +87,7 @@ class Eval(Loading, Threads, Json):
     context: int | None = option(None, "Tokens of a window. Default: the model's maximum.")
     stride: int | None = option(None, "Tokens between windows. Default: the context.")
     batch_size: int = option(1, "Windows per forward pass; does not change perplexity.")
-    padding: str = option(
-        "none",
-        "none: batches of equal lengths. right, left: windows as they come, padded and masked.",
-        choices=PADDINGS,
-    )
+    padding: str = option("none", "none: batches of equal lengths. right, left: padded and masked.", choices=PADDINGS)
     limit_docs: int | None = option(None, "Only the first so many documents.")
     limit_tokens: int | None = option(None, "Only the first so many tokens of the text.")
     mask_fraction: float = option(1.0, "Masked LMs: share of the tokens that is scored.")
@@ -101,11 +95,9 @@ class Eval(Loading, Threads, Json):
     prefix_token: int | None = option(None, "Token before each document. Default: BOS, else EOS.")
     add_bos: bool | None = option(None, "Whether the tokenizer adds its special tokens. Default: its own setting.")
     max_delta_nll: float | None = option(
-        None, "Fail (exit 1) where the one-sided 95 % bound of Δnll, nats/token, is above."
+        None, "Fail (exit 1) if the one-sided 95 % bound of Δnll, nats/token, is above."
     )
-    max_ppl_ratio: float | None = option(
-        None, "Fail (exit 1) where that bound's perplexity ratio is above (1.001, say)."
-    )
+    max_ppl_ratio: float | None = option(None, "Fail (exit 1) if that bound's perplexity ratio is above (1.001, say).")
     output_dir: Path | None = option(None, "Directory for journals and reports. Default: a new one under results/eval.")
     resume: bool = option(False, "Go on with the interrupted run in --output-dir.")
     overwrite: bool = option(False, "Begin again where --output-dir has a run.")
@@ -137,21 +129,15 @@ class Profile(Loading, Threads, Json):
     panels: ClassVar = {"Basic": ("data", "length", "plan", "maps", "output_dir", "dtype", "device")}
 
     model: str | None = argument(None, "Hub id or directory. Default: the small LLaMA-class model of the package.")
-    data: tuple[str, ...] = option(
-        (), "Text, as for `adaattn eval`. Default: wikitext, or the package's text for its model."
-    )
+    data: tuple[str, ...] = option((), "Text, as for `adaattn eval`. Default: wikitext, or the packaged model's text.")
     length: int | None = option(None, "Tokens per sequence. Default: 2048, or the model's maximum.", least=2)
     sequences: int = option(2, "Number of sequences.", least=1)
     decode: int = option(8, "Tokens to generate after the first sequence.", least=0)
     rows: int = option(64, "Query rows sampled per call.", least=1)
     seed: int = option(0, "Seed of that sample.")
-    maps: tuple[str, ...] = option(
-        (), "Draw the attention map of this layer.head. May be given several times.", "--map"
-    )
+    maps: tuple[str, ...] = option((), "Draw the attention map of this layer.head. May be repeated.", "--map")
     plan: str | None = option(None, "File, directory or hub id of a plan to run; none runs without one.")
-    against: str | None = option(
-        None, "Next to each --map, draw the error of this plan: exact weights minus the plan's."
-    )
+    against: str | None = option(None, "Beside each --map, draw the error of this plan: exact weights minus its own.")
     output_dir: Path | None = option(None, "Directory for profile.json and atlas.html. Default: only the table.")
 
     def __post_init__(self) -> None:
@@ -215,7 +201,7 @@ class Calibrate(Source, Judged, Threads, Json):
         "--from",
     )
     prices: Path | None = option(
-        None, "Use this adaattn_prices.json of an earlier run; the plan is then reproducible byte for byte."
+        None, "Use this adaattn_prices.json of an earlier run: the plan is the same byte for byte."
     )
     dtype: str = option("auto", "Of the weights; auto: the checkpoint's.", choices=DTYPES)
     resume: bool = option(False, "Continue the interrupted run in the plan's directory.")
@@ -225,19 +211,12 @@ class Calibrate(Source, Judged, Threads, Json):
         None,
         f"Directory for the plan. Default: {PLAN_DIRECTORY} (without MODEL {DEMO_DIRECTORY}). MODEL stays.",
     )
-    in_place: bool = option(
-        False,
-        "Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.",
-    )
+    in_place: bool = option(False, "Write the plan into MODEL, a directory, whose config.json then carries it.")
     held_out: int = option(12, "Held-out sequences per length at the first look at a plan.")
     tries: int = option(3, "Plans that may fail before the answer is exact.")
-    bolder: int = option(
-        2, "Further plans to try, each closer to the budget, after one that passed with room to spare."
-    )
+    bolder: int = option(2, "More plans to try, each closer to the budget, after one that passed with room to spare.")
     optimize: str = option("time", "memory: the smallest cache inside the budget, windows alone.", choices=OPTIMIZED)
-    kv_bytes: float | None = option(
-        None, "Bytes of the cache at the longest length, as a share of the model's (0.4x).", read=share
-    )
+    kv_bytes: float | None = option(None, "Cache at the longest length, as a share of the model's (0.4x).", read=share)
     families: tuple[str, ...] = option(
         (),
         f"Kinds of choices by commas, some of {', '.join(FAMILIES)}. Default: all that need not be named, on a GPU "
@@ -250,9 +229,7 @@ class Calibrate(Source, Judged, Threads, Json):
     decode_tokens: int = option(64, "Decode steps per prefill, for the prices.")
     batch: int = option(1, "Sequences at once, for the prices and for whole passes.", "--batch-size")
     captured: bool = option(
-        False,
-        "Price decode steps as in captured CUDA graphs, which generation with a static cache makes: by the device's "
-        "time alone, with nothing of the host's.",
+        False, "Price decode steps as in captured CUDA graphs (a static cache): by the device's time alone."
     )
 
 

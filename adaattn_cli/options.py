@@ -200,9 +200,7 @@ class Threads(Options):
 class Source(Options):
     """Which checkpoint is read, and where it runs."""
 
-    device: str | None = option(
-        None, "cpu, cuda, cuda:1, or auto: the layers on all GPUs. Default: cuda if the machine has one."
-    )
+    device: str | None = option(None, "cpu, cuda, cuda:1, or auto: layers on all GPUs. Default: cuda if there is one.")
     revision: str | None = option(None, "Revision of a hub model.")
     gguf_file: str | None = option(None, "GGUF file within MODEL.")
     trust_remote_code: bool = option(False, "Allow code from the model's repository.")
@@ -236,7 +234,7 @@ class Judged(Options):
         "Held-out sequences per length at the last look, where the first do not decide; never fewer than at the first.",
     )
     top1: float | None = option(
-        None, "Least agreement on the likeliest token (99%). Default: as the budget.", read=share
+        None, "Least agreement on the likeliest token (99%). Default: the budget's.", read=share
     )
     needles_lost: float | None = option(
         None, "Share of the needles that may be lost (2%). Default: 2% beyond chance.", "--needles", read=share
