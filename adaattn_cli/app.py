@@ -33,7 +33,8 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """Like typer's; flags, which take no value, without a type, and `--help` among the last options."""
         parameters = without_types(super().get_params(ctx))
-        parameters[-1].rich_help_panel = self.params[-1].rich_help_panel
+        last: Any = self.params[-1]
+        parameters[-1].rich_help_panel = last.rich_help_panel
         return parameters
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
