@@ -10,8 +10,8 @@ PYTHON ?= $(or $(shell .ci/find-python),$(error no Python to go on with))
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-MAPPED := adaattn_hf patches configs eval
-CHECKED := $(MAPPED) adaattn_command.py studies tests hub/build.py hub/speed.py
+MAPPED := adaattn_hf adaattn_cli patches configs eval
+CHECKED := $(MAPPED) studies tests hub/build.py hub/speed.py
 TORCH := $(shell sed -n 's/^torch==//p' constraints-dev.txt)
 # Test processes; each computes with one thread.
 WORKERS ?= 2
@@ -49,7 +49,7 @@ demo: .venv-demo/.ready ## stock against adaattn on the models in the package, o
 test: $(READY) ## the whole test-suite; TESTS=tests/unit for a part of it
 	$(PYTEST) $(TESTS)
 
-cover: $(READY) ## the suite with branch coverage of the four mapped directories, and all of what decides; writes docs/results/coverage.md
+cover: $(READY) ## the suite with branch coverage of what is installed, and all of what decides; writes docs/results/coverage.md
 	$(PYTEST) $(TESTS) $(addprefix --cov=,$(MAPPED)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
 	$(BIN)/python -m coverage json -q -o build/coverage.json
 	$(BIN)/python tests/conformance/covered.py build/coverage.json docs/results/coverage.md "$(TESTS)"

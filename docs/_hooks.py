@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from adaattn_hf.cli.main import COMMANDS, load_command
+from adaattn_cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -79,8 +80,9 @@ def relinked(text: str, directory: str, page: str, repository: str) -> str:
 def command_pages() -> Iterator[str]:
     """Markdown of every command: what it does, its arguments and options."""
     yield "# Command line\n\nWritten from the commands themselves; `adaattn COMMAND --help` says the same.\n"
-    for name in COMMANDS:
-        yield from described(load_command(name), f"adaattn {name}", 2)
+    group: Any = typer.main.get_command(app)
+    for name in group.list_commands(None):
+        yield from described(group.commands[name], f"adaattn {name}", 2)
 
 
 def described(command: Any, title: str, level: int) -> Iterator[str]:

@@ -1,64 +1,36 @@
-"""Settings of an evaluation, and the options of `adaattn eval`: what is compared, how, which checkpoint, where to."""
+"""Settings of an evaluation: what is compared, how, of which checkpoint, on which text.
+
+Each is the option of `adaattn eval` of the same name, whose help says what it means.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
+from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.errors import UsageError, unknown
 
 RECIPES = ("rolling", "strided")
 PADDINGS = ("none", "right", "left")
-DTYPE = {"choices": ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")}
-"""Of options that name a dtype: the words that `patches.checkpoint.resolve_dtype` knows."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one evaluation.
-
-    Attributes:
-        attn_implementation: Attention implementation under test.
-        baseline: Stock implementation that it replaces. Default: sdpa; with --baseline-plan the one under test.
-        plan: File, directory or hub id of the plan that is run; none: without the plan that MODEL carries.
-        baseline_plan: Compare with this plan (or none: with exact attention of ours), paired.
-        cache: Read windows in pieces over a cache, as decoding does, that stores the model's numbers or codes; the
-            other arms read over Transformers' own.
-        cache_piece: Tokens of such a piece.
-        streaming: Heads with a window in the plan keep it alone in that cache.
-        anchor: Second stock implementation (eager, say): its distance is the resolution of the dtype.
-        windows: rolling (that of lm-eval) or strided (Transformers' documentation). Masked LMs have a recipe of their
-            own.
-        context: Tokens of a window. Default: the model's maximum.
-        stride: Tokens between windows. Default: the context.
-        batch_size: Windows per forward pass; does not change perplexity.
-        padding: none: batches of equal lengths. right, left: windows as they come, padded and masked.
-        limit_docs: Only the first so many documents.
-        limit_tokens: Only the first so many tokens of the text.
-        mask_fraction: Masked LMs: share of the tokens that is scored.
-        seed: Seed of that sample.
-        prefix_token: Token before each document. Default: BOS, else EOS.
-        add_bos: Whether the tokenizer adds its special tokens. Default: its own setting.
-    """
+    """Settings of one evaluation. Raises UsageError for values that are out of range, or contradict each other."""
 
     attn_implementation: str = "adaattn"
     baseline: str = ""
     plan: str | None = None
     baseline_plan: str | None = None
-    cache: str | None = field(
-        default=None, metadata={"choices": ("model",), "names": ("attention/stored.py", "FORMATS")}
-    )
+    cache: str | None = None
     cache_piece: int = 64
     streaming: bool = False
     anchor: str | None = None
-    windows: str = field(default="rolling", metadata={"choices": RECIPES})
+    windows: str = "rolling"
     context: int | None = None
     stride: int | None = None
     batch_size: int = 1
-    padding: str = field(default="none", metadata={"choices": PADDINGS})
+    padding: str = "none"
     limit_docs: int | None = None
     limit_tokens: int | None = None
     mask_fraction: float = 1.0
@@ -67,8 +39,6 @@ class Settings:
     add_bos: bool | None = None
 
     def __post_init__(self) -> None:
-        from adaattn_hf.attention.stored import FORMATS  # brings torch, which help does not wait for
-
         if not self.baseline:
             object.__setattr__(self, "baseline", "sdpa" if self.baseline_plan is None else self.attn_implementation)
         for name, known in (("windows", RECIPES), ("padding", PADDINGS), ("cache", ("model", *FORMATS))):
@@ -107,52 +77,21 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Which checkpoint is read, and where it runs.
-
-    Attributes:
-        device: cpu, cuda, cuda:1, or auto: the layers on all GPUs. Default: cuda if the machine has one.
-        revision: Revision of a hub model.
-        gguf_file: GGUF file within MODEL.
-        trust_remote_code: Allow code from the model's repository.
-    """
+class Loading:
+    """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments."""
 
     device: str | None = None
     revision: str | None = None
     gguf_file: str | None = None
     trust_remote_code: bool = False
-
-    def source(self) -> dict[str, Any]:
-        """What says which checkpoint, where it is given, as Transformers takes it."""
-        every = ("revision", "gguf_file", "trust_remote_code")
-        return {name: value for name in every if (value := getattr(self, name))}
-
-
-@dataclass(frozen=True)
-class Loading(Source):
-    """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments.
-
-    Attributes:
-        dtype: Of the weights; auto: the checkpoint's. Default: the plan's, else float32.
-        tokenizer: Tokenizer, where it is not the model's own.
-        objective: How the model is read; auto: as its configuration says.
-    """
-
-    dtype: str | None = field(default=None, metadata=DTYPE)
+    dtype: str | None = None
     tokenizer: str | None = None
-    objective: str = field(default="auto", metadata={"choices": ("auto", "causal", "masked")})
+    objective: str = "auto"
 
 
 @dataclass(frozen=True)
 class Text:
-    """The corpora of an evaluation.
-
-    Attributes:
-        data: wikitext, lambada (through datasets), wikitext:PATH, lambada:PATH, or a text or jsonl file or a directory
-            of them. May be given several times. Default: wikitext.
-        split: Split of a dataset.
-        document_separator: Text between the documents of a plain file (<|endoftext|>, say).
-    """
+    """The corpora of an evaluation."""
 
     data: tuple[str, ...] = ()
     split: str = "test"
@@ -161,43 +100,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that a report is held against.
-
-    Attributes:
-        max_delta_nll: Fail (exit 1) where the one-sided 95 % bound of Δnll, nats/token, is above.
-        max_ppl_ratio: Fail (exit 1) where that bound's perplexity ratio is above (1.001, say).
-    """
+    """Bounds that a report is held against, in nats/token and as a ratio of perplexities."""
 
     max_delta_nll: float | None = None
     max_ppl_ratio: float | None = None
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where journals and reports go, and what happens to those that are there.
-
-    Attributes:
-        output_dir: Directory for journals and reports. Default: a new one under results/eval.
-        resume: Go on with the interrupted run in --output-dir.
-        overwrite: Begin again where --output-dir has a run.
-        quiet: No progress bar and no table.
-        verbose: Print every row of the report.
-    """
-
-    output_dir: Path | None = None
-    resume: bool = False
-    overwrite: bool = False
-    quiet: bool = False
-    verbose: bool = False
-
-    def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise UsageError("resume: got both --resume and --overwrite, expected one of them")
-        if self.resume and self.output_dir is None:
-            raise UsageError("resume: got no --output-dir, expected the directory of the interrupted run")
-
-    @cached_property
-    def directory(self) -> Path:
-        """A directory per corpus is made in it."""
-        new = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        return self.output_dir or Path("results") / "eval" / new

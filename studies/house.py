@@ -1,10 +1,10 @@
 """How the source is laid out, in numbers that have limits: `make house` prints them and fails where one is exceeded.
 
 A room is a package directly under a directory, or a module there; `__init__` and `__main__` are doors, not rooms. Rooms
-of `adaattn_hf/`, of its `backends/` and of `patches/` are counted. A floor is a room's longest way down along imports.
-Imports inside functions count, those for type checkers alone do not. A memory is what one call writes and a later one
-reads: a cached function, a name that functions rebind, a container of a module that its functions fill. Limits only
-ever go down, but where an issue that adds something says so.
+of `adaattn_hf/`, of its `backends/`, of `adaattn_cli/` and of `patches/` are counted. A floor is a room's longest way
+down along imports. Imports inside functions count, those for type checkers alone do not. A memory is what one call
+writes and a later one reads: a cached function, a name that functions rebind, a container of a module that its
+functions fill. Limits only ever go down, but where an issue that adds something says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLED = ("adaattn_hf", "patches", "configs", "eval")
+INSTALLED = ("adaattn_hf", "adaattn_cli", "patches", "configs", "eval")
 """Directories that the wheel holds."""
 PACKAGE = "adaattn_hf"
 DOORS = ("__init__", "__main__")
@@ -38,7 +38,7 @@ class Limit:
         return self.value <= self.most
 
 
-HOUSES = {"": PACKAGE, "backends/": f"{PACKAGE}/backends", "patches/": "patches"}
+HOUSES = {"": PACKAGE, "backends/": f"{PACKAGE}/backends", "cli/": "adaattn_cli", "patches/": "patches"}
 """Directories whose rooms are counted, by what stands before the names of their limits."""
 PARAMETERS = 8
 """Functions with more are counted."""
@@ -194,7 +194,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
     """All numbers with their limits."""
     lines, parsed = line_counts(root), trees(root)
     rows = []
-    most = {"": (11, 6, 25), "backends/": (9, 4, 16), "patches/": (11, 7, 19)}
+    most = {"": (11, 6, 25), "backends/": (9, 4, 16), "cli/": (19, 6, 46), "patches/": (11, 7, 19)}
     for name, house in HOUSES.items():
         graph = arrows(root, house)
         round_trip = circle(graph)

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaattn_cli.options import tokens
+from adaattn_cli.place import nats
 from adaattn_hf import prepare, restore, use_plan
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration import corpus
@@ -33,7 +35,6 @@ from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.search import picks_of
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.verify import Evidence, gather
-from adaattn_hf.cli.options import nats, tokens
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
 from adaattn_hf.patches.checkpoint import load, resolve_device

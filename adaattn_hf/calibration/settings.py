@@ -1,15 +1,18 @@
-"""The settings of a calibration, which are options of `adaattn calibrate`, and its result."""
+"""The settings of a calibration, and its result.
+
+A setting that is an option of `adaattn calibrate` is explained by the help of that option.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..plans.choices.window import WINDOWS
 from ..plans.evidence import LEVEL, LOST
-
-if TYPE_CHECKING:  # help of the command reads the settings, and does not wait for torch
-    from ..plans.plan import Plan
+from ..plans.plan import Plan
+from ..policy.candidates import FAMILIES
 
 _OF_THE_PROOF = (
     "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "top1", "needles_lost",
@@ -19,51 +22,11 @@ _OF_THE_PROOF = (
 
 
 OPTIMIZED = ("time", "memory")
-NO_OPTION = {"option": None}
-"""Of settings that are only for programs, or that the command works out itself."""
-
-
-def share(text: str, argument: str) -> float:
-    """Returns a share as people write it: `40%`, `0.4` or `0.4x`; all else is a ValueError."""
-    number = text.strip()
-    unit, parts = ("%", 100.0) if number.endswith("%") else ("x", 1.0)
-    try:
-        return float(number.removesuffix(unit)) / parts
-    except ValueError as error:
-        raise ValueError(f"{argument} is {text!r}, expected a share such as 99%, 0.99 or 0.99x") from error
-
-
-def kinds(text: str, argument: str) -> tuple[str, ...]:
-    """Returns kinds of choices by commas, `window,bf16` say; a ValueError if one is unknown, or there is none."""
-    from ..policy.candidates import known_families, refuse_unknown
-
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not found:
-        raise ValueError(f"{argument} is {text!r}, expected some of {','.join(known_families())}")
-    refuse_unknown(found)
-    return found
-
-
-def _families() -> tuple[str, ...]:
-    from ..policy.candidates import FAMILIES
-
-    return FAMILIES
-
-
-def _windows() -> tuple[int, ...]:
-    from ..plans.choices.window import WINDOWS
-
-    return WINDOWS
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How a masked-language model is read.
-
-    Attributes:
-        mask_share: Share of the tokens that a masked LM is asked for at a time.
-        maskings: Times that each sequence is masked anew, for a masked LM.
-    """
+    """How a masked-language model is read: the share of tokens that it is asked for at a time, and how often anew."""
 
     mask_share: float = 0.15
     maskings: int = 4
@@ -71,24 +34,14 @@ class Masking:
 
 @dataclass(frozen=True)
 class Judged:
-    """By which text and limits a plan is judged; who verifies it again says so anew.
-
-    Attributes:
-        seed: Seed of every random choice: the text sample, the labels, the rows and the needles.
-        sequences: Sequences per length that risks are measured on.
-        joint: Sequences per length that re-scale the risks, by measuring whole plans.
-        most_held_out: Held-out sequences per length at the last look, where the first do not decide; never fewer than
-            at the first.
-        top1: Least agreement on the likeliest token (99%). Default: as the budget.
-        needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
-    """
+    """By which text and limits a plan is judged; who verifies it again says so anew."""
 
     seed: int = 0
     sequences: int = 4
     joint: int = 3
     most_held_out: int = 36
-    top1: float = field(default=0.0, metadata={"read": share})
-    needles_lost: float | None = field(default=None, metadata={"option": "--needles", "read": share})
+    top1: float = 0.0
+    needles_lost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,49 +50,32 @@ class CalibrationSettings(Judged):
 
     Attributes:
         budget: Allowed loss, nats/token; ln(1 + b) for a relative rise b of the perplexity.
-        lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
-        rows: Query rows sampled per sequence.
-        labels: Label draws per sequence, one backward pass each.
-        held_out: Held-out sequences per length at the first look at a plan.
-        tries: Plans that may fail before the answer is exact.
-        bolder: Further plans to try, each closer to the budget, after one that passed with room to spare.
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
-        families: Kinds of choices by commas, some of `families`. Default: all that need not be named, on a GPU without
-            ranks.
         windows: Windows to consider.
-        decode_tokens: Decode steps per prefill, for the prices.
-        batch: Sequences at once, for the prices and for whole passes.
-        captured: Price decode steps as in captured CUDA graphs, which generation with a static cache makes: by the
-            device's time alone, with nothing of the host's.
         alpha: Significance level of the tests of all plans together.
-        minutes: End after so many minutes, with the best plan that is verified by then.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
-        optimize: memory: the smallest cache inside the budget, windows alone.
-        kv_bytes: Bytes of the cache at the longest length, as a share of the model's (0.4x).
     """
 
-    budget: float = field(default=9.995003330835334e-04, metadata=NO_OPTION)
-    lengths: tuple[int, ...] = field(default=(4096,), metadata=NO_OPTION)
+    budget: float = 9.995003330835334e-04
+    lengths: tuple[int, ...] = (4096,)
     rows: int = 256
     labels: int = 2
     held_out: int = 12
     tries: int = 3
     bolder: int = 2
-    haystacks: int = field(default=4, metadata=NO_OPTION)
-    needles: int = field(default=16, metadata=NO_OPTION)
-    families: tuple[str, ...] = field(
-        default_factory=_families, metadata={"read": kinds, "names": ("plans/choices/*.py", "families")}
-    )
-    windows: tuple[int, ...] = field(default_factory=_windows, metadata=NO_OPTION)
+    haystacks: int = 4
+    needles: int = 16
+    families: tuple[str, ...] = FAMILIES
+    windows: tuple[int, ...] = WINDOWS
     decode_tokens: int = 64
-    batch: int = field(default=1, metadata={"option": "--batch-size"})
+    batch: int = 1
     captured: bool = False
-    alpha: float = field(default=0.05, metadata=NO_OPTION)
+    alpha: float = 0.05
     minutes: float | None = None
-    rounds: int = field(default=4, metadata=NO_OPTION)
-    optimize: str = field(default="time", metadata={"choices": OPTIMIZED})
-    kv_bytes: float | None = field(default=None, metadata={"read": share})
+    rounds: int = 4
+    optimize: str = "time"
+    kv_bytes: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "most_held_out", max(self.most_held_out, self.held_out))

@@ -23,6 +23,9 @@ from torch import nn
 from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
+from adaattn_cli.on_text import Verify
+from adaattn_cli.place import Place
+from adaattn_cli.verify import prove
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
@@ -30,12 +33,8 @@ from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.calibration.scoring import MaskedTokens
-from adaattn_hf.calibration.settings import Judged, Masking
 from adaattn_hf.calibration.state import Known
 from adaattn_hf.calibration.texts import text_of
-from adaattn_hf.cli.place import Place
-from adaattn_hf.cli.verify import Proved
-from adaattn_hf.cli.verify_job import prove
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.layers import FullLayer
 from adaattn_hf.patches.call.batching import attend_requests
@@ -334,7 +333,7 @@ CASES: dict[str, tuple[Case, ...]] = {
          "in_place | got owner/name | expected the directory of a model that is yours | leave --in-place out"),
         ("set --output-dir to the directory of the model", lambda: Place(output_dir=Path()).directory(str(Path())),
          "output_dir | . is the model's own directory | expected one for the plan alone | --in-place"),
-        ("verify a plan without text", lambda: prove("model", Proved(), Judged(), Masking(), Console()),
+        ("verify a plan without text", lambda: prove(Verify(model="model"), Console()),
          "data | is absent | expected text | --data FILE"),
         ("verify a plan whose file is damaged",
          lambda: small_plan(protocol={"cache": {**INT8, "verified": "yes"}}),

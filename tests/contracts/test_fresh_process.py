@@ -10,7 +10,7 @@ from ..support.warm import WarmInterpreter
 OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3", "datasets", "evaluate", "lm_eval", "peft")
 """Packages that the core does without."""
 LATE = (
-    "matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_hf.cli.main", "adaattn_hf.calibration",
+    "matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_cli", "adaattn_hf.calibration",
     "adaattn_hf.policy", "adaattn_hf.stats", "adaattn_hf.plans", "adaattn_hf.backends.native.build",
     "adaattn_hf.backends.native.library", "torch._dynamo",
 )  # fmt: skip

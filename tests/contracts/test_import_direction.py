@@ -25,11 +25,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # evidence
     (f"{P}.eval",),
     # the command line
-    (f"{P}.cli", f"{P}.__main__"),
+    ("adaattn_cli", f"{P}.__main__"),
 )
 """From the ground up. An entry is a room: a package with all that it holds, or a module at the root."""
 
-KNOW_TRANSFORMERS = (f"{P}.patches", f"{P}.eval", f"{P}.cli")
+KNOW_TRANSFORMERS = (f"{P}.patches", f"{P}.eval", "adaattn_cli")
 BACKEND_ROOMS_OPEN_TO_ALL = tuple(f"{P}.backends.{name}" for name in ("base", "capability"))
 KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select"))
 FORBIDDEN_ROOMS = {
@@ -111,7 +111,7 @@ def of_transformers(modules: Mapping[str, Module]) -> list[str]:
 
 def by_directory(modules: Mapping[str, Module]) -> list[str]:
     """Imports of a mapped directory by its own name, which would make a second module, or of what is not installed."""
-    top = set(MAPPED) - {P} | {"tests", "studies"}
+    top = {name for name, package in MAPPED.items() if name != package} | {"tests", "studies"}
     return [
         f"{module.name}:{statement.line} imports {statement.target}"
         for module in modules.values()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaattn_hf.cli.interrupt import leave
-from adaattn_hf.cli.pictures import grid, headline, page
-from adaattn_hf.cli.pictures.grid import print_plan
+from adaattn_cli.ending import leave
+from adaattn_cli.pictures import grid, headline, page
+from adaattn_cli.pictures.grid import print_plan
 from adaattn_hf.errors import EvalError
 from adaattn_hf.eval import pages, progress
 from adaattn_hf.eval.bench import report as bench
@@ -20,7 +20,7 @@ from adaattn_hf.eval.bench import report as bench
 from ..unit.test_plan import make_plan
 
 NASTY = "\x1b]0;owned\x07\x9b31m</script><img src=x>|[red](x)"
-ROOMS = ("adaattn_hf", "patches", "configs", "eval")
+ROOMS = ("adaattn_hf", "adaattn_cli", "patches", "configs", "eval")
 
 
 def benched() -> dict[str, Any]:
@@ -93,14 +93,12 @@ TERMINAL: dict[str, Callable[[], str]] = {
     "its bar": lambda: progressed(True),
 }
 ELSEWHERE = {
-    "adaattn_hf/cli/calibration_job.py": "a plan's picture and page",
-    "adaattn_hf/cli/doctor.py": "escapes what it found, tests/unit/test_command_line.py",
-    "adaattn_hf/cli/eval.py": "eval/report.py",
-    "adaattn_hf/cli/explain.py": "class names of loaded code",
-    "adaattn_hf/cli/json_output.py": "JSON escapes control characters",
-    "adaattn_hf/cli/main.py": "its own version",
-    "adaattn_hf/cli/plan.py": "errors, tests/unit/test_plan_files.py; labels of choices",
-    "adaattn_hf/cli/profile.py": "numbers, the atlas",
+    "adaattn_cli/app.py": "its own version; JSON escapes control characters; errors, in the tests here",
+    "adaattn_cli/doctor.py": "escapes what it found, tests/unit/test_command_line.py",
+    "adaattn_cli/eval.py": "eval/report.py",
+    "adaattn_cli/explain.py": "class names of loaded code",
+    "adaattn_cli/profile.py": "numbers, the atlas",
+    "adaattn_cli/storing.py": "a plan's picture and page",
     "adaattn_hf/calibration/pricing.py": "the table stands in its docstring",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
@@ -108,8 +106,8 @@ ELSEWHERE = {
 }
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
-    "adaattn_hf/cli/pictures/page.py",
-    "adaattn_hf/cli/pictures/grid.py",
+    "adaattn_cli/pictures/page.py",
+    "adaattn_cli/pictures/grid.py",
     "eval/pages.py",
     "eval/bench/report.py",
     "eval/progress.py",

@@ -8,7 +8,7 @@ VARIABLE = re.compile(r"\bADAATTN_[A-Z][A-Z_]*\b")
 
 
 def read_in(checkout: Path) -> Iterator[Path]:
-    for room in ("adaattn_hf", "patches", "eval", "tests", "hub", "studies"):
+    for room in ("adaattn_hf", "adaattn_cli", "patches", "eval", "tests", "hub", "studies"):
         yield from (checkout / room).rglob("*.py")
     yield checkout / "Makefile"
 

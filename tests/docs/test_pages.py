@@ -3,12 +3,14 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adaattn_hf.cli.main import COMMANDS, load_command
+from adaattn_cli.app import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 
 from ..support.pages import PAGES, Block, blocks, command_lines, heard, lacking
@@ -24,6 +26,7 @@ def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks(page.read_text(encoding="utf-8")) if block.language == "python"]
 
 
+COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WITH_PYTHON = [page for page in PAGES if any(not block.needs for block in python_blocks(page))]
 MARKED = [(page, number) for page in PAGES for number, block in enumerate(python_blocks(page)) if block.needs]
 HOUR, BUDGETS = ROOT / "docs" / "first_hour.md", ROOT / "docs" / "guides" / "budgets.md"
@@ -138,7 +141,7 @@ def unknown_options(words: list[str]) -> list[str]:
     if rest and not rest[0].startswith("-"):
         if rest[0] not in COMMANDS:
             return [f"there is no command {rest[0]}"]
-        command, rest = load_command(rest[0]), rest[1:]
+        command, rest = COMMANDS[rest[0]], rest[1:]
         if children := getattr(command, "commands", None):
             if not rest or rest[0] not in children:
                 return [f"{command.name} has no command {' '.join(rest[:1])}"]

@@ -16,7 +16,8 @@ from ..support.source_tree import ROOT
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REPORTS = sorted((ROOT / "docs").rglob("*.json"))
 ROOMS = (
-    "adaattn_hf", "patches", "configs", "eval", "tests", "docs", "studies", "hub", "examples", "notebooks", "recipe",
+    "adaattn_hf", "adaattn_cli", "patches", "configs", "eval", "tests", "docs", "studies", "hub", "examples",
+    "notebooks", "recipe",
 )  # fmt: skip
 NAMED = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`|`((?!llama\.cpp`)[\w./-]+\.(?:py|hpp|cpp|yaml))`")
 COMMIT = re.compile(r"(?<![\w./#-])((?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}|[0-9a-f]{40})(?:\+dirty)?(?![\w-])")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import adaattn_hf
-from adaattn_hf.cli.pictures.page import page
+from adaattn_cli.pictures.page import page
 
 from ..support.source_tree import ROOT, read_modules
 from ..unit.test_plan_page import embedded

@@ -15,9 +15,9 @@ import torch
 import yaml
 from typer.testing import Result
 
+from adaattn_cli import bench as bench_module
+from adaattn_cli.commands import Bench
 from adaattn_hf._files import write_atomically
-from adaattn_hf.cli import bench_job as bench_module
-from adaattn_hf.cli.bench import Bench
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench import measure as measuring
 from adaattn_hf.eval.bench import ways as ways_module

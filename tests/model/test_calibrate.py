@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
+from adaattn_cli.place import nats
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher, verify
 from adaattn_hf.calibration import measure as measuring
@@ -31,7 +32,6 @@ from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.scoring import Reading
 from adaattn_hf.calibration.search import Joint, JointPasses
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, Known
-from adaattn_hf.cli.options import nats
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import store

@@ -11,6 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import adaattn_hf
+from adaattn_cli.pictures.grid import notes
+from adaattn_cli.pictures.page import explorer
 from adaattn_hf.attention.tap import Recorder, recording, tapping
 from adaattn_hf.calibration.arms import FIRST, stored_tap
 from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
@@ -20,8 +22,6 @@ from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.search import TOLERANCE, seek, solve
 from adaattn_hf.calibration.storage import choose_storage
-from adaattn_hf.cli.pictures.explorer import explorer
-from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans.fit import program_of
 from adaattn_hf.patches.plans.layers import attention_modules

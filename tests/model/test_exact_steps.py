@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_cli.pictures.grid import notes
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.capability import cpu_name
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
-from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.observe.explain import explain
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans import execute

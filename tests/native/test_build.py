@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from adaattn_cli.app import app
 from adaattn_hf.backends.native import build, library
-from adaattn_hf.cli import main
 from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.call.interface import attention_function
 
@@ -143,7 +143,7 @@ def test_an_unknown_level_is_said_by_every_call_that_asks_for_one(
 def test_doctor_names_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.LEVEL_VARIABLE, "garbage")
     monkeypatch.setattr(library, "_missing", None)
-    done = CliRunner().invoke(main.app, ["doctor", "--json"])
+    done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
     states = {one["name"]: one["state"] for one in json.loads(done.stdout)}
     for name in ("native kernels", "native"):

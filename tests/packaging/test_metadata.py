@@ -135,7 +135,7 @@ def allowed(name: str, rules: list[str]) -> bool:
 def test_the_image_gets_what_the_build_needs() -> None:
     rules = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert rules[0] == "*"
-    needed = {*MAPPED, "adaattn_command.py", "pyproject.toml", "setup.py", "README.md", "LICENSE", "notebooks"}
+    needed = {*MAPPED, "pyproject.toml", "setup.py", "README.md", "LICENSE", "notebooks"}
     assert {name for name in needed if not allowed(name, rules)} == set()
     assert not allowed("tests", rules)
 

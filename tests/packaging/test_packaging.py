@@ -60,8 +60,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mapped_name(name: str) -> str | None:
-    if name == "adaattn_command.py":  # the command's start, outside the package so that it loads without it
-        return name
     top, _, rest = name.partition("/")
     return f"{MAPPED[top].replace('.', '/')}/{rest}" if top in MAPPED else None
 
@@ -95,7 +93,7 @@ def test_wheel_says_what_it_needs_and_carries_the_licence(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in text
     for requirement in ("torch>=", "transformers<5.25,>=5.17", "typer>=", "pyyaml"):
         assert f"Requires-Dist: {requirement}" in text, requirement
-    assert "adaattn = adaattn_command:main" in entry_points
+    assert "adaattn = adaattn_cli:main" in entry_points
     assert "[lm_eval.models]\nadaattn = adaattn_hf.eval.lm_eval_model:AdaAttnLM" in entry_points
     assert re.findall(r"\]\((?!https?://|#)[^)]+\)", text) == [], "a link of the README that is dead on the index"
     assert wheel.name.endswith("-py3-none-any.whl"), "without the native library the wheel is for every platform"

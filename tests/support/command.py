@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import typer
 from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli.main import COMMANDS, app, load_command
+from adaattn_cli.app import app
+from adaattn_cli.commands import COMMANDS
 
 TOLD_ASIDE = (2, 3, 6)
 """Exit codes whose reason is told on stderr: of mistakes, files and memory."""
@@ -24,11 +26,12 @@ def adaattn(
 
 
 def leaves() -> dict[str, Any]:
+    """Every command as typer shows it, by what is typed."""
     found: dict[str, Any] = {}
     for name in COMMANDS:
-        command = load_command(name)
-        children = getattr(command, "commands", None)
-        found |= {f"{name} {child}": one for child, one in children.items()} if children else {name: command}
+        found[name] = typer.main.get_command(app)
+        for word in name.split():
+            found[name] = found[name].commands[word]
     return found
 
 

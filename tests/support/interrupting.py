@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-COMMAND = (sys.executable, "-P", "-c", "from adaattn_hf.cli.main import main; main()")
+COMMAND = (sys.executable, "-P", "-c", "from adaattn_cli import main; main()")
 
 
 def interrupted(

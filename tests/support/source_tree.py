@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAPPED = MappingProxyType(
     {
         "adaattn_hf": "adaattn_hf",
+        "adaattn_cli": "adaattn_cli",
         "patches": "adaattn_hf.patches",
         "configs": "adaattn_hf.configs",
         "eval": "adaattn_hf.eval",

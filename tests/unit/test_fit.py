@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from adaattn_hf.calibration.settings import CalibrationSettings, share
-from adaattn_hf.cli.calibrate import Asked
-from adaattn_hf.cli.calibration_job import Job, job_of
-from adaattn_hf.cli.fit import FEWEST, LENGTHS, count_tokens, fit_to_text
+from adaattn_cli.fit import FEWEST, LENGTHS, count_tokens, fit_to_text
+from adaattn_cli.job import Job, job_of
+from adaattn_cli.on_text import Calibrate
+from adaattn_cli.options import share
+from adaattn_hf.calibration.settings import CalibrationSettings
 
 SETTINGS = CalibrationSettings(sequences=4, joint=3, held_out=12, most_held_out=36)
 OWN = SETTINGS.sequences + SETTINGS.joint
@@ -94,7 +95,7 @@ def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
 
 
 def job(model: str | None = None, **asked: Any) -> Job:
-    return job_of(model, Asked(**asked), SETTINGS, Path("plan"), [Path("plan")])
+    return job_of(Calibrate(model=model, **asked), Path("plan"), [Path("plan")])
 
 
 def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """`--json`: every command that prints has it, standard output is JSON and nothing else."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli import main
+from adaattn_cli.app import app
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 
 from ..support.command import leaves, options_of
@@ -40,7 +38,7 @@ def test_every_command_that_prints_has_the_option_and_a_run_here() -> None:
 
 
 def run(name: str) -> Result:
-    return CliRunner().invoke(main.app, [*name.split(), *RUNS[name].split(), "--json"])
+    return CliRunner().invoke(app, [*name.split(), *RUNS[name].split(), "--json"])
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +66,7 @@ def test_standard_output_is_json_alone(
 @pytest.mark.parametrize("name", ["eval", "bench"])
 def test_what_a_library_prints_goes_to_stderr(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"adaattn_hf.cli.{name}.use_threads", lambda threads: print("from a library"))
+    monkeypatch.setattr(f"adaattn_cli.{name}.use_threads", lambda threads: print("from a library"))
     result = run(name)
     assert "from a library" in result.stderr
     assert json.loads(result.stdout)
-
-
-def test_what_a_library_prints_past_python_goes_to_stderr(calibrated: tuple[Path, Result]) -> None:
-    """As HiGHS does: this solver writes to file 1 itself."""
-    code = (
-        "import os, adaattn_hf.cli.pictures.explorer as explore; solve = explore.explorer\n"
-        "explore.explorer = lambda *given: (os.write(1, b'from a library\\n'), solve(*given))[1]\n"
-        "from adaattn_hf.cli.main import main; main()"
-    )
-    words = [sys.executable, "-P", "-c", code, "plan", "explore", "plan", "--html", "page.html"]
-    noisy = subprocess.run(words, cwd=calibrated[0], capture_output=True, text=True, timeout=300, check=True)
-    assert "from a library" in noisy.stdout
-    done = subprocess.run(
-        [*words, "--json"], cwd=calibrated[0], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert "stops" in json.loads(done.stdout)
-    assert "from a library" in done.stderr

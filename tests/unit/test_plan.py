@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.cli.pictures.grid import details, differences, grid, heat_map, png
+from adaattn_cli.pictures.grid import details, differences, grid, heat_map, png
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import (
     EXACT,

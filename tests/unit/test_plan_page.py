@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaattn_hf.cli.pictures.grid import below, heat_map, png, print_plan
-from adaattn_hf.cli.pictures.headline import Bought, bought, cost, digest, speed_of
-from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
+from adaattn_cli.pictures.grid import below, heat_map, png, print_plan
+from adaattn_cli.pictures.headline import Bought, bought, cost, digest, speed_of
+from adaattn_cli.pictures.page import compared, plan_page, rounded
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
 from adaattn_hf.plans.wording import allowed, at_most, quotient, rise

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from adaattn_hf.cli.main import app
+from adaattn_cli.app import app
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from .test_plan import make_plan

@@ -9,16 +9,22 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
-import typer
+import torch
+from packaging.requirements import Requirement
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from adaattn_hf.backends.capability import capability, of_level
+from adaattn_hf.backends.native.build import compiler
+from adaattn_hf.backends.native.library import level_names, library, missing
+from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.errors import UsageError
 
-from .json_output import AsJson, print_json
+from .commands import Doctor
+from .options import Done
 
 PACKAGES = {
     "datasets": "hub datasets in `adaattn eval`",
@@ -34,17 +40,8 @@ PACKAGES = {
 """Optional package -> what it is for."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line.
-
-    Attributes:
-        about: `versions`, `cpu`, `gpu`, `backends` or `packages`.
-        name: What was checked.
-        state: What was found; empty where it is missing.
-        remedy: How to get what is missing; empty where nothing is.
-        brief: What the summary says of it; empty where it names it among what is not here, or leaves it out.
-    """
+class Finding(NamedTuple):
+    """What was checked, what was found (empty: it is missing), how to get it, and what the summary says of it."""
 
     about: str
     name: str
@@ -53,26 +50,17 @@ class Finding:
     brief: str = ""
 
 
-def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print everything.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show versions, CPU, GPU, backends and packages; what is missing, and how to install it.
-
-    Exit codes: 0 AdaAttn can run here; 1 something that it needs is missing.
-    """
-    findings = [*versions(), *processor(), *devices(), *backends(), *packages()]
-    if as_json:
-        print_json([asdict(finding) for finding in findings])
-    else:
-        Console().print(table(findings, verbose=verbose))
-    raise typer.Exit(int(any(finding.about == "versions" and finding.remedy for finding in findings)))
+def run(options: Doctor) -> Done:
+    """Looks, and prints or returns the findings; code 1 if something required is missing."""
+    findings = [*versions(), *machine(), *backends(), *packages()]
+    if not options.as_json:
+        Console().print(table(findings, verbose=options.verbose))
+    lacking = any(finding.about == "versions" and finding.remedy for finding in findings)
+    return Done([finding._asdict() for finding in findings], int(lacking))
 
 
 def table(findings: list[Finding], *, verbose: bool) -> Table:
     """A line per subject and the remedy of each part that is not optional; verbose: a line per finding."""
-    from rich.markup import escape
-
     drawn = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
@@ -81,8 +69,8 @@ def table(findings: list[Finding], *, verbose: bool) -> Table:
         if verbose:
             drawn.add_row(f"[bold]{about}[/]")
             for line in lines:
-                missing = f"[yellow]missing:[/] {escape(line.remedy)}" if line.remedy else ""
-                drawn.add_row(escape(line.name), "; ".join(filter(None, (escape(line.state), missing))))
+                remedy = f"[yellow]missing:[/] {escape(line.remedy)}" if line.remedy else ""
+                drawn.add_row(escape(line.name), "; ".join(filter(None, (escape(line.state), remedy))))
             continue
         drawn.add_row(about, escape(", ".join(line.brief for line in lines if line.brief)) or "none")
         if about in ("backends", "packages") and (absent := [line.name for line in lines if not line.brief]):
@@ -95,8 +83,6 @@ def table(findings: list[Finding], *, verbose: bool) -> Table:
 
 def versions() -> Iterator[Finding]:
     """This package, Python and required packages, compared with the bounds in the metadata."""
-    from packaging.requirements import Requirement
-
     version = importlib.metadata.version("adaattn-hf")
     yield Finding("versions", "adaattn-hf", version, brief=f"adaattn-hf {version}")
     python = platform.python_version()
@@ -119,14 +105,8 @@ def installed(name: str) -> str:
         return ""
 
 
-def processor() -> Iterator[Finding]:
-    """The CPU, its threads, the compiler and the native kernels."""
-    import torch
-
-    from adaattn_hf.backends.capability import of_level
-    from adaattn_hf.backends.native.build import compiler
-    from adaattn_hf.backends.native.library import level_names, library, missing
-
+def machine() -> Iterator[Finding]:
+    """The CPU, its threads, the compiler and the native kernels; the GPUs that torch sees."""
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     yield Finding("cpu", "system", system, brief=system)
     yield Finding("cpu", "instruction set", f"torch sees {torch.backends.cpu.get_cpu_capability()}")
@@ -134,24 +114,16 @@ def processor() -> Iterator[Finding]:
     found = " ".join(compiler() or ())
     yield Finding("cpu", "C++ compiler", found, "" if found else "apt install g++, or conda install cxx-compiler")
     try:
-        kernels = library()
+        kernels, remedy = library(), "python -m adaattn_hf.backends.native"
+        lacking = "" if kernels else "; ".join(missing())
     except UsageError as error:
-        yield Finding("cpu", "native kernels", str(error))
-        return
+        kernels, remedy, lacking = None, "", str(error)
     if kernels is None:
-        yield Finding("cpu", "native kernels", "; ".join(missing()), "python -m adaattn_hf.backends.native")
-        return
-    level = f"{kernels.level_name} of {', '.join(level_names())}"
-    state = f"{level} ({of_level(kernels.level_name).words()}); {kernels.threads or 'all threads of torch'}"
-    yield Finding("cpu", "native kernels", state, brief=f"native kernels {level}")
-
-
-def devices() -> Iterator[Finding]:
-    """The GPUs that torch sees."""
-    import torch
-
-    from adaattn_hf.backends.capability import capability
-
+        yield Finding("cpu", "native kernels", lacking, remedy)
+    else:
+        level = f"{kernels.level_name} of {', '.join(level_names())}"
+        state = f"{level} ({of_level(kernels.level_name).words()}); {kernels.threads or 'all threads of torch'}"
+        yield Finding("cpu", "native kernels", state, brief=f"native kernels {level}")
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         state = f"torch {torch.__version__} is built {f'for CUDA or ROCm {built}' if built else 'without CUDA'}"
@@ -167,11 +139,7 @@ def devices() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
-    """Returns every backend, with what is missing for it here."""
-    import torch
-
-    from adaattn_hf.backends.select import BACKENDS
-
+    """Every backend, with what is missing for it here."""
     for name, backend in BACKENDS.items():
         try:
             lacking = backend.missing()

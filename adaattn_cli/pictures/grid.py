@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from adaattn_hf._files import printable
 from adaattn_hf.eval.progress import tell
+from adaattn_hf.plans.choices import EXACT, Choice
+from adaattn_hf.plans.evidence import LEVEL
+from adaattn_hf.plans.limits import unproven, verdict_of
+from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.wording import allowed, in_nats, legend, quotient, rise, share, times
 
-from ..._files import printable
-from ...plans.choices import EXACT, Choice
-from ...plans.evidence import LEVEL
-from ...plans.limits import unproven, verdict_of
-from ...plans.plan import Plan
-from ...plans.wording import allowed, in_nats, legend, quotient, rise, share, times
 from .headline import Bought, headline, name_of, speed_of, verdict
 
 MOST_ROWS, MOST_COLUMNS = 256, 128

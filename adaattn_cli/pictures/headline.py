@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import parse_json, printable
-from ...plans.evidence import LEVEL, MODEL, SOURCES
-from ...plans.limits import unproven
-from ...plans.plan import Plan, PlanError
-from ...plans.store import PLAN_FILE, text_file
-from ...plans.wording import allowed, at_most, counted, quotient, rise, share, times
+from adaattn_hf._files import parse_json, printable
+from adaattn_hf.plans.evidence import LEVEL, MODEL, SOURCES
+from adaattn_hf.plans.limits import unproven
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import PLAN_FILE, text_file
+from adaattn_hf.plans.wording import allowed, at_most, counted, quotient, rise, share, times
 
 REPORT_FILE = "adaattn_report.json"
 PLAN_HASH = "plan_sha256"

@@ -1,30 +1,68 @@
-"""Where a calibration writes its plan: never into a model unless asked, and never over what belongs to others."""
+"""The budgets of a calibration, and where its plans go: not into a model unless asked, not over what is others'."""
 
 from __future__ import annotations
 
+import math
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from adaattn_hf.errors import UsageError
+from adaattn_hf.patches.plans.configured import other_model
+from adaattn_hf.patches.plans.hashes import model_hash
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.wording import allowed
 
-PLAN_DIRECTORY = "adaattn-plan"
-"""Where a plan goes, and where commands look for one, if nothing is said."""
-DEMO_DIRECTORY = "adaattn-plan-demo"
-"""Where that of the packaged model goes: commands do not take it for the plan of another model."""
+from .options import DEMO_DIRECTORY, PLAN_DIRECTORY
+from .pictures.headline import name_of
+
+UNITLESS = 0.01
+"""A bare number from here on may be meant in percent, and is refused."""
+_BUDGET = re.compile(r"\s*(.*?)\s*(%|nats/token|nats|)\s*", re.DOTALL)
+"""A number and its unit."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def nats(budget: str) -> float:
+    """Returns a budget in nats/token: `0.1%` is ln 1.001, `1e-3` or `1e-3nats` itself; ValueError for others."""
+    number, unit = _BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr]
+    try:
+        value = math.log1p(float(number) / 100.0) if unit == "%" else float(number)
+    except ValueError as error:
+        raise ValueError(
+            f"budget is {budget!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
+        ) from error
+    if not unit and UNITLESS <= value < 1.0:
+        raise ValueError(
+            f"budget is {budget!r}, expected a unit: write {number}% (a rise of the perplexity by {number} %) or "
+            f"{number}nats (nats/token, a rise by {allowed(value).lstrip('+')})?"
+        )
+    if not 0.0 < value < 1.0:
+        raise ValueError(
+            f"budget is {budget!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a %, "
+            "such as 1%"
+        )
+    return value
+
+
+def folders(budgets: Sequence[str]) -> list[str]:
+    """Returns the directory names of budgets, `0.1pct`, `0.001nats`; ValueError if one is none, or is named twice."""
+    names: list[str] = []
+    for text in budgets:
+        nats(text)  # refuses what is none
+        number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
+        names.append(f"{float(number):g}{'pct' if unit == '%' else 'nats'}")
+        if names[-1] in names[:-1]:
+            raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")
+    return names
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the plan goes.
-
-    Attributes:
-        output_dir: Directory for the plan. Default: adaattn-plan (without MODEL adaattn-plan-demo). MODEL stays.
-        in_place: Write the plan into MODEL, a directory. Its config.json then carries the plan, and every load runs it.
-    """
+    """Where the plan goes: to a directory of its own, or into the model's."""
 
     output_dir: Path | None = None
     in_place: bool = False
@@ -105,12 +143,6 @@ def _refuse_checkpoint(target: Path) -> None:
 
 def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
     """Refuses a directory that holds another model's plan, by its configuration or, once loaded, by its weights."""
-    from adaattn_hf.patches.plans.configured import other_model
-    from adaattn_hf.patches.plans.hashes import model_hash
-
-    from ..plans.plan import Plan, PlanError
-    from .pictures.headline import name_of
-
     if not (target / "adaattn_plan.json").is_file():
         return
     remedy = f"give another directory (--output-dir), or delete {target}"

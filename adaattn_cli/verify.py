@@ -1,4 +1,4 @@
-"""Verifies a saved plan on given text, with the code of a calibration.
+"""`adaattn verify`: verifies a saved plan on given text, with the code of a calibration.
 
 Its budget, lengths, choices and cache are its claim. All else is the program's own, or typed: limits, level and text.
 """
@@ -12,51 +12,79 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from adaattn_hf.eval.progress import shown_progress
+from adaattn_hf.calibration import corpus
+from adaattn_hf.calibration.arms import ModelArms, stored_tap
+from adaattn_hf.calibration.corpus import TokenSequence
+from adaattn_hf.calibration.inputs import Inputs, LengthSample, refuse_longer
+from adaattn_hf.calibration.pricing import machine
+from adaattn_hf.calibration.scoring import Scoring
+from adaattn_hf.calibration.settings import CalibrationSettings, Judged
+from adaattn_hf.calibration.stock import stock_distance
+from adaattn_hf.calibration.texts import refuse_repeats
+from adaattn_hf.calibration.verify import Evidence, activation, gather, judge
+from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.plans.evidence import LEVEL
+from adaattn_hf.plans.limits import Gates, most_rounding, unproven, words
+from adaattn_hf.plans.plan import Plan, PlanError, Verified
+from adaattn_hf.plans.store import PLAN_FILE
+from adaattn_hf.plans.wording import allowed, in_nats
+from adaattn_hf.plans.wording import share as in_percent
 
-from ..calibration import corpus
-from ..calibration.arms import ModelArms, stored_tap
-from ..calibration.corpus import TokenSequence
-from ..calibration.inputs import Inputs, LengthSample, refuse_longer
-from ..calibration.pricing import machine
-from ..calibration.scoring import Scoring
-from ..calibration.settings import CalibrationSettings, Judged, Masking
-from ..calibration.stock import stock_distance
-from ..calibration.texts import refuse_repeats
-from ..calibration.verify import Evidence, activation, gather, judge
-from ..plans.evidence import LEVEL
-from ..plans.limits import Gates, most_rounding, unproven, words
-from ..plans.plan import Plan, Verified
-from ..plans.store import PLAN_FILE
-from .calibration_job import scoring_of
-from .memory import room_or_sentence
+from .ending import ending, room_or_sentence, use_threads
+from .job import scoring_of
+from .on_text import Verify
+from .options import PLAN_DIRECTORY, Done
 from .pictures.headline import name_of
-from .place import PLAN_DIRECTORY
-
-if TYPE_CHECKING:  # the command imports this module
-    from .verify import Proved
 
 
-def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: Console) -> dict[str, Any]:
+def run(options: Verify) -> Done:
+    """Verifies, says the verdict and returns it; code 1 if the plan does not pass."""
+    console = Console(stderr=options.as_json)
+    with ending(argument="data", wrong=(ValueError, FileNotFoundError, PlanError)):
+        use_threads(options.threads)
+        found = prove(options, console)
+    for sentence in found["differing"]:
+        tell(console, f"warning: {sentence}; figures may differ from those of the stored verification")
+    over = "" if found["cache"] == "model" else f" over a cache in {found['cache']}"
+    if not found["verdicts"]:
+        tell(console, f"{found['model']}: every layer is exact, and nothing is to be verified")
+    for length, verdict in found["verdicts"].items():
+        tell(
+            console,
+            f"{found['model']}, {verdict['tokens']:,} predictions at {length} tokens{over}: {verdict['sentence']}",
+        )
+    used = found["limits"]
+    lost = "2 % beyond chance" if used["needles"] is None else in_percent(used["needles"])
+    tell(
+        console,
+        f"limits: perplexity {allowed(used['budget'])} at a level of {in_percent(used['confidence'])}, mean KL "
+        f"{in_nats(used['budget'] + used['rounding'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, "
+        f"needles lost {lost}",
+    )
+    tell(console, f"stored verification: {found['stored_verdict']}")
+    return Done(found, int(not found["passed"]))
+
+
+def prove(options: Verify, console: Console) -> dict[str, Any]:
     """Returns the verdict by length and the limits as JSON values, next to the stored verdict.
 
     A plan with a cache format is verified over that cache. An exact plan without one passes: it changes nothing. Too
     little text is a ValueError, and no plan, or one of another model, a PlanError.
     """
-    device = resolve_device(asked.device)
-    if not asked.data:
+    device, judged, model = resolve_device(options.device), options.fill(Judged), options.model
+    if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
-    refuse_repeats(asked.data, None)
+    refuse_repeats(options.data, None)
     own = Path(model) / PLAN_FILE
-    path = asked.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
+    path = options.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
@@ -64,8 +92,8 @@ def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: 
     said = words(stored, plan.budget) if stored and not reason else f"the plan {reason}" if reason else "none"
     with room_or_sentence(f"memory: {device} has none left ({{}}), {room}".format):
         if not plan.is_exact or stored_as != "model":
-            loaded = load(model, plans=(str(path),), device="cpu", implementation="adaattn", **asked.source())
-            verdicts, gates = _verdicts(plan, loaded, scoring_of(loaded, masking), asked, judged, console)
+            loaded = load(model, plans=(str(path),), device="cpu", implementation="adaattn", **options.source())
+            verdicts, gates = _verdicts(plan, loaded, scoring_of(loaded, options), options, console)
     return {
         "model": name_of(plan),
         "cache": stored_as,
@@ -79,14 +107,14 @@ def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: 
 
 
 def _verdicts(
-    plan: Plan, loaded: Checkpoint, scoring: Scoring, asked: Proved, judged: Judged, console: Console
+    plan: Plan, loaded: Checkpoint, scoring: Scoring, options: Verify, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
-    settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(judged))
-    subject = Subject(placed(loaded.model, asked.device))
+    settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(options.fill(Judged)))
+    subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
     programs = {index: one for index, (_, one) in found.items() if one is not None}
-    pool, apart = held_out(plan, settings, asked.data, loaded, scoring)
+    pool, apart = held_out(plan, settings, options.data, loaded, scoring)
     samples = {}
     for length in plan.lengths:
         cut = tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in pool)
@@ -98,7 +126,7 @@ def _verdicts(
     heads = len(found) * len(plan.layers[0].choices) if programs else 1
     verdicts, tap = dict[int, Verified](), stored_tap(programs, plan.cache[0] if plan.cache else "model")
     work = {f"verify {length}": float(length) for length in plan.lengths}
-    with shown_progress(work, console, quiet=asked.quiet) as progress:
+    with shown_progress(work, console, quiet=options.quiet) as progress:
         for length, sample in samples.items():
             evidence = Evidence(apart=apart)
             step = partial(progress, f"verify {length}", total=len(pool) + haystacks)

@@ -1,19 +1,26 @@
-"""Ends a command early: after Ctrl-C or a kill, or because of an error."""
+"""What may end a command early, each in one sentence: options, files, memory that is full, Ctrl-C or a kill."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
+import torch
 import typer
 from rich.console import Console
 
+from adaattn_hf.errors import DataUnavailable, EvalError, OutOfMemory, UsageError
 from adaattn_hf.eval.progress import tell
 
-from ..errors import DataUnavailable, EvalError, UsageError
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
+"""Words in the plain `RuntimeError` that torch raises where the machine, or a library of CUDA's, has no memory left."""
 
 
 @contextmanager
@@ -77,3 +84,45 @@ def leave(error: EvalError) -> NoReturn:
     for line in f"error: {error}".splitlines():
         tell(Console(stderr=True, style="red"), line)
     raise typer.Exit(error.exit_code) from error
+
+
+@contextmanager
+def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
+    """Context manager: replaces an out-of-memory error of the allocator by OutOfMemory with the given sentence."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in FULL):
+            raise
+        raise OutOfMemory(sentence(_said(error))) from error
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
+    for advice in (" Including non-PyTorch", " Of the allocated memory", " If reserved", " Error code"):
+        text = text.partition(advice)[0]
+    return text.rstrip(". ")
+
+
+def writable(directory: Path, argument: str) -> None:
+    """Refuses a directory that cannot be made or written to (UsageError); makes none, which a failure would leave."""
+    there = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
+    try:
+        # permissions do not say it all: nobody can make a file in /proc, on a full disk or on one mounted for reading
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        what = "written to" if directory.is_dir() else "made"
+        raise UsageError(
+            f"{argument}: {directory} cannot be {what} ({error.strerror}); give a directory that can be written"
+        ) from error
+
+
+def use_threads(threads: int | None) -> None:
+    """Sets the number of torch's threads; `None` leaves it unchanged. Raises UsageError if it is less than 1."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise UsageError(f"threads is {threads}, expected at least 1")
+    torch.set_num_threads(threads)

@@ -1,17 +1,22 @@
-"""Runs the cells of `adaattn bench` in turn; prints each result and writes it to the output file at once."""
+"""`adaattn bench`: times adaattn against every stock implementation installed here, over a grid of cells in YAML.
+
+Cells are run in turn; each result is printed, and written to the output file at once.
+"""
 
 from __future__ import annotations
 
 import gc
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 
+from adaattn_hf._files import json_text, parse_json, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
-from adaattn_hf.eval.bench.grid import Cell, Grid
+from adaattn_hf.errors import UsageError, unknown
+from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
 from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, shape_of, trace, ways
@@ -19,18 +24,43 @@ from adaattn_hf.eval.bench.work import Work, missing
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import peak_bytes, spread
-from adaattn_hf.patches.checkpoint import known_implementations
+from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
 from adaattn_hf.patches.registry import register
 
-from .._files import json_text, parse_json, write_atomically
-from ..errors import UsageError, unknown
-
-if TYPE_CHECKING:  # the command imports this module
-    from .bench import Bench
+from .commands import Bench
+from .ending import ending, use_threads, writable
+from .options import Done
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
 _REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError)
+
+
+def run(options: Bench) -> Done:
+    """Measures, and returns the report; code 1 if a cell is below its floor and that matters."""
+
+    def kept() -> str:
+        if options.file.is_file():
+            return f"finished cells are kept in {options.file}; --output {options.file} --only REGEX adds others"
+        return "no cell was finished"
+
+    with ending(
+        argument="output",
+        default=options.file,
+        stays="cells that were finished before are kept, where --only REGEX adds the others",
+        kept=kept,
+    ):
+        use_threads(options.threads)
+        where = resolve_device(options.device)
+        data = read_grid(options.grid, where.type)
+        cells = choose_cells(data, options.only)
+        check_names([options.attn_implementation, *options.names])
+        writable(options.file.parent, "output")
+        writable(options.page.parent, "table")
+        if options.profile is not None:
+            writable(options.profile, "profile")
+        report, failed = measured(cells, data, where, options)
+    return Done(report, int(options.gate and bool(failed)))
 
 
 def check_names(names: list[str]) -> None:
@@ -55,30 +85,28 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     return found
 
 
-def run(
-    cells: list[Cell], data: Grid, where: torch.device, asked: Bench, console: Console
-) -> tuple[dict[str, Any], list[str]]:
+def measured(cells: list[Cell], data: Grid, where: torch.device, options: Bench) -> tuple[dict[str, Any], list[str]]:
     """Measures, prints and writes; returns the report, and a line for each cell that is below its floor."""
-    names, output = asked.named or data.stock, asked.file
+    console, names, output = Console(stderr=options.as_json), options.names or data.stock, options.file
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
     report: dict[str, Any] = {
         "provenance": provenance(where),
-        "rounds": asked.rounds,
-        "ours": asked.attn_implementation,
+        "rounds": options.rounds,
+        "ours": options.attn_implementation,
         "absent": absent,
         "slower": data.slower,
         "cells": [],
     }
     # a run of some cells keeps the others' figures, each with the commit that it was measured at
-    earlier = _earlier(output, report, asked.overwrite)
+    earlier = _earlier(output, report, options.overwrite)
     failed = []
     step = f"{len(cells)} cells"
     with shown_progress({step: 1.0}, Console(stderr=True)) as progress:
         for number, cell in enumerate(cells):
             progress(step, number, len(cells))
-            others = [name for name in present if asked.named or name not in cell.without]
-            found = run_cell(cell, [asked.attn_implementation, *others], data, where, asked)
+            others = [name for name in present if options.names or name not in cell.without]
+            found = run_cell(cell, [options.attn_implementation, *others], data, where, options)
             if found["best"] is not None and found["ratio_best"]["wall"]["median"] < cell.floor:
                 failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
             found["commit"] = report["provenance"]["commit"]
@@ -93,10 +121,10 @@ def run(
             gc.collect()
             # after every cell: an interrupted run keeps what it measured
             write_atomically(output, json_text(report, indent=1) + "\n")
-            write_atomically(asked.page, markdown(report, output.name))
+            write_atomically(options.page, markdown(report, output.name))
         progress(step, len(cells), len(cells))
-    tell(console, f"written: {output}, {asked.page}")
-    if asked.gate:
+    tell(console, f"written: {output}, {options.page}")
+    if options.gate:
         for line in failed:
             tell(console, f"below its floor: {line}")
     return report, failed
@@ -122,7 +150,7 @@ def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str,
     return {} if changed else cells
 
 
-def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, asked: Bench) -> dict[str, Any]:
+def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, options: Bench) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
     # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
     torch.compiler.reset()
@@ -153,11 +181,11 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
         if error is not None:
             errors[own] = error(result)
         works[own] = work
-    if asked.profile is not None:
-        trace(works, asked.profile, cell.title, device)
-    for _ in range(1 + asked.gate):
+    if options.profile is not None:
+        trace(works, options.profile, cell.title, device)
+    for _ in range(1 + options.gate):
         # a neighbour on the machine may have disturbed the first time; a real loss shows twice
-        times = measure(works, asked.rounds, device)
+        times = measure(works, options.rounds, device)
         ratios = {
             name: {
                 clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=False)])
@@ -181,7 +209,7 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
         "ratio_best": None if best is None else ratios[best],
         "difference": differences,
         "error": errors,
-        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if asked.memory else {},
+        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if options.memory else {},
         "refused": refused,
     }
 

@@ -1,0 +1,163 @@
+"""The command `adaattn` as typer shows it; what a command does is imported when it runs.
+
+Nothing of `adaattn_hf` is imported before, as that would import Transformers: help, version, completion and mistakes in
+options answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+
+from .commands import COMMANDS, GROUPS
+from .options import Done, Options
+
+
+class Command(TyperCommand):
+    """A command whose help page cuts no name of an option off, in a narrow window either."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Like typer's; flags, which take no value, without a type, and `--help` among the last options."""
+        parameters = without_types(super().get_params(ctx))
+        last: Any = self.params[-1]
+        parameters[-1].rich_help_panel = last.rich_help_panel
+        return parameters
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Like typer's; without a table where there is no room for one."""
+        self.rich_markup_mode = "rich" if shutil.get_terminal_size().columns >= 80 else None
+        super().format_help(ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of commands, with the help page of one."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Like typer's; flags, which take no value, without a type."""
+        return without_types(super().get_params(ctx))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Like typer's; in the order of `COMMANDS`."""
+        order = [word for name in COMMANDS for word in name.split()]
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+
+def without_types(parameters: list[Any]) -> list[Any]:
+    """Returns the parameters, without a type in the help of flags."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+def group(**options: Any) -> typer.Typer:
+    """Returns an empty group of commands."""
+    return typer.Typer(
+        cls=Group,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+        **options,
+    )
+
+
+def add(parent: typer.Typer, name: str, options: type[Options]) -> None:
+    """Adds a command to a group, by what is typed, `plan show` say."""
+
+    def command(**values: Any) -> None:
+        execute(name, options, values)
+
+    parameters = options.parameters()
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    # a paragraph is one line: it is the terminal that knows where it breaks
+    text, codes, ends = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(options) or "").partition("Exit codes:")
+    settings = {"help_option_names": ["--help", "-h"], **options.others}
+    made = parent.command(
+        name.rpartition(" ")[2], cls=Command, help=text.rstrip(), epilog=codes + ends, context_settings=settings
+    )
+    made(command)
+
+
+def execute(name: str, options: type[Options], values: dict[str, Any]) -> None:
+    """Runs a command: reads its options, imports what does it, prints its JSON and ends with its exit code."""
+    try:
+        asked = options.of(values)
+    except ValueError as error:
+        Console(stderr=True, style="red").print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    module, _, function = name.partition(" ")
+    if name != "run" and not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a library's bar that nobody sees grow is a line of noise
+    as_json = getattr(asked, "as_json", False)
+    # models and data sets may print
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            work = importlib.import_module(f"adaattn_cli.{module}")
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted before anything was begun", err=True)
+            raise typer.Exit(130) from error
+        done: Done = getattr(work, function or "run")(asked)
+    if as_json and done.result is not None:
+        from adaattn_hf._files import json_text
+
+        typer.echo(done.result if isinstance(done.result, str) else json_text(done.result, indent=1))
+    raise typer.Exit(done.code)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        package = find_spec("adaattn_hf")  # looks for the file; imports nothing
+        if package is None or package.origin is None:
+            raise ModuleNotFoundError("adaattn_hf is not installed; reinstall adaattn-hf")
+        # of the source that runs, which need not be installed
+        source = Path(package.origin).read_text(encoding="utf-8")
+        typer.echo(f"adaattn-hf {source.partition('__version__ = ')[2].split()[0].strip(chr(34))}")
+        raise typer.Exit
+
+
+def adaattn(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Faster attention for Transformers: exact by default, or within a loss budget that you set."""
+
+
+def application() -> typer.Typer:
+    """Returns the command line with every command."""
+    root = group()
+    root.callback()(adaattn)
+    groups = {"": root}
+    for name, text in GROUPS.items():
+        groups[name] = group(add_completion=False, help=text)
+        root.add_typer(groups[name], name=name)
+    for name, options in COMMANDS.items():
+        add(groups[name.rpartition(" ")[0]], name, options)
+    return root
+
+
+app = application()
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exits the process with the command's code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, say, has no Δ
+            stream.reconfigure(errors="backslashreplace")
+    app(args=None if argv is None else list(argv), prog_name="adaattn")

@@ -1,0 +1,172 @@
+"""`adaattn calibrate`: a loss budget in, a verified plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from adaattn_hf.calibration import calibrate as calibration
+from adaattn_hf.calibration import team as processes
+from adaattn_hf.calibration.inputs import OutOfTime, refuse_longer
+from adaattn_hf.calibration.scoring import Scoring
+from adaattn_hf.calibration.state import CalibrationState, kept_in, refuse_interrupted
+from adaattn_hf.calibration.team import Team
+from adaattn_hf.calibration.texts import refuse_repeats
+from adaattn_hf.errors import ModelUnavailable, UsageError
+from adaattn_hf.eval.progress import beating, shown_progress, tell
+from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
+from adaattn_hf.patches.plans.positions import stated_positions
+from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.plans.wording import allowed
+
+from .ending import ending, room_or_sentence, use_threads, writable
+from .fit import fit_to_text, opened
+from .job import Job, job_of, out_of_memory, outlook, scoring_of
+from .on_text import Calibrate
+from .options import Done
+from .place import Place, folders, refuse_other_plan
+from .storing import BUDGET_NOT_MET, Show, store, stored
+
+MEASURED = "moments", "risk", "prices"
+"""Stages that all budgets share."""
+
+
+def run(options: Calibrate) -> Done:
+    """Calibrates, and returns plan and report; code 4 if no plan passed for a budget."""
+    console, place = Console(stderr=options.as_json), options.fill(Place)
+    with ending(wrong=(ValueError,)):
+        target = place.directory(options.model)
+        places = place.each(options.model, folders(options.budget))
+
+    def kept() -> str:
+        if kept_in(target) is None:
+            return "nothing was measured yet, so nothing is kept"
+        return f"what is measured is kept in {target}; the same command with --resume goes on"
+
+    with ending(default=target, stays=kept, kept=kept, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
+        use_threads(options.threads)
+        resolve_device(options.device)
+        job = job_of(options, target, places)
+        refuse_repeats(job.data, job.verify_data)
+        writable(target, "output_dir")
+        if not options.resume:
+            refuse_interrupted(target)
+        team, rank = processes.join()
+        if team.size > 1 and options.device == "auto":
+            raise UsageError(
+                f"device: got 'auto' in {team.size} processes, expected it in one, since it takes all GPUs; start one "
+                "process, or leave --device out and each takes a GPU of its own"
+            )
+        config, encode = opened(job.model, **options.source())
+        positions, silent = stated_positions(config), options.quiet or not team.leads
+        others = () if place.in_place else places
+        for directory in others:  # what the configuration says, before weights and text are read
+            refuse_other_plan(directory, config)
+        if options.lengths:
+            refuse_longer(job.settings.lengths, positions, job.model)
+        loading = partial("loading {}: {:.0f} s".format, job.model)
+        full = partial(out_of_memory, job, "the machine", "")
+        with beating(loading, console, quiet=silent), room_or_sentence(full):
+            loaded = load(job.model, dtype=options.dtype, device="cpu", implementation="adaattn", **options.source())
+        scoring = scoring_of(loaded, options)
+        for directory in others:
+            refuse_other_plan(directory, config, loaded.model)
+        if team.leads:
+            tell(console, place.sentence(target, options.model))
+            tell(console, f"budget: perplexity {', '.join(map(allowed, job.budgets.values()))}")
+        if not options.lengths:
+            fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
+            job = replace(job, settings=fitted)
+            if not silent:
+                tell(console, sentence)
+        code, found = calibrated(job, loaded, scoring, console, team, rank)
+    processes.leave()
+    return Done(found if team.leads else None, code)
+
+
+def calibrated(
+    job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int
+) -> tuple[int, dict[str, Any]]:
+    """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
+
+    Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
+    directory. An earlier verified plan of these weights is kept if none passes now.
+    """
+    wanted = job.options.device
+    if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
+        wanted = f"cuda:{rank}"
+    device = resolve_device(wanted)
+    several = len(job.budgets) > 1
+    words = {place: f" for {place.name}" * several for place in job.budgets}
+    about, worst, every, shown = "", 0, dict[str, Any](), list[Show]()
+
+    quiet = job.options.quiet or not team.leads
+
+    def say(sentence: str, details: str = "") -> None:
+        if not quiet:
+            tell(console, f"{sentence} ({details})" if details and job.options.verbose else sentence)
+
+    try:
+        with shown_progress({}, console, quiet=quiet) as progress:
+
+            def expect(seconds: Mapping[str, float]) -> None:
+                before = "moments" in seconds  # the measurements, which budgets share
+                for line in outlook(job, seconds) if before else []:
+                    say(line)
+                for one in words.values() if before else [about]:
+                    progress.expect({stage + one * (stage not in MEASURED): work for stage, work in seconds.items()})
+
+            def step(stage: str, done: int, total: int) -> None:
+                progress(f"{stage}{about}", done, total)
+
+            def no_room(said: str) -> str:
+                return out_of_memory(job, device, progress.stage.partition(" for ")[0], said)
+
+            with room_or_sentence(no_room):
+                measurement = calibration.measured(
+                    Subject(placed(loaded.model, wanted)),
+                    loaded.encode,
+                    job.data,
+                    job.settings,
+                    verify_data=job.verify_data,
+                    scoring=scoring,
+                    prices=job.prices,
+                    directory=job.target,
+                    resume=job.options.resume,
+                    known=job.known,
+                    progress=step,
+                    say=say,
+                    expect=expect,
+                    opened=job.began,
+                )
+                state = measurement.state
+                for place, budget in job.budgets.items():
+                    if place.name in state.finished:
+                        say(f"kept: {place}, which the interrupted run finished")
+                        worst = max(worst, state.finished[place.name])
+                        every[place.name] = stored(place) if team.leads else {}
+                        continue
+                    about = words[place]
+                    result = calibration.decided(measurement, budget)
+                    one = replace(job, target=place)
+                    code, every[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
+                    if team.leads:
+                        every[place.name], show = store(one, measurement, result, console)
+                        shown.append(show)
+                        if several:
+                            state.finished[place.name] = code
+                            state.save(job.target)
+                    worst = max(worst, code)
+    except OutOfTime as over:
+        tell(console, f"{over}: what is measured is kept in {job.target}; --resume with more --minutes goes on")
+        return BUDGET_NOT_MET, every
+    finally:
+        for show in shown:
+            show()
+    if team.leads:
+        CalibrationState.forget(job.target)
+    return worst, every if several else next(iter(every.values()))

@@ -1,0 +1,183 @@
+"""Plans on one HTML page that needs no network: one, two beside one another, or what every budget would buy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaattn_hf.eval.pages import filled
+from adaattn_hf.plans.choices import EXACT, Choice, Precision, Rank, Window
+from adaattn_hf.plans.limits import unproven
+from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.wording import allowed, legend
+from adaattn_hf.policy.knapsack import Allocation, evaluate, shared_prices, worst_length
+from adaattn_hf.policy.table import SolverTable
+
+from .grid import details, grid, layers_of, notes, time_shares
+from .headline import Bought, grounds, name_of, speed_of, verdict
+
+BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
+"""Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Returns the page.
+
+    Args:
+        data: `title`, the model's name; `headline`, the large line below it, or None for the verdict of the plan shown;
+            `under`, lines below the picture; `about`, lines that a click shows; `rows`, the layers; `width`, heads of a
+            layer; `choices`, labels, exact first; `stops`, plans in the order of the slider, each with `name`,
+            `verdict`, None where it was not verified, `loss` in nats/token, `speed`, perhaps `memory`, a share of the
+            cache's bytes, and a `proof`, and per unit `picks`, `risk` in nats/token and `time` as a share of the exact
+            one, None for what is not known; `start`, the stop that is shown first; `offers`, `risk` and `time` of every
+            unit and choice, or None; `compared`, whether the stops are shown beside one another.
+    """
+    return filled("adaattn_cli.pictures", "page.html", data)
+
+
+def plan_page(plan: Plan, buys: Bought | None = None) -> str:
+    """Returns the page of one plan, with what the report beside it says that it buys."""
+    return _pages([("the plan", buys, plan)], None, details(plan))
+
+
+def compared(plans: Sequence[tuple[str, Bought | None, Plan]], line: str) -> str:
+    """Returns a page with named plans beside one another; heads that differ are outlined."""
+    return _pages(plans, line, ())
+
+
+def proof(plan: Plan) -> dict[str, Any] | None:
+    """Returns the verdict of held-out text on a plan, nats/token, and in words."""
+    if plan.verified is None or unproven(plan) is not None:
+        return None
+    return {
+        "mean": _finite(plan.verified.delta_nll),
+        "upper": _finite(plan.verified.upper),
+        "sentence": f"Confidence of the bound: {grounds(plan)}.",
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """Returns a number rounded to four digits, enough for a page; None for what no float can say."""
+    return None if value is None or _finite(value) is None else float(f"{value:.4g}")
+
+
+def _stop(
+    name: str,
+    picks: Sequence[int | None],
+    risk: Iterable[float],
+    time: Iterable[float | None],
+    loss: float,
+    speed: float | None,
+    memory: float | None = None,
+) -> dict[str, Any]:
+    return {
+        "name": name, "picks": list(picks), "risk": list(map(rounded, risk)), "time": list(map(rounded, time)),
+        "loss": rounded(loss), "speed": rounded(speed), "memory": rounded(memory), "verdict": None, "proof": None,
+    }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    """JSON has neither infinity nor NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _pages(plans: Sequence[tuple[str, Bought | None, Plan]], line: str | None, about: Sequence[str]) -> str:
+    rows = sorted({index for *_, plan in plans for index in layers_of(plan)})
+    heads = max(max((len(layer.choices) for layer in plan.layers), default=1) for *_, plan in plans)
+    grids = [grid(plan, rows, heads) for *_, plan in plans]
+    choices: dict[Choice, int] = {EXACT: 0}
+    for choice in (choice for one in grids for row in one for choice in row):
+        choices.setdefault(choice, len(choices))
+    width = max((len(row) for one in grids for row in one), default=1)
+    stops = []
+    for (name, buys, plan), row in zip(plans, grids, strict=True):
+        risks = {(unit.layer, unit.head): unit.risk for unit in plan.units}
+        picks = [choices[heads[at]] if at < len(heads) else None for heads in row for at in range(width)]
+        risk = [risks.get((layer, head), 0.0) for layer in rows for head in range(width)]
+        speed = speed_of(plan) if plan.units else 1.0
+        one = _stop(name, picks, risk, time_shares(plan, rows, width), plan.predicted_loss, speed)
+        stops.append({**one, "verdict": verdict(plan, buys), "proof": proof(plan)})
+    return page(
+        {
+            "title": name_of(plans[0][-1]),
+            "headline": line,
+            "under": [legend(choices), *dict.fromkeys(note for *_, plan in plans for note in notes(plan))],
+            "about": about,
+            "rows": rows,
+            "width": width,
+            "choices": [choice.label for choice in choices],
+            "stops": stops,
+            "start": 0,
+            "offers": None,
+            "compared": len(plans) > 1,
+        }
+    )
+
+
+def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
+    """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was verified.
+
+    The report beside it says what it `buys`; `name` is that of the model in the heading, the plan's own if absent.
+    """
+    exact = np.zeros(len(table.units), dtype=np.int64)
+    base = evaluate(exact, table.prices, table.risks, table.launches)
+    stops = [_solved("exact", table, base, base.price)]
+    settings = plan.protocol.get("settings", {})
+    smallest = settings.get("optimize") == "memory" or settings.get("kv_bytes") is not None
+    for budget in BUDGETS:
+        picks = table.solve(budget, smallest).picks
+        solved = evaluate(picks, table.prices, table.risks, table.launches)
+        stop = _solved(allowed(budget), table, solved, base.price)
+        if stop["picks"] != stops[-1]["picks"]:
+            stops.append({**stop, "budget": budget})
+    start = len(stops) // 2
+    if plan.verified is not None and not plan.is_exact:
+        chosen = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
+        stop = _solved(f"your plan, allowed {allowed(plan.budget)}", table, chosen, base.price)
+        stop |= {"verdict": verdict(plan, buys), "proof": proof(plan)}
+        start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
+        stops.insert(start, stop)
+    heads = len(table.units) // len(set(table.launches.layer.tolist()))
+    each = table.prices + table.launches.constant.sum(axis=0) / heads
+    risks = table.risks.max(axis=0)
+    parts = (Window(256, 16), Rank(16), *map(Precision, Precision.families))
+    return {
+        "title": name or name_of(plan),
+        "headline": None,
+        "under": [legend(map(Choice.of, parts)), *notes(plan)],
+        "about": details(plan),
+        "rows": list(dict.fromkeys(layer for layer, _ in table.units)),
+        "width": heads,
+        "choices": list(table.choices),
+        "stops": stops,
+        "start": start,
+        "offers": {
+            "risk": [list(map(rounded, row)) for row in risks.tolist()],
+            "time": [list(map(rounded, row)) for row in (each / each[:, :1]).tolist()],
+        },
+        "compared": False,
+    }
+
+
+def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
+    chosen = {(layer.layer, head): choice.label for layer in plan.layers for head, choice in enumerate(layer.choices)}
+    strange = sorted({name for name in chosen.values() if name not in table.choices})
+    if strange or not set(chosen) <= set(table.units):
+        raise ValueError(
+            f"plan: takes {', '.join(strange) or 'heads'} that its report does not hold; give the directory of one "
+            "calibration"
+        )
+    return np.array([table.choices.index(chosen.get(unit, table.choices[0])) for unit in table.units])
+
+
+def _solved(name: str, table: SolverTable, allocation: Allocation, base: float) -> dict[str, Any]:
+    picks = allocation.picks
+    price, full = (shared_prices(one, table.prices, table.launches) for one in (picks, np.zeros_like(picks)))
+    kept, units = table.kept, np.arange(len(picks))
+    memory = None if kept is None else float(kept[units, picks].sum() / kept[:, 0].sum())
+    risk, time = worst_length(table.risks, picks).tolist(), (price / full).tolist()
+    return _stop(name, picks.tolist(), risk, time, float(allocation.risk.max()), base / allocation.price, memory)

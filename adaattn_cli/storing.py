@@ -1,0 +1,123 @@
+"""Stores what a calibration found for one budget, and shows it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from adaattn_hf._files import json_text, write_atomically
+from adaattn_hf.calibration.benefit import Benefit
+from adaattn_hf.calibration.calibrate import save_plan
+from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.settings import Calibration
+from adaattn_hf.calibration.state import RISKS_FILE
+from adaattn_hf.eval.progress import tell
+from adaattn_hf.plans.limits import unproven
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import PLAN_FILE
+from adaattn_hf.plans.wording import share
+
+from .job import Job
+from .pictures.grid import print_plan
+from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
+from .pictures.page import plan_page
+
+Show = Callable[[], None]
+"""Shows the plan of a budget."""
+FAILED_FILE = "adaattn_failed.json"
+WORTHWHILE = 1.03
+"""Whole models that are less faster than this hardly gain by their plan."""
+BUDGET_NOT_MET = 4
+"""Exit code when the budget cannot be met and the plan is exact."""
+
+
+def store(job: Job, measurement: Measurement, result: Calibration, console: Console) -> tuple[dict[str, Any], Show]:
+    """Writes the plan of one budget with its report and risks; returns it as JSON, and a function that shows it."""
+    plan = result.plan.to_json()
+    prices = result.report.pop("prices")
+    report = json_text({**result.report, PLAN_HASH: digest(plan.encode())}, indent=1, sort_keys=True)
+    found = {"plan": json.loads(plan), "report": json.loads(report)}
+    if not result.met and _proven(job.target, result.plan.weight_hash):
+        failed = job.target / FAILED_FILE
+        write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
+        return found, partial(
+            _tell_all,
+            console,
+            [result.sentence, f"kept: the plan in {job.target}, which was verified before", f"report: {failed}"],
+        )
+    write_atomically(job.target / "adaattn_prices.json", prices)
+    write_atomically(job.target / REPORT_FILE, report + "\n")
+    buys = Bought.of(json.loads(report))
+    picture = job.target / "adaattn_plan.html"
+    write_atomically(picture, plan_page(result.plan, buys))
+    measurement.state.save(job.target, RISKS_FILE)
+    subject = measurement.inputs.subject
+    save_plan(subject, result, job.target)
+    (job.target / FAILED_FILE).unlink(missing_ok=True)
+    subject.remove_plan()  # what follows is measured beside exact attention
+    passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]
+    lines = [
+        *([result.report["cache"]] if result.met and "cache" in result.report else []),
+        *(one.sentence() for one in passes if job.options.verbose or one.high < 1.0),
+        *little(passes, result.met),
+        f"plan: {job.target}",
+        f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
+        f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
+        f"picture: {picture}",
+        f"other budgets: adaattn plan explore {shlex.quote(str(job.target))} --html FILE",
+    ]
+
+    def show() -> None:
+        print_plan(console, result.plan, buys, job.options.verbose, None if result.met else result.sentence)
+        _tell_all(console, lines)
+
+    return found, show
+
+
+def little(passes: Sequence[Benefit], met: bool) -> list[str]:
+    """Returns a line on what would gain more, where a plan hardly makes the whole model faster."""
+    most = max(passes, key=lambda one: one.ratio, default=None)
+    if not met or most is None or most.ratio >= WORTHWHILE:
+        return []
+    gain = f"{share(max(most.ratio - 1.0, 0.0))} at {most.length:,} tokens"
+    return [f"this plan gains {gain}: longer --lengths gain more, and so does a larger --budget"]
+
+
+def stored(place: Path) -> dict[str, Any]:
+    """Returns what `store` wrote to a directory, as JSON."""
+    failed = place / FAILED_FILE
+    if failed.is_file():
+        return dict(json.loads(failed.read_bytes()))
+    files = {"plan": PLAN_FILE, "report": REPORT_FILE}
+    return {name: json.loads((place / file).read_bytes()) for name, file in files.items()}
+
+
+def _tell_all(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        tell(console, line)
+
+
+def _proven(directory: Path, weights: str) -> bool:
+    try:
+        plan = Plan.from_pretrained(directory)
+    except PlanError:
+        return False
+    return plan.weight_hash == weights and plan.verified is not None and unproven(plan) is None
+
+
+def evaluation(job: Job, dtype: str) -> str:
+    """Returns the shell command that evaluates the plan on the text that it was verified on."""
+    words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
+    words += ["--dtype", dtype] if dtype != "float32" else []
+    for name, value in job.options.source().items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    words += ["--windows", "strided"] if job.options.gguf_file else []
+    for text in job.verify_data or job.data:
+        words += ["--data", str(text)]
+    return shlex.join(words)

@@ -1,0 +1,176 @@
+"""Options from the fields of a dataclass; and those of the commands, which say what the package says."""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from adaattn_cli import app as application
+from adaattn_cli.commands import COMMANDS
+from adaattn_cli.on_text import Calibrate, Eval, Profile, Verify
+from adaattn_cli.options import (
+    CACHES,
+    DTYPES,
+    FAMILIES,
+    OBJECTIVES,
+    OPTIMIZED,
+    PADDINGS,
+    RECIPES,
+    Done,
+    Options,
+    argument,
+    option,
+    words,
+)  # fmt: skip
+from adaattn_hf.attention.stored import FORMATS
+from adaattn_hf.calibration import settings as calibration
+from adaattn_hf.eval import settings as evaluation
+from adaattn_hf.patches import checkpoint
+from adaattn_hf.policy.candidates import known_families
+
+from ..support.command import leaves
+
+
+def _doubled(text: str, name: str) -> float:
+    try:
+        return 2 * float(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}, expected a number") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(Options):
+    """What comes last."""
+
+    where: Path | None = option(None, "Where it goes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted(Base):
+    """Print what was asked for."""
+
+    name: str = argument(..., "Whose.")
+    how_many: int = option(3, "How many.", least=1)
+    loud: bool = option(False, "Loudly.")
+    times: float = option(2.0, "How often: a number.", "--how-often", read=_doubled)
+    kind: str | None = option(None, "What kind.", choices=("a", "b8"))
+    named: tuple[str, ...] = option((), "Names.")
+
+    def __post_init__(self) -> None:
+        if self.how_many == 13:
+            raise ValueError("how_many: got 13, expected another number")
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    def run(options: Wanted) -> Done:
+        typer.echo(options)
+        return Done(code=3)
+
+    monkeypatch.setitem(sys.modules, "adaattn_cli.wanted", SimpleNamespace(run=run))
+    made = application.group(add_completion=False)
+    for name in ("wanted", "other"):
+        application.add(made, name, Wanted)
+    return made
+
+
+def test_fields_are_options_with_their_defaults(app: typer.Typer) -> None:
+    assert CliRunner().invoke(app, ["wanted", "a"]).output == f"{Wanted(name='a')}\n"
+    typed = "wanted a --where here --how-many 5 --loud --how-often 4 --kind b8 --named x --named y"
+    done = CliRunner().invoke(app, typed)
+    every = Wanted(name="a", where=Path("here"), how_many=5, loud=True, times=8.0, kind="b8", named=("x", "y"))
+    assert done.output == f"{every}\n"
+    assert done.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--how-many", "few"], "Invalid value"),
+        (["--how-many", "0"], "Invalid value"),
+        (["--no-loud"], "No such option"),
+        (["--kind", "c"], "Invalid value"),
+        (["--how-often", "x"], "error: how_often is 'x', expected a number"),
+        (["--how-many", "13"], "error: how_many: got 13, expected another number"),
+    ],
+)
+def test_mistakes_are_sentences_with_exit_code_2(typed: list[str], says: str, app: typer.Typer) -> None:
+    done = CliRunner().invoke(app, ["wanted", "a", *typed])
+    assert (done.exit_code, says in done.output) == (2, True), done.output
+
+
+def test_a_help_page_says_what_each_takes(app: typer.Typer) -> None:
+    shown = " ".join(CliRunner().invoke(app, ["wanted", "--help"], terminal_width=200).output.split())
+    helps = (
+        "Where it goes.",
+        "How many.",
+        "Loudly.",
+        "How often: a number.",
+        "What kind. One of a, b8.",
+        "[default: 3]",
+    )
+    assert all(words in shown for words in helps)
+    assert shown.index("How many.") < shown.index("Where it goes"), "those of a base come last"
+
+
+def test_words_are_split_at_commas_and_none_is_refused() -> None:
+    assert words(" window, bf16,", "families") == ("window", "bf16")
+    with pytest.raises(ValueError, match=r"families is ' ,', expected some of"):
+        words(" ,", "families")
+
+
+def test_every_option_has_a_help() -> None:
+    lacking = {name: [p.name for p in one.params if p.name != "help" and not p.help] for name, one in leaves().items()}
+    assert not any(lacking.values()), lacking
+
+
+SETTINGS: list[tuple[type[Options], Any]] = [
+    (Eval, evaluation.Settings), (Eval, evaluation.Text), (Eval, evaluation.Loading), (Eval, evaluation.Limits),
+    (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, calibration.Masking),
+    (Verify, calibration.Judged), (Verify, calibration.Masking),
+]  # fmt: skip
+PROGRAMS = {"haystacks", "needles", "windows", "alpha", "rounds"}
+"""Settings of a calibration that are no options."""
+
+
+def differing(options: Any, settings: Any) -> list[str]:
+    """Settings that are no options, or whose default is not said by the option of that name."""
+    said = {one.name: one.default for one in dataclasses.fields(options)}
+    return [
+        one.name
+        for one in dataclasses.fields(settings)
+        if one.name not in PROGRAMS and said.get(one.name, "absent") not in (None, (), one.default)
+    ]
+
+
+@pytest.mark.parametrize(("options", "settings"), SETTINGS)
+def test_a_setting_is_an_option_with_the_same_default(options: Any, settings: Any) -> None:
+    assert differing(options, settings) == []
+
+
+def test_another_default_or_a_missing_option_would_show() -> None:
+    other = dataclasses.make_dataclass("Other", [("seed", int, 1), ("absent", int, 0), ("plan", str | None, None)])
+    assert differing(Eval, other) == ["seed", "absent"]
+
+
+def test_the_words_of_options_are_those_that_the_package_knows() -> None:
+    assert ("model", *FORMATS) == CACHES
+    assert set(FAMILIES) == set(known_families())
+    assert set(DTYPES) == {*checkpoint.DTYPES, "auto"}
+    assert (PADDINGS, RECIPES, OPTIMIZED) == (evaluation.PADDINGS, evaluation.RECIPES, calibration.OPTIMIZED)
+    assert ("auto", *get_args(checkpoint.Objective)) == OBJECTIVES
+
+
+def test_every_command_is_done_by_a_function() -> None:
+    for name, options in COMMANDS.items():
+        module, _, function = name.partition(" ")
+        work = getattr(importlib.import_module(f"adaattn_cli.{module}"), function or "run")
+        assert next(iter(inspect.signature(work, eval_str=True).parameters.values())).annotation is options, name
