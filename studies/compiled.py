@@ -27,7 +27,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability

@@ -27,8 +27,8 @@ from adaattn_hf.patches.plans.subject import Subject
 from ..support.choices import make_choice
 from ..support.head_rules import rules
 from ..support.letters import encode, lettered_llama, random_words
-from ..support.requests import attended
 from ..support.plans import plan_for
+from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

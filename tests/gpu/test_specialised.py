@@ -18,8 +18,9 @@ from adaattn_hf.backends.select import BACKENDS
 pytest.importorskip("triton")
 
 from adaattn_hf.backends.triton import hopper
-from ..support.requests import attended
 from adaattn_hf.backends.triton.launcher import Launcher
+
+from ..support.requests import attended
 
 pytestmark = [
     pytest.mark.gpu,

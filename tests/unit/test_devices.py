@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 triton = pytest.importorskip("triton")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec  # noqa: E402
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult  # noqa: E402
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
@@ -20,8 +20,8 @@ from adaattn_hf.backends.select import BACKENDS  # noqa: E402
 from adaattn_hf.backends.triton import hopper, prefill, step, tables, training  # noqa: E402
 from adaattn_hf.backends.triton.launcher import Launcher  # noqa: E402
 
-from ..support.requests import attended
 from ..support.on_device import Devices, OnSecond  # noqa: E402
+from ..support.requests import attended  # noqa: E402
 
 N = 70
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))

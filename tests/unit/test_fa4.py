@@ -14,7 +14,6 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import ALL
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module

@@ -20,8 +20,9 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend, FlashVariant
 from adaattn_hf.backends.select import BACKENDS, order
-from ..support.requests import attended
 from adaattn_hf.backends.triton import TritonBackend
+
+from ..support.requests import attended
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:

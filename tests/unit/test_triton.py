@@ -14,7 +14,6 @@ from packaging.version import Version
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import CallStructure, Segment

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.runs import Runs
 from adaattn_hf.attention.structure import CallStructure, Segment
 

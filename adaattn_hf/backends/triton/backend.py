@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
+
 class TritonBackend(Backend):
     """Segments, windows, sinks and grouped heads, per head and with gradients, without a mask in memory.
 
