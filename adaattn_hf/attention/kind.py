@@ -13,7 +13,7 @@ GRAD, DROPOUT, SOFTCAP, SINKS, BIAS, LSE = (1 << place for place in range(6))
 COMPILING, OPAQUE, STORED, HEAD_WINDOWS, HEAD_BF16, HEAD_INT8, HEAD_UNTIL = (1 << place for place in range(6, 13))
 # What else is known of it.
 PER_HEAD, HEAD_SINKS, WINDOW, WINDOW_SINKS, ONE_QUERY, LOOKED, HOLES = (1 << place for place in range(13, 20))
-BEHIND, CUT_SINKS, EMPTY, SYMBOLIC = (1 << place for place in range(20, 24))
+BEHIND, CUT_SINKS, EMPTY, SYMBOLIC, SUBCLASS = (1 << place for place in range(20, 25))
 
 SINKS_AWAY = HEAD_SINKS | CUT_SINKS
 """Heads have sinks, which the runs that kernels walk need not hold."""
@@ -70,7 +70,7 @@ class CallSpec(NamedTuple):
         features: The bits of this module. `LOOKED`: the padding was read, and `HOLES` says whether it has any.
             `BEHIND`: queries of a run stand behind its last key. `CUT_SINKS`: runs need not hold a sequence's first
             keys. `EMPTY`: no row, head, query, key or channel. `SYMBOLIC`: extents are tensors, as in
-            `torch.jit.trace`.
+            `torch.jit.trace`. `SUBCLASS`: a tensor is of a subclass with memory of its own.
         packed: Keys of the longest run where every query and key was seen to lie in one, as in a packed row, down to a
             power of two; else 0.
         keys, pairs: On CUDA the number of keys by `keys_class`, and of pairs of queries and keys of all heads, down to
