@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from adaattn_hf.attention.tap import tracing
+from adaattn_hf.attention.tracing import tracing
 
 from .cache.caches import GrowingCache, check_stored, convert, holds_tokens, stored_as
 from .models.cache_keyword import cache_in, cache_keyword

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of, narrowed
 from ..attention.structure import Facts
-from ..attention.tap import autocast_device
+from ..attention.tracing import autocast_device
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules

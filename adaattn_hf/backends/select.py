@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.tracing import jit_trace
 from ..errors import unknown
 from .base import Backend, Launch, facts_of, installed, nothing_seen, spec_of
 from .eager import EagerBackend
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..attention.structure import CallStructure
 
 logger = logging.getLogger("adaattn_hf")
-_traced = torch._C._get_tracing_state
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -200,7 +200,7 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
     spec = spec_of(request, backend)
     serves = choose(spec, backend)
     # extents are symbols in a graph, which would be guarded by what is asked of them
-    if not spec.compiling and _traced() is None and request.asks_nothing:
+    if not spec.compiling and jit_trace() is None and request.asks_nothing:
         return nothing_seen(request)
     return serves.attend(request)
 

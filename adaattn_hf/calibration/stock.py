@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..attention.listeners import Tap, tapping
 from ..attention.request import AttentionRequest
-from ..attention.tap import Tap, tapping
 from ..backends import select
 from ..backends.base import spec_of
 from .arms import compare

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import check_dtype
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import transient
+from adaattn_hf.attention.tracing import any_autocast, transient
 
 from ..mask.structured_mask import StructuredMask, maskless, recall, remember
 
@@ -46,7 +46,7 @@ def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> t
     dtype = query.dtype
     # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
     upcasts = module.__dict__.get("reorder_and_upcast_attn")
-    casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
+    casts = any_autocast() and _autocasts(query.device.type)
     casts = casts and torch.float64 not in (dtype, key.dtype, value.dtype)
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value

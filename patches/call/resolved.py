@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from adaattn_hf import config as settings
+from adaattn_hf.attention.listeners import listeners
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import NOBODY, listening
+from adaattn_hf.attention.tracing import any_autocast
 from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
-_casts = torch._C._is_any_autocast_enabled
 
 
 def launch_of(
@@ -47,8 +46,8 @@ def launch_of(
     fields = module.__dict__
     if (
         not IDLE.issuperset(kwargs)
-        or listening() != NOBODY
-        or _casts()
+        or listeners()
+        or any_autocast()
         or fields.get("reorder_and_upcast_attn")
         or ((collector := collecting()) is not None and "attentions" in collector)
         or not query.dim() == key.dim() == value.dim() == 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import tracing, transient
+from adaattn_hf.attention.tracing import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 

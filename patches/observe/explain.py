@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
@@ -27,6 +27,7 @@ from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
 from ..plans.attach import plan_of
+from .recorder import Recorder
 
 _LENGTH = 8
 _FOREIGN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -218,6 +219,7 @@ def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
     for part in ghost.to(dtype=dtype).eval().modules():
         if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+            part.config.output_attentions = False
         if not any("Attention" in type(inner).__name__ for inner in part.modules()):
             vars(part)["forward"] = partial(_or_input, part.forward)
     return ghost
@@ -305,7 +307,7 @@ def _phases(
     def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         seen, out = Recorder(dry=True), None
         try:
-            with torch.set_grad_enabled(ghost.training), recording(seen), _Unasked():
+            with torch.set_grad_enabled(ghost.training), listening(seen), _Unasked():
                 out = ghost(**keywords)
         except BackendRefusal:
             raise

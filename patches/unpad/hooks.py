@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adaattn_hf.attention.tap import tracing
+from adaattn_hf.attention.tracing import tracing
 
 from ..models.cache_keyword import cache_keyword
 from .call import Pass, arguments_of, has_cache, pack_call, position_rule, read_layout, scored_padding

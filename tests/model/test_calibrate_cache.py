@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import adaattn_hf
-from adaattn_hf.attention.tap import Recorder, recording, tapping
+from adaattn_hf.attention.listeners import listening, tapping
 from adaattn_hf.calibration.arms import FIRST, stored_tap
 from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
 from adaattn_hf.calibration.campaign import Campaign
@@ -23,6 +23,7 @@ from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.cli.pictures.explorer import explorer
 from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
+from adaattn_hf.patches.observe.recorder import Recorder
 from adaattn_hf.patches.plans.fit import program_of
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.limits import Gates
@@ -83,12 +84,12 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     adaattn_hf.prepare(loaded, unpad=False)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert {spec.stored for _, spec, _ in seen.calls} == {None, "k8v4"}
     adaattn_hf.prepare(loaded, unpad=False, cache="model", streaming=False)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert {spec.stored for _, spec, _ in seen.calls} == {None}
 

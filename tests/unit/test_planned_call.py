@@ -15,15 +15,16 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from adaattn_hf import remove_plan
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import launch_for
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.mask import structured_mask
+from adaattn_hf.patches.observe.recorder import Recorder
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import PlanError
 
@@ -73,7 +74,7 @@ def serves(choice: Any) -> bool:
 
 def slowly(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
     """The same with every layer decided anew: somebody listens."""
-    with recording(Recorder()):
+    with listening(Recorder()):
         return logits(model, tokens, **inputs)
 
 
@@ -112,7 +113,7 @@ def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
     before = anew[0]
     found = model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
     assert anew[0] == before
-    with recording(Recorder()):
+    with listening(Recorder()):
         assert torch.equal(found, model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False))
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...attention.packing import FROM_FIRST
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure
-from ...attention.tap import transform_at_work
+from ...attention.tracing import holds_no_memory, transform_at_work
 from ..base import nothing_seen, spec_of
 from . import limits
 from .decode import attend_few
