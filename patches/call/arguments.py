@@ -131,7 +131,7 @@ def with_keywords(
 
     ValueError: keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
-    from ..mask.documents import with_documents, with_restarts
+    from ..mask.documents import with_documents
     from .refusals import check_paged
 
     check_paged(module, kwargs)
@@ -153,8 +153,6 @@ def with_keywords(
             )
         cut = 0 if mask is None else mask.cut
         structure = with_documents(*told) if mask is None else mask.once(partial(with_documents, cut=cut), *told)
-    elif mask is not None and mask.by_positions and kwargs.get("position_ids") is not None:
-        structure = mask.once(with_restarts, structure, kwargs["position_ids"])
     return with_selected_keys(module, structure, heads, kwargs)
 
 

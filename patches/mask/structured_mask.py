@@ -32,16 +32,15 @@ class StructuredMask:
         self,
         structure: CallStructure,
         device: torch.device,
-        by_positions: bool = False,
         fixed_chunks: bool = False,
         cut: int = 0,
     ) -> None:
-        """`device` is the device of the dense mask; for `by_positions` see `told.Told`.
+        """`device` is the device of the dense mask.
 
         With `fixed_chunks` chunks that count from the row's first key are in the dense mask, and no longer told. `cut`
         first queries of the call were sliced off.
         """
-        self.structure, self.device, self.by_positions = structure, device, by_positions
+        self.structure, self.device = structure, device
         self.fixed_chunks, self.cut = fixed_chunks, cut
         self._made: dict[tuple[int, ...], tuple[tuple[Tensor, ...], CallStructure]] = {}
 
@@ -84,7 +83,7 @@ class StructuredMask:
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
         moved = _moved(structure, there) if grows else structure.derived(_moved, there)
-        return StructuredMask(moved, there, self.by_positions, self.fixed_chunks, self.cut)
+        return StructuredMask(moved, there, self.fixed_chunks, self.cut)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask."""
@@ -111,7 +110,7 @@ class StructuredMask:
         if structure.mask is not None and structure.mask.shape[-2] > 1:
             changes["mask"] = structure.mask[..., first:, :]
         last = structure.with_changes(**changes)
-        return StructuredMask(last, self.device, self.by_positions, self.fixed_chunks, self.cut + first)
+        return StructuredMask(last, self.device, self.fixed_chunks, self.cut + first)
 
     def __and__(self, other: Any) -> Tensor:
         """Conjunction with a dense mask."""

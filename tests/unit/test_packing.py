@@ -8,8 +8,8 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
+from adaattn_hf.patches.mask.packed_arguments import PackedArguments, caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
-from adaattn_hf.patches.mask.told import Told, told_to_model
 
 
 def sums(*lengths: int) -> Tensor:
@@ -117,7 +117,7 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
 
 
 def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
-    assert told_to_model() == Told()
+    assert caller_arguments() == PackedArguments()
 
 
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
