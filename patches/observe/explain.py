@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from adaattn_hf.attention.listeners import listening
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.listeners import Listener, listening
+from adaattn_hf.attention.request import AttentionRequest, CallSpec, head_dim_of
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
@@ -27,7 +28,6 @@ from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
 from ..plans.attach import plan_of
-from .recorder import Recorder
 
 _LENGTH = 8
 _FOREIGN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -247,6 +247,18 @@ def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 Call = tuple[str, nn.Module, CallSpec, str | None]  # name and module, facts of the call, the backend that is forced
 
 
+class _DryRun(Listener):
+    """Notes calls, and answers them by tensors of the right shape: on the meta device nothing is computed."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, CallSpec, str | None]] = []
+
+    def answer(self, module: nn.Module, call: AttentionRequest) -> torch.Tensor:
+        self.calls.append((module, spec_of(call), call.backend))
+        batch, heads, q_len, _ = call.query.shape
+        return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
+
+
 def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | None) -> list[LayerChoice]:
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
     found: dict[tuple[str, str, CallSpec], LayerChoice] = {}
@@ -305,7 +317,7 @@ def _phases(
     cached = takes and ghost.can_generate() and not ghost.config.is_encoder_decoder
 
     def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
-        seen, out = Recorder(dry=True), None
+        seen, out = _DryRun(), None
         try:
             with torch.set_grad_enabled(ghost.training), listening(seen), _Unasked():
                 out = ghost(**keywords)
