@@ -8,7 +8,7 @@ tensors, and with it all that was derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention.structure import CallStructure
 
 from ..models.families import UnsupportedModel, unsupported
+from .documents import with_documents
 
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 _ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
@@ -29,11 +30,7 @@ class StructuredMask:
     dtype = torch.bool
 
     def __init__(
-        self,
-        structure: CallStructure,
-        device: torch.device,
-        fixed_chunks: bool = False,
-        cut: int = 0,
+        self, structure: CallStructure, device: torch.device, fixed_chunks: bool = False, cut: int = 0
     ) -> None:
         """`device` is the device of the dense mask.
 
@@ -42,20 +39,23 @@ class StructuredMask:
         """
         self.structure, self.device = structure, device
         self.fixed_chunks, self.cut = fixed_chunks, cut
-        self._made: dict[tuple[int, ...], tuple[tuple[Tensor, ...], CallStructure]] = {}
+        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]] = {}
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
 
-    def once(self, make: Callable[..., CallStructure], structure: CallStructure, *told: Tensor) -> CallStructure:
-        """Returns `make(structure, *told)`, made once for all layers of this forward pass that are told the same."""
-        key = tuple(id(tensor) for tensor in told)
-        if key not in self._made:
+    def packed(self, structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
+        """Returns a structure with document borders, made once for all layers that are told the same lengths.
+
+        It is kept here, as structures without tensors are shared with later passes.
+        """
+        key = id(cu_q), id(cu_k)
+        if key not in self._packed:
             # the tensors are kept so that their identities stay theirs
-            self._made[key] = told, make(structure, *told)
-        return self._made[key][1]
+            self._packed[key] = cu_q, cu_k, with_documents(structure, cu_q, cu_k, self.cut)
+        return self._packed[key][2]
 
     def dim(self) -> int:
         """Four."""

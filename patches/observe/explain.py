@@ -326,7 +326,7 @@ def _phases(
             raise
         except _FOREIGN as error:
             missing(phase, error)
-        return out, [(*who, spec._replace(device=device), forced) for *who, spec, forced in dry.calls]
+        return out, [(name, who, spec._replace(device=device), forced) for name, who, spec, forced in dry.calls]
 
     if model.training:
         dry.model.train()

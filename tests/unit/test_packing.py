@@ -132,10 +132,10 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     structure, borders = CallStructure(1, 5, 5, causal=True), sums(2, 3)
     mask = StructuredMask(structure, torch.device("cpu"))
-    first = mask.once(with_documents, structure, borders, borders)
-    assert mask.once(with_documents, structure, borders, borders) is first
+    first = mask.packed(structure, borders, borders)
+    assert mask.packed(structure, borders, borders) is first
     others = sums(3, 2)
-    other = mask.once(with_documents, structure, others, others)
+    other = mask.packed(structure, others, others)
     assert not torch.equal(other.visible(), first.visible())
 
 
