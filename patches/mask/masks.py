@@ -17,7 +17,6 @@ from adaattn_hf.config import raw_settings
 
 from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
 from .mask_pattern import causality, read_pattern
-from .packed_arguments import PackedArguments, caller_arguments
 from .structured_mask import StructuredMask, recall, remember
 
 _NATIVE = ("adaattn", "adaattn_native")
@@ -59,7 +58,11 @@ def adaattn_mask(
     family = family_of(config)
     if config is not None and (family.unrouted or not uses_interface(type(config))):
         raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
-    packed = caller_arguments() if family.loses_borders and not tracing() else PackedArguments()
+    packed = None
+    if family.loses_borders and not tracing():
+        from .packed_arguments import caller_arguments  # imported here: few families keep documents to themselves
+
+        packed = caller_arguments()
 
     def stock() -> Tensor:
         built = sdpa_mask(
@@ -80,7 +83,7 @@ def adaattn_mask(
 
     if family.dense_mask:
         return stock()
-    if bare or packed.bare:
+    if bare or (packed is not None and packed.bare):
         attention_mask = None  # at most one of ones; the model may have made it itself
     padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
     rules = None if use_vmap else _rules_of(mask_function, q_length, kv_length, kv_offset)
@@ -98,7 +101,8 @@ def adaattn_mask(
     structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
         remember(key, structure)
-    structure = _for_graphs(packed.added_to(structure), mask_device, padding, config)
+    structure = structure if packed is None else packed.added_to(structure)
+    structure = _for_graphs(structure, mask_device, padding, config)
     return StructuredMask(structure, mask_device, chunks)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from adaattn_hf.attention.structure import CallStructure
 
 from ..models.families import UnsupportedModel, unsupported
-from .documents import with_documents
 
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 _ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
@@ -53,6 +52,8 @@ class StructuredMask:
         """
         key = id(cu_q), id(cu_k)
         if key not in self._packed:
+            from .documents import with_documents  # imported here: few calls are packed
+
             # the tensors are kept so that their identities stay theirs
             self._packed[key] = cu_q, cu_k, with_documents(structure, cu_q, cu_k, self.cut)
         return self._packed[key][2]

@@ -145,8 +145,8 @@ def borderless(case: whole.Whole) -> bool:
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = masks.caller_arguments
-    monkeypatch.setattr(masks, "caller_arguments", lambda: told()._replace(bare=True))
+    told = packed_arguments.caller_arguments
+    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: told()._replace(bare=True))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
