@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.listeners import Listener
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.request import AttentionRequest
 
 
 @dataclass(eq=False)
@@ -19,4 +19,4 @@ class Recorder(Listener):
 
     def before(self, module: nn.Module, call: AttentionRequest) -> None:
         """Note a call."""
-        self.calls.append((module, spec_of(call), call.backend))
+        self.calls.append((module, call.checked_kind(), call.backend))
