@@ -129,7 +129,7 @@ def prepare(
                 unpadding.install()
                 parts.append(unpadding)
                 if any(tower is module for module in called_directly(held)):
-                    parts.append(DirectForward(tower, unpadding))
+                    parts.append(DirectForward(tower))
         on_error.pop_all()
     return model
 

@@ -58,10 +58,7 @@ _UNROUTED = {
     "inkling2_loop": "gives every token attention sinks of its own",
 }
 FAMILIES: dict[str, Family] = {
-    name: Family(
-        **{fact: name in names.split() for fact, names in _FACTS.items()},
-        unrouted=_UNROUTED.get(name, ""),
-    )
+    name: Family(**{fact: name in names.split() for fact, names in _FACTS.items()}, unrouted=_UNROUTED.get(name, ""))
     for name in sorted({*" ".join(_FACTS.values()).split(), *_UNROUTED})
 }
 _ORDINARY = Family()

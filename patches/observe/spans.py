@@ -25,31 +25,29 @@ from adaattn_hf.backends.select import choose
 class _Spans(Listener):
     """Opens a span when a call's backend is chosen, and closes it when the call returns."""
 
-    def __init__(self) -> None:
-        self.open: Any = None
+    open: Any = None
+
+    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+        self.close()  # that of a call which failed
+        spec, layer = call.checked_kind(), getattr(module, "layer_idx", None)
+        planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
+        name = f"adaattn layer {layer}: {choose(spec, call.backend).name} {spec.shape}{planned}"
+        self.open = torch.profiler.record_function(name)
+        self.open.__enter__()
+
+    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+        self.close()
 
     def close(self) -> None:
         if self.open is not None:
             self.open.__exit__(None, None, None)
             self.open = None
 
-    def before(self, module: nn.Module, call: AttentionRequest) -> None:
-        self.close()
-        spec = call.checked_kind()
-        layer, name = getattr(module, "layer_idx", None), choose(spec, call.backend).name
-        planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
-        self.open = torch.profiler.record_function(f"adaattn layer {layer}: {name} {spec.shape}{planned}")
-        self.open.__enter__()
-
-    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
-        self.close()
-
 
 @contextmanager
 def spans() -> Iterator[None]:
     """Gives every attention call of this thread a profiler span named by layer, backend and kind of call."""
-    listener = _Spans()
-    with listening(listener):
+    with listening(_Spans()) as listener:
         try:
             yield
         finally:

@@ -119,10 +119,6 @@ class Unpadding:
             handle.remove()
         self._handles.clear()
 
-    def runs(self, module: nn.Module) -> bool:
-        """Whether `module` should just run now: it is inside of a hooked call already, or a graph is traced."""
-        return tracing() or any(frame.module is module for frame in _frames.get())
-
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hands the packed call to a model, and its padded form to a pooler; None leaves the call as it is."""
         frames = () if tracing() else _frames.get()
@@ -197,18 +193,17 @@ class DirectForward:
     the model's own forward.
     """
 
-    def __init__(self, module: nn.Module, unpadding: Unpadding) -> None:
+    def __init__(self, module: nn.Module) -> None:
         """Replaces `module.forward` at once; `remove` undoes it."""
-        self.module, self.unpadding = module, unpadding
-        self.inner = module.forward
+        self.module, self.inner = module, module.forward
         functools.update_wrapper(self, self.inner)
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the arguments and returns the result of the model's forward."""
-        if self.unpadding.runs(self.module):
-            return self.inner(*args, **kwargs)
         before = _frames.get()
+        if tracing() or any(frame.module is self.module for frame in before):
+            return self.inner(*args, **kwargs)
         try:
             return self.module(*args, **kwargs)
         finally:
