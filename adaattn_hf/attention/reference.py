@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .request import AttentionRequest
 from .slicing import as_dense_mask
-from .tap import autocast_device
+from .tracing import autocast_device
 
 
 class ReferenceResult(NamedTuple):

@@ -28,6 +28,7 @@ from .kind import (
     facts_of,
 )
 from .structure import CallStructure
+from .tracing import holds_no_memory
 
 if TYPE_CHECKING:
     from .heads import HeadRules
@@ -54,7 +55,8 @@ class AttentionRequest:
         need_lse: Also return the log-sum-exp of each row.
         per_head: What each key/value head computes separately; None where all do the same.
         stored: What turns key and value into numbers, where they are the codes that a cache stores.
-        layer: Number of the layer that asks, told to taps.
+        layer: Number of the layer that asks, told to listeners.
+        backend: Backend that was asked for by name, told to listeners.
     """
 
     query: Tensor
@@ -70,6 +72,7 @@ class AttentionRequest:
     per_head: HeadRules | None = None
     stored: StoredKV | None = None
     layer: int | None = None
+    backend: str | None = None
 
     def check(self) -> None:
         """Brings the tensors into one batch, and refuses what does not belong together (ValueError).
@@ -313,14 +316,6 @@ def narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.finfo(numbers.dtype).max > most:
         numbers = torch.where(numbers.isinf(), numbers, numbers.clamp(-most, most))
     return numbers.to(dtype)
-
-
-def holds_no_memory(*tensors: Tensor) -> bool:
-    """Whether a tensor is of a subclass that traces, wraps or shards: it has a shape, and nothing that can be read."""
-    return any(
-        type(tensor) is not Tensor and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-        for tensor in tensors
-    )
 
 
 class AttentionResult(NamedTuple):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .request import narrowed
-from .tap import autocast_device
+from .tracing import autocast_device
 
 
 def softmax_parts(

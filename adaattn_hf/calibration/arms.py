@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..attention.listeners import Tap, tapping
 from ..attention.request import AttentionRequest
 from ..attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
-from ..attention.tap import Tap, tapping
 from ..backends import select
 from ..plans import execute
 from ..plans.plan import Plan

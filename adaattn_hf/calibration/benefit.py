@@ -10,7 +10,7 @@ from inspect import signature
 import numpy as np
 import torch
 
-from ..attention.tap import Tap, tapping
+from ..attention.listeners import Tap, tapping
 from ..plans.program import Program
 from ..stats.paired import clustered_ratio
 from ..stats.stopwatch import timed

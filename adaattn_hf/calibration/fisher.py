@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..attention.listeners import tapping
 from ..attention.request import AttentionRequest
-from ..attention.tap import tapping
 from ..plans.choices import EXACT, PRECISE_ROWS, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors

@@ -13,8 +13,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
+from ..attention.listeners import tapping
 from ..attention.request import AttentionRequest
-from ..attention.tap import tapping
 from ..plans.binding import Binding
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered

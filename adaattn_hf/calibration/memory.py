@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..attention.tap import tapping
+from ..attention.listeners import tapping
 from .arms import CHUNK, exact_tap
 from .fisher import differentiable
 from .inputs import Inputs

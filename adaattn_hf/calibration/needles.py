@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention.tap import Tap, tapping
+from ..attention.listeners import Tap, tapping
 from .arms import ModelArms
 from .scoring import Reading
 

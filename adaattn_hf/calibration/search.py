@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..attention.tap import Tap
+from ..attention.listeners import Tap
 from ..plans.limits import Gates
 from ..plans.plan import Plan
 from ..plans.program import Program

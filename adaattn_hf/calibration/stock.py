@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..attention.listeners import Tap, tapping
 from ..attention.request import AttentionRequest
-from ..attention.tap import Tap, tapping
 from ..backends import select
 from .arms import compare
 from .inputs import Inputs

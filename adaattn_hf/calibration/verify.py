@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ..attention.tap import Tap
+from ..attention.listeners import Tap
 from ..plans.limits import Gates, words
 from ..plans.plan import Verified
 from ..plans.program import Program

@@ -20,6 +20,7 @@ from ..attention.request import AttentionRequest, AttentionResult
 from ..attention.runs import only
 from ..attention.slicing import joined_heads, some_heads, some_range
 from ..attention.structure import OPERANDS, CallStructure
+from ..attention.tracing import tracing
 from ..backends import select
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
@@ -64,7 +65,7 @@ def attend(
         )
     if program.is_exact_for(request.query.shape[2]):
         return select.attend(request, backend)
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if tracing():
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
@@ -340,9 +341,7 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
-    elsewhere = not compiler.is_dynamo_compiling() and (
-        compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    )
+    elsewhere = not compiler.is_dynamo_compiling() and tracing()
     if elsewhere or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "

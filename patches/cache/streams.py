@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from adaattn_hf.attention.legible import legible
+from adaattn_hf.attention.listeners import ask, listeners, show
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.slicing import joined_heads
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import listening
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
@@ -73,21 +73,19 @@ def attend_streams(
 
 
 def _answer(module: nn.Module, program: Program, request: AttentionRequest, forced: str | None) -> Tensor:
-    recorder = listening().recorder
-    if recorder is not None:
-        recorder.record(module, request.checked_kind(), forced)
-    out = execute.attend(program, request, forced).out
-    if recorder is not None:
-        recorder.answered(module, request, forced, out)
+    heard_by, request.layer, request.backend = listeners(), program.plan.layer, forced
+    out = ask(heard_by, module, request)
+    if out is None:
+        out = execute.attend(program, request, forced).out
+    show(heard_by, module, request, out)
     return out
 
 
 def _nobody_looks(module: nn.Module, wanted: bool) -> None:
-    settings, recorder = settings_in(getattr(module, "config", None)), listening().recorder
+    settings = settings_in(getattr(module, "config", None))
     asked = {
         "output_attentions": wanted,
-        "adaattn_hf.record": recorder is not None and recorder.looks,
-        "calibration or a profile": listening().tap is not None,
+        **dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True),
         "adaattn.monitor": settings.monitor,
         "adaattn.shadow": settings.shadow > 0,
     }

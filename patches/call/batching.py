@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
+from adaattn_hf.attention.listeners import SEATED
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import Segment
-from adaattn_hf.attention.tap import SEATED
 from adaattn_hf.backends.base import capturing
 from adaattn_hf.plans.record import PlanError
 

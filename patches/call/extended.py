@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaattn_hf.attention.request import AttentionRequest, check_tensors, head_dim_of, holds_no_memory, in_one_batch
-from adaattn_hf.attention.tap import NOBODY, listening
+from adaattn_hf.attention.listeners import Listener, ask, listeners, seats, show
+from adaattn_hf.attention.request import AttentionRequest, check_tensors, in_one_batch
+from adaattn_hf.attention.tracing import holds_no_memory
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import EXACT, raw_settings, settings_in
@@ -21,42 +22,42 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
     module = call.module
     request = _request_of(call, compiling)
     config = getattr(module, "config", None)
-    heard = NOBODY if compiling else listening()
+    heard_by: tuple[Listener, ...] = () if compiling else listeners()
     adapted = raw_settings(config) is not None
     settings = settings_in(config) if adapted else EXACT
     forced = settings.backend if call.backend is None else call.backend
     collected = None if compiling else collecting()
     wanted = call.kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
+    if not compiling:
+        request.layer, request.backend = module.__dict__.get("layer_idx"), forced
     if call.streams is not None:
         return restored(call.streams.attend(module, request, forced, bool(wanted)), call.query.dtype), None
-    if heard.recorder is not None:
-        heard.recorder.record(module, request.checked_kind(), forced)
-        if heard.recorder.dry:
-            batch, heads, q_len, _ = request.query.shape
-            return request.query.new_empty((batch, q_len, heads, head_dim_of(request.value))), None
-    program = None
-    if adapted or heard.seats is not None:
+    out, program = ask(heard_by, module, request) if heard_by else None, None
+    if (adapted or heard_by) and (out is None or wanted):
         # imported here: models without settings need nothing of plans
         from adaattn_hf.plans import execute
 
-        from ..observe import shadow
         from .planned import program_for
 
-        program, request = program_for(call, request, config, compiling, heard)
-    if heard.tap is not None:
-        request.layer = module.__dict__.get("layer_idx")
-        out = heard.tap(module, request.widened())
-    elif program is None:
-        out = attend(request, forced).out
-    else:
-        out = execute.attend(program, request, forced, call.sliding_window).out
-    if settings.shadow and heard.tap is None and not compiling:
-        shadow.compare(module, request, forced, program, out, limit=settings.shadow, action=settings.mismatch)
+        program, request = program_for(call, request, config, compiling)
+    if out is None:
+        if settings.monitor and program is not None and not compiling and seats() is None:
+            from ..observe.monitoring import watched
+
+            program = watched(module, program, request.widened())
+        if settings.shadow and not compiling:
+            from ..observe.shadow import Shadow
+
+            heard_by = (Shadow(program, settings), *heard_by)
+        if program is None:
+            out = attend(request, forced).out
+        else:
+            out = execute.attend(program, request, forced, call.sliding_window).out
     weights = None
     if wanted:
         weights = attention_weights(request) if program is None else execute.weights(program, request)
-    if heard.recorder is not None:
-        heard.recorder.answered(module, request, forced, out)
+    if heard_by:
+        show(heard_by, module, request, out)
     return restored(out, call.query.dtype), weights
 
 

@@ -9,17 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adaattn_hf.attention.tap import SEATED, transform_at_work
+from adaattn_hf.attention.listeners import SEATED
+from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_trace, transform_at_work
 
 from .arguments import Call
 from .extended import attend_extended as attend_extended
 from .resolved import attend_ordinary
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
-
-_tracing = torch._C._get_tracing_state
-_transforms = torch._C._functorch.peek_interpreter_stack
-_modes = torch._C._len_torch_dispatch_stack
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -54,7 +51,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         """
         compiling = torch.compiler.is_compiling()
         watched = not compiling and (
-            _tracing() is not None or forward_ad._current_level >= 0 or _transforms() or _modes()
+            jit_trace() is not None or forward_ad._current_level >= 0 or func_transform() or dispatch_modes()
         )
         if compiling and (outside := _outside_graphs(module, key)) is not None:
             return outside(

@@ -1,4 +1,4 @@
-"""What a plan asks of a call: rules per head of an ordinary one, else all of it, watched where settings say so."""
+"""What a plan asks of a call: rules per head of an ordinary one, else all of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import Listening
-from adaattn_hf.config import settings_in
 from adaattn_hf.plans.choices.part import PRECISE_ROWS, few_rows
 from adaattn_hf.plans.execute import all_within
 from adaattn_hf.plans.program import Program
 
-from ..observe.monitoring import watched
 from ..plans.fit import program_of, resolved
 
 if TYPE_CHECKING:
@@ -66,7 +63,7 @@ def rules_of(
 
 
 def program_for(
-    call: Call, request: AttentionRequest, config: Any, compiling: bool, heard: Listening
+    call: Call, request: AttentionRequest, config: Any, compiling: bool
 ) -> tuple[Program | None, AttentionRequest]:
     """Returns what a module does about a call, None where it is exact, and the call as that needs it."""
     module, positions = call.module, call.kwargs.get("position_ids")
@@ -84,8 +81,6 @@ def program_for(
         if program is None and request.structure.mask is not None:
             # the padding beside the dense mask is for plans only
             request = replace(request, structure=request.structure.with_changes(key_padding=None))
-    elif program is not None and heard.tap is None and heard.seats is None and settings_in(config).monitor:
-        program = watched(module, program, request.widened())
     return program, request
 
 

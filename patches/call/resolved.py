@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from adaattn_hf import config as settings
+from adaattn_hf.attention.listeners import listeners
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import NOBODY, listening
+from adaattn_hf.attention.tracing import any_autocast
 from adaattn_hf.backends.select import kernel_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
-_casts = torch._C._is_any_autocast_enabled
 
 
 def attend_ordinary(
@@ -48,8 +47,8 @@ def attend_ordinary(
     fields = module.__dict__
     if (
         not IDLE.issuperset(kwargs)
-        or listening() != NOBODY
-        or _casts()
+        or listeners()
+        or any_autocast()
         or fields.get("reorder_and_upcast_attn")
         or ((collector := collecting()) is not None and "attentions" in collector)
         or not query.dim() == key.dim() == value.dim() == 4
@@ -59,8 +58,6 @@ def attend_ordinary(
         return None
     if type(attention_mask) is StructuredMask:
         structure: CallStructure | None = attention_mask.structure
-        if attention_mask.by_positions and "position_ids" in kwargs:
-            return None
     elif attention_mask is None:
         structure = recall(maskless(module, query.shape, key.shape, is_causal))
     else:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
+from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.tap import tapping
-from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.monitor import Monitor
 from adaattn_hf.plans.plan import Plan
@@ -47,6 +46,23 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
     return running
 
 
+@dataclass(eq=False)
+class Watch(Listener):
+    """Lets a monitor watch layers, by `id` of the module, which then run by what it leaves of the plan."""
+
+    whole = "adaattn_hf.monitoring"
+    monitor: Monitor
+    layers: Mapping[int, int]
+
+    def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor | None:
+        """Count the call, compare sampled rows, and run what is left of the plan."""
+        if id(module) not in self.layers:
+            return None
+        index, program = self.layers[id(module)], program_of(module)
+        program = self.monitor.watch(index, program, call.widened(), module.training)
+        return None if program is None else execute.attend(program, call, call.backend).out
+
+
 @contextmanager
 def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
@@ -63,16 +79,9 @@ def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     if plan is None:
         raise ValueError("the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`")
     monitor = Monitor(plan, sample_rows=sample_rows)
-    modules = {id(module): index for index, module in attention_modules(held, plan.model_type)}
-
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        if id(module) not in modules:
-            return select.attend(request).out
-        program = monitor.watch(modules[id(module)], program_of(module), request, module.training)
-        return (select.attend(request) if program is None else execute.attend(program, request)).out
-
+    layers = {id(module): index for index, module in attention_modules(held, plan.model_type)}
     held.__dict__[_SLOT] = (None, monitor)
-    with tapping(tap):
+    with listening(Watch(monitor, layers)):
         yield monitor
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from adaattn_hf.attention.tap import listening
+from adaattn_hf.attention.listeners import seats
+from adaattn_hf.attention.tracing import any_autocast
 from adaattn_hf.config import settings_of
 from adaattn_hf.plans.execute import no_gradient
 from adaattn_hf.plans.limits import unproven
@@ -33,8 +34,6 @@ from .weights import Weights
 
 PROGRAM_SLOT = "_adaattn_program"
 """Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
-
-_casts = torch._C._is_any_autocast_enabled
 
 
 class Resolved(NamedTuple):
@@ -94,8 +93,8 @@ def _alone(known: Resolved | None, raw: Any) -> Resolved | None:
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     """Returns an attention module's part of the plan, `None` if it is exact; PlanError if it does not fit."""
-    seats = None if compiling else listening().seats
-    seat = None if seats is None else seats.get(module)
+    open_seats = None if compiling else seats()
+    seat = None if open_seats is None else open_seats.get(module)
     raw = getattr(getattr(module, "config", None), "adaattn", None) if seat is None else seat.raw
     if raw is None:
         return None
@@ -121,7 +120,7 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
         _train(module, known)
     if module.training and not compiling and known.program is not None and not known.program.has_gradient:
         _refuse_training(module, known.program)
-    if _casts() and known.program is not None and not (module.training or known.trained or _adapts(known)):
+    if any_autocast() and known.program is not None and not (module.training or known.trained or _adapts(known)):
         _refuse_autocast(known, known.program)
     return known.program
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from adaattn_hf.attention.tap import SEATED, Seat, Seated, seating
+from adaattn_hf.attention.listeners import SEATED, Seat, Seated, seating
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..models.support import Holder, model_in, refuse_other_attention

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
 from adaattn_cli.place import nats
-from adaattn_hf.attention.tap import tapping
+from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, verify
 from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import adaattn_hf
 from adaattn_cli.pictures.grid import notes
 from adaattn_cli.pictures.page import explorer
-from adaattn_hf.attention.tap import Recorder, recording, tapping
+from adaattn_hf.attention.listeners import listening, tapping
 from adaattn_hf.calibration.arms import FIRST, stored_tap
 from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
 from adaattn_hf.calibration.campaign import Campaign
@@ -33,6 +33,7 @@ from adaattn_hf.policy.table import SolverTable
 from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.letters import SETTINGS, encode, letter_prices, lettered_llama
+from ..support.recorder import Recorder
 from .test_streaming_cache import LAYERS, llama
 
 MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)
@@ -83,12 +84,12 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     adaattn_hf.prepare(loaded, unpad=False)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert {spec.stored for _, spec, _ in seen.calls} == {None, "k8v4"}
     adaattn_hf.prepare(loaded, unpad=False, cache="model", streaming=False)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert {spec.stored for _, spec, _ in seen.calls} == {None}
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import adaattn_hf
-from adaattn_hf.attention.tap import tapping
+from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.arms import ModelArms, compare, plan_tap
 from adaattn_hf.calibration.assemble import report

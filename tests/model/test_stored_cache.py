@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import adaattn_hf
 from adaattn_hf.attention.kind import CallSpec
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends.select import refusals_of
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.carrier import StoredTensor
@@ -22,6 +22,7 @@ from studies.cache_speed import held_bytes
 from ..support.cached import MODELS, ids, llama, mistral, run
 from ..support.families import sharing
 from ..support.models import fresh_pair
+from ..support.recorder import Recorder
 from ..support.versions import needs_tracing
 
 FORMATS = ("int8", "k8v4")
@@ -117,7 +118,7 @@ def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]
     batch = 1 if "prompt_lookup_num_tokens" in how else 2
     tokens = ids(batch, 20)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         out = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, pad_token_id=0, eos_token_id=None,
             past_key_values=AdaAttnCache(model, "int8"), **how,
@@ -240,12 +241,12 @@ def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
     model, tokens = llama(), ids(2, 20)
     adaattn_hf.prepare(model, cache=stored)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     assert [spec.stored for _, spec, _ in seen.calls] == [None] * 2 + [stored] * 6
     adaattn_hf.restore(model)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     assert {spec.stored for _, spec, _ in seen.calls} == {None}
 
@@ -314,7 +315,7 @@ def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
 def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
     seen = Recorder()
     model, tokens = llama(), ids(1, 20)
-    with recording(seen):
+    with listening(seen):
         run(model, tokens, AdaAttnCache(model), 10, 10)
     spec: CallSpec = seen.calls[-1][1]
     assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, spec))

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import adaattn_hf
-from adaattn_hf.attention.tap import SEATED, listening
+from adaattn_hf.attention.listeners import SEATED, seats
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
@@ -72,7 +72,7 @@ def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
     with pytest.raises(KeyError), adaattn_hf.use_plan(model, None):
         raise KeyError
     assert case.runs() == "wide"
-    assert listening().seats is None
+    assert seats() is None
     assert not [module for module in model.modules() if SEATED in module.__dict__]
 
 

@@ -15,18 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
+from adaattn_cli import verify as verify_command
 from adaattn_hf.attention import stored
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.cli import verify_job
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import batching, extended, interface
-from adaattn_hf.patches.mask import documents, masks, told
+from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import door, fit, hashes
 from adaattn_hf.patches.plans.weights import Weights
-from adaattn_hf.patches.unpad import reasons
+from adaattn_hf.patches.unpad import check
 from adaattn_hf.patches.unpad.layout import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -179,7 +179,8 @@ def borderless(case: whole.Whole) -> bool:
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told, "told_to_model", lambda: told.Told(True))
+    told = packed_arguments.caller_arguments
+    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: told()._replace(bare=True))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -191,17 +192,17 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(documents, "with_restarts", by_any_step)
+    monkeypatch.setattr(packed_arguments, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = documents.with_restarts
+    real = packed_arguments.with_restarts
 
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(documents, "with_restarts", in_one_row)
+    monkeypatch.setattr(packed_arguments, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"
@@ -398,14 +399,14 @@ def test_it_reports_a_verdict_that_is_believed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verify_job._verdicts
+    real = verify_command._verdicts
 
     def lax(plan: Any, *given: Any) -> Any:
         verdicts, gates = real(plan, *given)
         return verdicts, replace(gates, **plan.protocol["gates"])
 
     assert not files.verified(files.plan_text("verify"))["passed"]  # judged before anything is planted
-    monkeypatch.setattr(verify_job, "_verdicts", lax)
+    monkeypatch.setattr(verify_command, "_verdicts", lax)
 
     def of_gates(call: files.Edited) -> bool:
         return call.path[:2] == ("protocol", "gates") and isinstance(call.value, float)
@@ -458,8 +459,8 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
     def without_layers(cache: Any, target: Any, packed: Any) -> None:
         cache.target, cache.layout, cache.layers, cache.layer_class_to_replicate = target, packed, [], None
 
-    real, doors = reasons.refusals, sys.modules["adaattn_hf.patches.prepare"]
-    monkeypatch.setattr(doors, "refusals", lambda model: tuple(why for why in real(model) if "indexer" not in why))
+    real = check._shown_by_code
+    monkeypatch.setattr(check, "_shown_by_code", lambda *of: [why for why in real(*of) if "indexer" not in why])
     monkeypatch.setattr(PackedPrefill, "__init__", without_layers)
     with pytest.raises(AssertionError, match="prepare: raw: "):
         twins.judge_family("deepseek_v32")

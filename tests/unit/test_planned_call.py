@@ -15,9 +15,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from adaattn_hf import remove_plan
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import attend
@@ -28,6 +28,7 @@ from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
 from ..support.plans import give, plan_for
+from ..support.recorder import Recorder
 
 LAYERS, LENGTH = 4, 256
 WINDOW = make_choice("window", 8, 2)
@@ -72,7 +73,7 @@ def serves(choice: Any) -> bool:
 
 def slowly(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
     """The same with every layer decided anew: somebody listens."""
-    with recording(Recorder()):
+    with listening(Recorder()):
         return logits(model, tokens, **inputs)
 
 
@@ -111,7 +112,7 @@ def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
     before = anew[0]
     found = model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
     assert anew[0] == before
-    with recording(Recorder()):
+    with listening(Recorder()):
         assert torch.equal(found, model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False))
 
 

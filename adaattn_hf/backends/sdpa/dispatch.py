@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention.kind import BIAS, COMPILING, DROPOUT, OPAQUE, SINKS, SOFTCAP, CallSpec
 from ...attention.packing import FROM_FIRST
 from ...attention.request import AttentionRequest, AttentionResult
-from ...attention.tap import transform_at_work
+from ...attention.tracing import transform_at_work
 from ..base import Kernel
 from .decode import SHORT_KEYS, attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .attention.request import AttentionRequest, check_tensors
 from .attention.structure import CallStructure
-from .attention.tap import transform_at_work
+from .attention.tracing import transform_at_work
 from .backends import select
 from .config import settings_in
 from .mask import structure_of

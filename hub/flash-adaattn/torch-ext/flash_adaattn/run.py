@@ -11,7 +11,7 @@ from .arguments import Options
 from .attention.request import AttentionRequest, AttentionResult
 from .attention.runs import Runs, aligned_runs
 from .attention.structure import CallStructure
-from .attention.tap import transform_at_work
+from .attention.tracing import transform_at_work
 from .backends import select
 from .patches.call.refusals import check_transform
 
