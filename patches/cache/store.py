@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,7 +162,10 @@ class Store:
             length = view.shape[2]
             extents = (*view.shape[:2], max(size, length), *view.shape[3:])
             # what is made in inference mode could not be written to outside of it
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            outside: AbstractContextManager[Any] = nullcontext()
+            if torch.is_inference_mode_enabled():
+                outside = torch.inference_mode(False)
+            with outside:
                 room = torch.empty(extents, dtype=view.dtype, device=view.device if device is None else device)
             # to the host it waits: what arrives in a strided room goes through one that the host itself copies from
             room[:, :, :length].copy_(view, non_blocking=room.device.type != "cpu")
