@@ -70,6 +70,7 @@ class CachedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, keys: Any) -> None:
+        """Hold these keys from now on."""
         self._assign(0, keys)
 
     @property
@@ -79,13 +80,16 @@ class CachedLayer(DynamicLayer):
 
     @values.setter
     def values(self, values: Any) -> None:
+        """Hold these values from now on."""
         self._assign(1, values)
 
     @property
     def _sliding_window_tensor(self) -> Tensor | None:
         """The window, as Transformers puts caches of several devices together."""
+        if self.sliding_window is None:
+            return None
         device = self.device if self.is_initialized else "cpu"
-        return None if self.sliding_window is None else torch.tensor(self.sliding_window, device=device)
+        return torch.tensor(self.sliding_window, dtype=torch.long, device=device)
 
     def _assign(self, which: int, tensor: Any) -> None:
         if tensor is None:  # as layers of Transformers begin
