@@ -63,10 +63,10 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         stored = streams = None
         if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
             carriers: tuple[Any, Any] = key, value
-            stored, streams = carriers[0].record, carriers[0].streams
+            stored, streams, prompt = carriers[0].record, carriers[0].streams, carriers[0].prompt
             key, value = carriers[0].codes, carriers[1].codes
-        elif not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
-            prompt.reread(query, key)  # its cache rounds the keys again; see `cache.tokens.PROMPT`
+            if prompt is not None and not compiling:
+                prompt.reread(query, key)  # its cache rounds the keys again, for these queries
         if (
             not (compiling or watched or dropout)
             and softcap is None

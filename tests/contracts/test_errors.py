@@ -36,7 +36,7 @@ from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.state import Known
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.eval.provenance import commit
-from adaattn_hf.patches.cache.layers import FullLayer
+from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.documents import with_documents
@@ -124,10 +124,17 @@ def load_damaged() -> Any:
 
 @torch.no_grad()
 def numbers_for_codes() -> Any:
-    layer = FullLayer("int8")
+    layer = CachedLayer("int8")
     layer.update(ZEROS, ZEROS)
     layer.keys = ZEROS
-    return layer.update(ZEROS, ZEROS)
+
+
+@torch.no_grad()
+def keys_without_values() -> Any:
+    layer = CachedLayer("model")
+    layer.update(ZEROS, ZEROS)
+    layer.keys = ZEROS[:, :, ::2]
+    layer.update(ZEROS, ZEROS)
 
 
 def run_unrouted() -> Any:
@@ -272,6 +279,8 @@ CASES: dict[str, tuple[Case, ...]] = {
          "cache | got 'int8' for DogeForCausalLM | expected a model that does not | cache=\"model\""),
         ("replace the keys of a quantised cache by a float tensor", numbers_for_codes,
          'cache | replaced by a Tensor | expected them left as they are | cache="model"'),
+        ("replace the keys of a cache, but not its values", keys_without_values,
+         "cache | replaced by [1, 2, 3, 4] beside values [1, 2, 6, 4] | expected the same | assign the layer's values"),
         ("load a damaged cache file", load_damaged,
          "path | its checksum is not that of its content | expected what was written | read the prompt again"),
         ("set --kv-bytes to 0", lambda: CalibrationSettings(kv_bytes=0.0),

@@ -295,15 +295,15 @@ def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> No
 
 FULL = """
 import torch
-from adaattn_hf.patches.cache.rounding import append
-from adaattn_hf.patches.cache.tokens import Tokens
+from adaattn_hf.patches.cache.formats import FORMATS, store_tokens
+from adaattn_hf.patches.cache.store import Room
 
 x = torch.randn(2, 3, 1, 64, device="cuda")
-tokens = Tokens(x, x, "int8", reserve=4, fixed=True)
+store = FORMATS["int8"].store(x, x, Room(4, most=4, fixed=True))
 for place in range(5):
-    append(x, x, *tokens.whole(), None, None, tokens.count)
+    store_tokens(x, x, *store.rooms.values(), None, None, store.count)
     torch.cuda.synchronize()
-    print("held", int(tokens.count))
+    print("held", int(store.count))
 """
 
 

@@ -194,7 +194,7 @@ def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: 
     with torch.no_grad():
         first = model(tokens[:, :80], use_cache=True)
     assert torch.equal(first.logits, exact[:, :80])
-    assert type(first.past_key_values.layers[0]).__name__ == ("StreamingLayer" if streaming else "FullLayer")
+    assert type(first.past_key_values.layers[0]).__name__ == ("StreamingLayer" if streaming else "CachedLayer")
     steps = run(model, tokens, first.past_key_values, *[1] * 20)
     difference = (steps - exact[:, 80:]).abs()
     assert 1e-5 < float(difference.mean() / exact.std()) < 0.02
@@ -239,7 +239,7 @@ def test_a_compiled_model_streams_between_its_graphs() -> None:
 
 
 def held_in_full(cache: Any) -> int:
-    return sum(len(layer.spans) * layer.count * PER_TOKEN["int8"] for layer in cache.layers)
+    return sum(len(layer.spans) * layer.cumulative_length * PER_TOKEN["int8"] for layer in cache.layers)
 
 
 # ---------------- refusals

@@ -295,7 +295,7 @@ def test_encoder_decoders_get_growing_caches() -> None:
     outs = [m.generate(tokens(), attention_mask=padding("right"), **how) for m in (stock, ours)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     layers = outs[1].past_key_values.self_attention_cache.layers
-    assert {type(layer).__name__ for layer in layers} == {"FullLayer"}
+    assert {type(layer).__name__ for layer in layers} == {"CachedLayer"}
 
 
 # ---------------------------------------------------------------- training and other libraries

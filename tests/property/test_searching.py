@@ -20,7 +20,7 @@ from adaattn_hf.attention import stored
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
-from adaattn_hf.patches.cache import tokens as cache_tokens
+from adaattn_hf.patches.cache import formats as cache_formats
 from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
@@ -307,7 +307,7 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
         return real(n, device).to(torch.get_default_dtype())
 
     real = stored.hadamard
-    for module in (stored, cache_tokens):
+    for module in (stored, cache_formats):
         monkeypatch.setattr(module, "hadamard", hadamard)
 
     def coded(case: whole.Whole) -> bool:

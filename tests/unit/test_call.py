@@ -18,7 +18,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.caches import AdaAttnCache
-from adaattn_hf.patches.cache.tokens import Tokens
+from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask import structured_mask
@@ -359,10 +359,9 @@ def test_steps_over_codes_are_ordinary_calls(long: list[int]) -> None:
 
 
 def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
-    module, tokens = layer(), Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
-    keys = torch.randn(1, 2, 20, 32)
-    tokens.append(keys, keys)
-    key, value = tokens.shown()
+    module, cached, keys = layer(), CachedLayer("int8"), torch.randn(1, 2, 20, 32)
+    cached.update(keys, keys)
+    key, value = cached.keys, cached.values
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
         first, _ = attend(module, query, key, value, None)
@@ -376,13 +375,12 @@ def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
 @pytest.mark.parametrize("what", ["scales", "mean", "first"])
 def test_a_record_that_does_not_belong_to_its_codes_is_refused(what: str) -> None:
     """The memory behind it would be read all the same."""
-    module, tokens = layer(), Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
-    keys = torch.randn(1, 2, 20, 32)
-    tokens.append(keys, keys)
+    module, cached, keys = layer(), CachedLayer("int8"), torch.randn(1, 2, 20, 32)
+    cached.update(keys, keys)
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
-        attend(module, query, *tokens.shown(), None)
-        key, value = tokens.shown()
+        attend(module, query, cached.keys, cached.values, None)
+        key, value = cached.keys, cached.values
         record = key.record
         assert record is not None
         if what == "scales":
