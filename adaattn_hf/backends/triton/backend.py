@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from ...attention.heads import head_windows
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, installed, unnamed
+from ..base import Backend, installed, nothing_seen, unnamed
 from .ops import traced_step
-
-if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _SERVES = (
@@ -39,7 +35,7 @@ class TritonBackend(Backend):
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
         from ..capability import capability  # only of CUDA: registering names does not ask for devices
-        from .sizes import LEAST_SM, refusals
+        from .tiling import LEAST_SM, refusals
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
@@ -86,36 +82,41 @@ class TritonBackend(Backend):
     def specialised(self, spec: CallSpec) -> bool:
         """Whether heavy calls of this kind run on the kernels for Hopper, if their tensors lie as models make them."""
         from ..capability import capability
+        from .tiling import warps_of
 
         facts = capability(spec.device_index)
         if spec.compiling or facts is None or not facts.tiles or self.missing():
             return False
-        from . import hopper
+        from .launch import device_facts
 
         plain = spec.head_dim == spec.head_dim_v and spec.dtype in _DTYPES and not spec.softcap
         windows = spec.head_windows or spec.windowed
         index = torch.cuda.current_device() if spec.device_index is None else spec.device_index
-        here = torch.device("cuda", index)
-        return plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
+        served = plain and warps_of(spec.head_dim, spec.groups, windows) is not None
+        return served and device_facts(torch.device("cuda", index)).specialised
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One launch over all segments; few queries share the keys among many programs."""
         if torch.compiler.is_compiling():
             return AttentionResult(traced_step(request))
-        from . import launch
+        if request.asks_nothing:
+            return nothing_seen(request)
+        tensors = (request.query, request.key, request.value, request.sink_logits)
+        grad = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+        windows = head_windows(request.structure, request.per_head, request.key.shape[1])
+        if grad:
+            from .backward import attend_with_gradients
 
-        return launch.attend(request)
+            return attend_with_gradients(request, windows)
+        if request.query.shape[2] > 1:
+            from .forward import attend_forward
 
-    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
-        """The launch of calls without gradients, of one query per sequence or of many; else `attend`."""
-        if spec.needs_grad or spec.opaque:
-            return super().prepare(spec, rules)
-        from . import launch
+            return attend_forward(request, windows)
+        from .step import attend_step, constants_for
 
-        return launch.prepare_step(spec, rules) if spec.decode else launch.prepare(rules)
+        return attend_step(constants_for(request), request, windows)
 
 
-@functools.cache
 def cannot_build() -> tuple[str, ...]:
     """What Triton lacks for the C that it compiles before its first launch on this machine; empty if nothing.
 

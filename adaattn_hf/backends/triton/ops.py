@@ -35,8 +35,9 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence. With
     scales, key and value are the codes of a cache; see `StoredKV`.
     """
+    from ...attention.heads import head_windows
     from ...attention.stored import StoredKV
-    from .step import attend_step
+    from .step import attend_step, constants_for
 
     sink_logits, scaling, softcap, windows, until, key_scale, value_scale, mean, first, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
@@ -44,8 +45,10 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, stored=stored
     )
-    pairs = None if windows is None else tuple(zip(windows[::2], windows[1::2], strict=True))
-    return attend_step(request, graph=True, windows=pairs, until=until).out
+    pairs = head_windows(structure, None, key.shape[1])
+    if windows is not None:
+        pairs = tuple(zip(windows[::2], windows[1::2], strict=True))
+    return attend_step(constants_for(request), request, pairs, graph=True, until=until).out
 
 
 @step_op.register_fake
@@ -59,8 +62,7 @@ def _make_window_table(windows: HeadWindows, device: torch.device) -> bool:
     """Makes the table of windows while the graph is traced: in its memory it must not lie."""
     from .tables import window_table
 
-    window_table(windows, device)
-    return True
+    return window_table(windows, device).numel() > 0
 
 
 def traced_step(request: AttentionRequest) -> Tensor:

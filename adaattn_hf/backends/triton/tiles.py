@@ -3,6 +3,19 @@
 Online softmax in base 2 with fp32 accumulation (FlashAttention-2's forward; Dao 2023). A segment is a row of six numbers,
 `(batch row, q_start, q_len, k_start, k_len, offset)`; its local query `i` stands at local key `p = i + offset`. A key `j`
 is visible if `j <= p` (causal), `j > p - W` and, both ways, `j < p + W` (window), or `j < S` (sinks, within causality).
+
+Names in all kernels:
+
+| name | what |
+| --- | --- |
+| `q`, `k`, `v`, `o`, `l` before `_` | queries, keys, values, output, log-sum-exp; `g` the gradient of the output, `dq`, `dk`, `dv` |
+| `_b`, `_h`, `_n`, `_d` after it | strides of batch row, head, position and channel, in elements |
+| `ks_`, `vs_`; `kc_`, `vc_` | scales and codes of a quantised cache |
+| `_ptr`, `_bulk`, `_base` | a pointer; a TMA descriptor; the pointer to a head of a segment |
+| `i`, `j`, `p`; `d`, `dv` | rows of queries, of keys, places of queries among keys; channels of keys and of values |
+| `m`, `l`, `acc` | running maximum in base 2, sum and weighted sum of values |
+| `GROUPS`; `DIM`, `PAD` | query heads that share a key/value head; channels, up to a power of two; `_V` of values |
+| `BLOCK_M`, `BLOCK_N` | queries and keys of a tile |
 """
 
 from __future__ import annotations
