@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .request import AttentionRequest, CallSpec
+from .kind import CallSpec
+from .request import AttentionRequest
 
 Tap = Callable[[nn.Module, AttentionRequest], Tensor]
 """Maps a module and its request to the output `[batch, q_len, heads, head_dim_v]`."""

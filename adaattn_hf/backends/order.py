@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..attention.request import CallSpec
+from ..attention.kind import SINKS, SOFTCAP, WINDOW, COMPILING, OPAQUE, BIAS, CallSpec
 from .triton import TritonBackend
 
 TRITON = TritonBackend()
@@ -51,25 +51,25 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
     On a processor the native kernels are first, but for padding with holes and lone rows from memory.
     """
-    if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
+    if spec.features & OPAQUE or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
-    if spec.device == "cpu":
+    if spec.device.type == "cpu":
         # fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth
-        lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
+        lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.shape == "suffix"
         lone = lone and (spec.kv_bytes > _CACHED_BYTES or spec.compiling)
         # padding with holes is gathered into runs by the one, and becomes a dense mask in the other
-        gathered = bool(spec.holes) and not spec.bias
+        gathered = bool(spec.holes) and not spec.features & BIAS
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
-    if spec.device != "cuda":
+    if spec.device.type != "cuda":
         return ("sdpa", "eager")
     if spec.stored is not None and not spec.per_head:
         return ("triton", "eager")  # nobody else reads codes
-    if spec.kind == "ragged" and spec.holes is None and not spec.decode:
+    if spec.shape == "ragged" and spec.holes is None and not spec.decode:
         return ("sdpa", "eager")  # too small to look
     if spec.compiling and spec.decode and not spec.per_head:
         # a graph asks no kernel of torch's by name, and its own choice plans a kernel anew for every number of keys
         return ("triton", "sdpa", "eager")
-    special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
+    special = spec.features & (WINDOW | SOFTCAP | SINKS) or spec.shape in ("ragged", "window", "irregular")
     if spec.per_head:
         light = spec.decode or spec.pairs < _HEAVY_PAIRS
         small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
@@ -79,11 +79,11 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         read = spec.pairs // spec.groups * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
         if spec.dtype == torch.float32 or (read >= _STEP_BYTES and not spec.needs_grad and TRITON.specialised(spec)):
             return ("triton", "sdpa", "eager")
-    if not special and (spec.decode or spec.kind in ("full", "causal")):
-        own = spec.kind == "causal" and not spec.needs_grad and _ahead(spec) and TRITON.specialised(spec)
+    if not special and (spec.decode or spec.shape in ("full", "causal")):
+        own = spec.shape == "causal" and not spec.needs_grad and _ahead(spec) and TRITON.specialised(spec)
         flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
         return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
-    if spec.kind == "ragged" or spec.decode:
+    if spec.shape == "ragged" or spec.decode:
         if spec.needs_grad:
             by_runs = ("fa4", "triton", "fa3", "fa2")
             return ("sdpa", *by_runs, "eager") if spec.light_training else (*by_runs, "sdpa", "eager")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attention.heads import some_heads, some_rows
+from ..attention.slicing import some_heads, some_rows
 from ..attention.request import AttentionRequest
 from ..attention.segments import Segment
 from ..attention.structure import CallStructure

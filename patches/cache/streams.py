@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from adaattn_hf.attention.heads import joined_heads
+from adaattn_hf.attention.slicing import joined_heads
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import listening
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
@@ -76,7 +75,7 @@ def attend_streams(
 def _answer(module: nn.Module, program: Program, request: AttentionRequest, forced: str | None) -> Tensor:
     recorder = listening().recorder
     if recorder is not None:
-        recorder.record(module, spec_of(request), forced)
+        recorder.record(module, request.checked_kind(), forced)
     out = execute.attend(program, request, forced).out
     if recorder is not None:
         recorder.answered(module, request, forced, out)

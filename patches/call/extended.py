@@ -6,7 +6,6 @@ from torch import Tensor
 
 from adaattn_hf.attention.request import AttentionRequest, check_tensors, head_dim_of, holds_no_memory, in_one_batch
 from adaattn_hf.attention.tap import NOBODY, listening
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import EXACT, raw_settings, settings_in
@@ -31,7 +30,7 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
     if call.streams is not None:
         return restored(call.streams.attend(module, request, forced, bool(wanted)), call.query.dtype), None
     if heard.recorder is not None:
-        heard.recorder.record(module, spec_of(request), forced)
+        heard.recorder.record(module, request.checked_kind(), forced)
         if heard.recorder.dry:
             batch, heads, q_len, _ = request.query.shape
             return request.query.new_empty((batch, q_len, heads, head_dim_of(request.value))), None
@@ -96,6 +95,8 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
         bias = added
     if scaling is None:
         scaling = (query.shape[3] or 1) ** -0.5
-    return AttentionRequest(
+    request = AttentionRequest(
         query, key, value, structure, scaling, call.dropout, call.softcap, call.sink_logits, bias, stored=call.stored
     )
+    request.check()
+    return request

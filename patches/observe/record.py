@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
@@ -95,10 +95,10 @@ class AttentionRecord(Recorder):
         if not isinstance(index, int):
             index = self._numbers.setdefault(id(module), len(self._numbers))
         layer = self.layers.setdefault(index, _Layer(self._names[id(module)]))
-        spec = spec_of(request)
+        spec = request.checked_kind()
         request = request.widened()  # what a cache stores as codes
         layer.backends[choose(spec, forced).name] += 1
-        layer.structures[spec.kind] += 1
+        layer.structures[spec.shape] += 1
         structure = request.structure
         phase = "prefill"
         if structure.q_len == 1 and structure.kv_len > 1:

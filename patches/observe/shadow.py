@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_rows
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.slicing import some_rows
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
 from adaattn_hf.errors import warn
 
@@ -55,7 +55,7 @@ def compare(
 
     ShadowMismatch: they differ by more than rounding explains, and `action` is `raise`.
     """
-    spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
+    spec = request.checked_kind()._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
     layer = getattr(module, "layer_idx", None)
     if request.dropout:
         return

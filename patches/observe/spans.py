@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import choose
 
@@ -38,7 +39,7 @@ class _Spans(Recorder):
         self.close()
         layer, name = getattr(module, "layer_idx", None), choose(spec, forced).name
         planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
-        self.open = torch.profiler.record_function(f"adaattn layer {layer}: {name} {spec.kind}{planned}")
+        self.open = torch.profiler.record_function(f"adaattn layer {layer}: {name} {spec.shape}{planned}")
         self.open.__enter__()
 
     def answered(self, module: nn.Module, request: AttentionRequest, forced: str | None, out: Tensor) -> None:

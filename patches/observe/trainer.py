@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.limits import unproven
@@ -35,7 +35,7 @@ class _Tally(Recorder):
         shares: Counter[str] = Counter()
         for (spec, forced), count in self.counts.items():
             shares[f"adaattn/backend/{choose(spec, forced).name}"] += count
-            shares[f"adaattn/structure/{spec.kind}"] += count
+            shares[f"adaattn/structure/{spec.shape}"] += count
         self.counts.clear()
         return {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
 

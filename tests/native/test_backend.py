@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import find_rules
 
+from ..support.requests import attended
 from ..support.head_rules import rules
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
@@ -63,7 +65,7 @@ def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extr
 )
 def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
     asked = request(STRUCTURES[name], **extra)
-    result, truth = NativeBackend().attend(asked), reference.attention(asked)
+    result, truth = attended(NativeBackend(), asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
     assert result.lse is not None
     torch.testing.assert_close(result.lse.double(), truth.lse, atol=5e-6, rtol=1e-6)
@@ -72,7 +74,7 @@ def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
 def test_windows_of_heads_hold_beside_a_mask_of_each_head() -> None:
     mask = torch.rand(1, 4, 100, 100, generator=torch.Generator().manual_seed(0)) > 0.2
     asked = request(CallStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0)))
-    result, truth = NativeBackend().attend(asked), reference.attention(asked)
+    result, truth = attended(NativeBackend(), asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
 
 
@@ -82,9 +84,9 @@ def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
 ) -> None:
     structure = STRUCTURES["packed"].with_changes()
     asked = request(structure)
-    expected = NativeBackend().attend(asked).out
+    expected = attended(NativeBackend(), asked).out
     theirs = copied(structure)
-    assert torch.equal(NativeBackend().attend(replace(asked, structure=theirs)).out, expected)
+    assert torch.equal(attended(NativeBackend(), replace(asked, structure=theirs)).out, expected)
     table, told = theirs.derived(find_rules).segments, theirs.derived(find_rules).visible
     assert table is not None
     assert table.data_ptr() in struct.unpack_from("=Q", told)
@@ -107,7 +109,7 @@ REFUSALS = {
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(reason: str) -> None:
     """What the host's processor lacks comes on top; it has a test beside its own subject, as ONNX has."""
-    spec = CallSpec.of(request(STRUCTURES["causal"]))
+    spec = request(STRUCTURES["causal"]).checked_kind()
     assert NativeBackend().refusals(spec) == ()
     refusals = NativeBackend().refusals(spec._replace(**REFUSALS[reason]))
     (said,) = (refusal for refusal in refusals if "this processor runs" not in refusal)

@@ -173,7 +173,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heavy(**changes: Any) -> CallSpec:
-    spec = CallSpec.of(drawn(causal()))
+    spec = drawn(causal()).checked_kind()
     return spec._replace(device="cuda", pairs=1 << 31, keys=4096, **changes)
 
 
@@ -212,7 +212,7 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
         for count in (heads, 1, 1)
     ]
     query, key, value = (part.as_subclass(There) for part in parts)
-    spec = CallSpec.of(AttentionRequest(query, key, value, causal(n), 1.0))
+    spec = AttentionRequest(query, key, value, causal(n), 1.0).checked_kind()
     assert select.order(spec)[0] == first
 
 

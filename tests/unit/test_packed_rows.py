@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.packing import FROM_FIRST, Packed
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.sdpa import packed
 from adaattn_hf.backends.sdpa.dispatch import way_of
@@ -129,7 +130,9 @@ def test_kernels_of_other_vendors_are_not_called(monkeypatch: pytest.MonkeyPatch
 def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
     q, k, v = (t.detach().float() for t in draw(structure))
     request = AttentionRequest(q, k, v, structure, scaling=0.3)
-    return CallSpec.of(request)._replace(**{"device": "cuda", "holes": False, **changes})  # type: ignore[arg-type]
+    kind = request.checked_kind()
+    seen = {"device": torch.device("cuda"), "features": kind.features | LOOKED}
+    return kind._replace(**{**seen, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("walking")

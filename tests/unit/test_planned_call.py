@@ -18,7 +18,6 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import launch_for
@@ -242,9 +241,7 @@ def test_windows_and_sinks_are_kinds_of_their_own() -> None:
     """A chunk need not hold the first keys of its sequence: kernels that walk runs serve its windows, not its sinks."""
     structure, query = CallStructure(1, 40, 40, causal=True, chunk=16), torch.zeros(1, 1, 40, 16)
     kinds = [
-        spec_of(
-            AttentionRequest(query, query, query, structure, 1.0, per_head=HeadRules((8,), (sinks,), ("model",)))
-        ).kind
+        AttentionRequest(query, query, query, structure, 1.0, per_head=HeadRules((8,), (sinks,), ("model",))).checked_kind().kind
         for sinks in (0, 2)
     ]
     assert kinds == ["ragged", "irregular"]

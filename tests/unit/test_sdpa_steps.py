@@ -7,7 +7,6 @@ import torch
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.sdpa import dispatch, kernels
 
@@ -29,7 +28,7 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
     query = torch.empty(3, 8, 1, dim, device="meta", dtype=dtype)
     key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
     structure = CallStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
-    spec = spec_of(AttentionRequest(query, key, key, structure, dim**-0.5))._replace(device="cuda")
+    spec = AttentionRequest(query, key, key, structure, dim**-0.5).checked_kind()._replace(device=torch.device("cuda"))
     way = dispatch.way_of(spec)
     with NamedOperators() as noted:
         out = way(query, key, key, 0.125, structure)
@@ -66,7 +65,7 @@ def test_gradients_go_through_the_operator(device: None) -> None:
     query = torch.empty(1, 2, 1, 64, dtype=torch.float16, requires_grad=True)
     key = torch.empty(1, 2, 8, 64, dtype=torch.float16)
     structure = CallStructure(1, 1, 8, causal=True, q_offset=7)
-    spec = spec_of(AttentionRequest(query, key, key, structure, 0.125))._replace(device="cuda")
+    spec = AttentionRequest(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
     assert spec.needs_grad
     assert not kernels.steps_by_flash(spec)
     assert kernels.steps_by_flash(spec._replace(needs_grad=False))

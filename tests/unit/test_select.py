@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import base, select
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
+from ..support.requests import attended
 from adaattn_hf.backends.sdpa import dispatch
 
 
@@ -29,13 +31,13 @@ class Picky(Backend):
         return self.reasons
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
-        return EagerBackend().attend(request)
+        return attended(EagerBackend(), request)
 
 
 def spec(**changes: Any) -> CallSpec:
     x = torch.zeros(1, 2, 3, 4)
     request = AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0)
-    return CallSpec.of(request)._replace(**changes)
+    return request.checked_kind()._replace(**changes)
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
     def first(kv_len: int) -> str:
         query, key = torch.zeros(1, 12, 1, 64), torch.zeros(1, 12, 1, 64).expand(1, 12, kv_len, 64)
         structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1)
-        return select.order(CallSpec.of(AttentionRequest(query, key, key, structure, 1.0)))[0]
+        return select.order(AttentionRequest(query, key, key, structure, 1.0).checked_kind())[0]
 
     assert [first(64), first(16384)] == ["native", "sdpa"]
     assert select.order(spec(decode=True, kind="suffix", compiling=True))[0] == "sdpa"
@@ -194,7 +196,7 @@ def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not()
     packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
     padded = CallStructure(1, 12, 12, causal=True, key_padding=padding)
     x = torch.zeros(1, 2, 12, 4)
-    seen = [base.spec_of(AttentionRequest(x, x, x, s, 1.0), "native").packed for s in (packed, padded)]
+    seen = [AttentionRequest(x, x, x, s, 1.0).checked_kind(named=True).packed for s in (packed, padded)]
     assert seen == [4, 0]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.gradients import first_order
-from ...attention.heads import HeadWindows
+from ...attention.heads import head_windows
 from ...attention.request import AttentionRequest, AttentionResult
 from ..base import derived_on
 from .forward import attend_forward
@@ -227,24 +227,24 @@ def of_queries(  # type: ignore[no-untyped-def]
     )
 
 
-def attend_with_gradients(request: AttentionRequest, windows: HeadWindows | None) -> AttentionResult:
+def attend_with_gradients(request: AttentionRequest) -> AttentionResult:
     """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
     if request.scaling <= 0:
         # the kernels divide by it, and take the largest score by the largest product
         query = -request.query if request.scaling else request.query * 0
         request = replace(request, query=query, scaling=-request.scaling or 1.0)
-    out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
-        request.query, request.key, request.value, request.sink_logits, request, windows
-    )
+    tensors = request.query, request.key, request.value, request.sink_logits
+    out, lse = _Attention.apply(*tensors, request)  # type: ignore[no-untyped-call]
     return AttentionResult(out, lse if request.need_lse else None)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *asked: Any) -> tuple[Tensor, Tensor | None]:
-        query, key, value, sink, request, windows = asked
-        out, lse = attend_forward(request, windows, keep_lse=True)
-        ctx.save_for_backward(query, key, value, sink, out, lse)
+        *tensors, request = asked
+        out, lse = attend_forward(request, keep_lse=True)
+        ctx.save_for_backward(*tensors, out, lse)
+        windows = head_windows(request.structure, request.per_head, request.key.shape[1])
         ctx.call = request.structure, request.scaling, request.softcap, windows
         ctx.set_materialize_grads(False)
         return out, lse
@@ -317,4 +317,4 @@ class _Attention(torch.autograd.Function):
             # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
             weight = torch.exp(sink.float()[None, :, None] - lse)
             d_sink = (weight * sums).sum((0, 2)).to(sink.dtype)
-        return dq, dk, dv, d_sink, None, None
+        return dq, dk, dv, d_sink, None

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention.heads import ALL, HeadWindows
-from ...attention.request import AttentionRequest, AttentionResult, other_devices
+from ...attention.heads import ALL, HeadWindows, head_windows
+from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..base import derived_on
 from .launch import Launcher, aligned, descriptor_of, device_facts
@@ -151,14 +151,13 @@ class Part(NamedTuple):
     specialised: bool = False
 
 
-def attend_forward(request: AttentionRequest, windows: HeadWindows | None, keep_lse: bool = False) -> AttentionResult:
-    """Attention of many queries, in one launch over all runs and heads, or two; tensors on several devices are refused.
+def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> AttentionResult:
+    """Attention of many queries, in one launch over all runs and heads, or two.
 
-    `windows` are those of `head_windows`; `keep_lse` makes the log-sum-exp for the backward pass.
+    `keep_lse` makes the log-sum-exp for the backward pass.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
-    if not query.get_device() == key.get_device() == value.get_device():
-        raise other_devices(query, key, value)
+    windows = head_windows(structure, request.per_head, key.shape[1])
     scaling, softcap, sink = request.scaling, request.softcap, request.sink_logits
     if scaling < 0:
         query, scaling = -query, -scaling  # the kernels take the largest score by the largest product

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.heads import ALL, HeadWindows
-from ...attention.request import AttentionRequest, AttentionResult, format_of, head_dim_of
-from ...attention.stored import BITS
+from ...attention.heads import ALL, HeadWindows, head_windows
+from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..base import capturing, derived_on
 from .codes import decode_codes
@@ -54,33 +53,27 @@ def constants_of(
     return constants | {"BITS": bits, "HALVES": tile.halves, "WARPS": tile.warps} if bits else constants
 
 
-def constants_for(request: AttentionRequest) -> dict[str, Any]:
-    """The same for the kind of a request."""
-    query, value, kv_heads = request.query, request.value, request.key.shape[1]
-    bits = 0 if request.stored is None else BITS[format_of(value)]
-    return constants_of(
-        query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device
-    )
-
-
 def attend_step(
-    constants: dict[str, Any],
     request: AttentionRequest,
-    windows: HeadWindows | None,
+    constants: dict[str, Any],
+    windows: HeadWindows | None = None,
     graph: bool = False,
     until: int | None = None,
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
-    A structure that is not made of segments is refused. Nothing may be kept in the memory of a traced `graph`, and
-    nothing but padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no
-    end. `constants` are those of `constants_of`.
+    A structure that is not made of segments is refused. `constants` are those of `constants_of`, `windows` those of the
+    rules and the structure where none are given. Nothing may be kept in the memory of a traced `graph`, and nothing but
+    padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no end.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     stored, softcap, sink = request.stored, request.softcap, request.sink_logits
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], constants["DIM_V"]
     offset, device = structure.q_offset, query.device
+    windows = windows or head_windows(structure, request.per_head, kv_heads)
+    if stored is not None:
+        stored.check_device(device)
     if graph:
         rows, covered, sequences = None, True, structure.batch
         real = None if structure.key_padding is None else structure.key_padding.contiguous()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...attention.request import CallSpec
+from ...attention.kind import CallSpec
 from ...attention.stored import BITS
 
 LEAST_SM = (8, 0)
@@ -119,19 +119,19 @@ def fitting_tile(kernel: str, width: int, memory: int, rows: int = 16) -> Tile:
     return tile
 
 
-def refusals(spec: CallSpec, memory: int) -> list[str]:
+def refusals(kind: CallSpec, memory: int) -> list[str]:
     """What a call launches that does not fit a device whose programs may have so much shared memory."""
     kernels: tuple[str, ...] = ("forward", "forward of windows")
-    if spec.needs_grad:
+    if kind.needs_grad:
         kernels += ("of_keys", "of_keys of runs", "of_queries")
-    elif spec.decode:
-        kernels = ("decode" if spec.stored is None else f"decode_codes {BITS[spec.stored]}",)
-    pad = padded(max(spec.head_dim, spec.head_dim_v))
-    heads = f"heads of {pad} channels in {spec.dtype}, {spec.groups} of which share keys,"
+    elif kind.decode:
+        kernels = ("decode" if kind.stored is None else f"decode_codes {BITS[kind.stored]}",)
+    pad = padded(max(kind.head_dim, kind.head_dim_v))
+    heads = f"heads of {pad} channels in {kind.dtype}, {kind.groups} of which share keys,"
     return [
         _refusal(kernel, heads, memory)
         for kernel in kernels
-        if tile_of(kernel, pad * spec.dtype.itemsize, memory, rows_of(spec.groups)) is None
+        if tile_of(kernel, pad * kind.dtype.itemsize, memory, rows_of(kind.groups)) is None
     ]
 
 

@@ -112,6 +112,7 @@ def flash_attn_forward(
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
+    request.check()
     program = program_of(module, compiling)
     if program is None:
         out = select.attend(request, backend).out
