@@ -5,18 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.kind import GRAD, LOOKED, ONE_QUERY, STORED
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
-from adaattn_hf.backends.capability import of_sm, shared_memory
+from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.triton import TritonBackend
-from adaattn_hf.backends.triton.sizes import SIZES, Tile, tile_of
+from adaattn_hf.backends.triton.tiling import SIZES, Tile, tile_of
 
 X = torch.zeros(1, 2, 8, 128)
-SPEC = AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25).checked_kind()._replace(
-    device="cuda", dtype=torch.bfloat16
+KIND = (
+    AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25)
+    .checked_kind()
+    ._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
 )
 HOPPER = of_sm((9, 0)).shared_memory
 SERVED = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
@@ -73,7 +75,12 @@ def test_heads_that_share_keys_take_memory() -> None:
 
 def refused(monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], **changes: Any) -> tuple[str, ...]:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    return TritonBackend().refusals(SPEC._replace(**changes))
+    groups = changes.pop("groups", 1)
+    return TritonBackend().refusals(KIND._replace(heads=groups * KIND.kv_heads, **changes))
+
+
+STEP: dict[str, Any] = {"features": ONE_QUERY, "head_dim": 256, "head_dim_v": 256}
+CODES: dict[str, Any] = STEP | {"features": ONE_QUERY | STORED}
 
 
 @pytest.mark.parametrize("sm", SERVED)
@@ -81,10 +88,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], **changes: Any
     "changes",
     [
         {},
-        {"needs_grad": True, "kind": "ragged", "holes": False},
-        {"needs_grad": True, "head_dim": 256, "head_dim_v": 256},
-        {"decode": True, "dtype": torch.float32, "head_dim": 256, "head_dim_v": 256, "groups": 8},
-        {"decode": True, "stored": "int8", "head_dim": 256, "head_dim_v": 256, "groups": 8},
+        {"features": GRAD | LOOKED, "shape": "ragged"},
+        {"features": GRAD, "head_dim": 256, "head_dim_v": 256},
+        STEP | {"dtype": torch.float32, "groups": 8},
+        CODES | {"groups": 8},
     ],
 )
 def test_devices_since_ampere_are_served(
@@ -97,13 +104,13 @@ def test_devices_since_ampere_are_served(
     ("sm", "changes", "kernel"),
     [
         ((13, 0), {}, "'forward' for heads of 128 channels in torch.bfloat16"),
-        ((13, 0), {"needs_grad": True}, "'of_queries'"),
+        ((13, 0), {"features": GRAD}, "'of_queries'"),
         (
             (8, 6),
-            {"decode": True, "dtype": torch.float32, "head_dim": 256, "groups": 71},
+            STEP | {"dtype": torch.float32, "groups": 71},
             "'decode' for heads of 256 channels in torch.float32, 71 of which share keys,",
         ),
-        ((8, 6), {"decode": True, "stored": "k8v4", "head_dim": 256, "groups": 64}, "'decode_codes 4'"),
+        ((8, 6), CODES | {"value_dtype": torch.uint8, "groups": 64}, "'decode_codes 4'"),
     ],
 )
 def test_what_no_tile_fits_is_refused_by_name(
@@ -120,13 +127,14 @@ def test_what_no_tile_fits_is_refused_by_name(
 
 def test_auto_takes_another_backend_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "_missing", lambda name: ("not here",) if name.startswith("fa") else ())
-    monkeypatch.setattr(select, "launches", {})
-    packed = SPEC._replace(kind="ragged", holes=False, needs_grad=True)
+    packed = KIND._replace(shape="ragged", features=GRAD | LOOKED)
     for sm, name in (((8, 6), "triton"), ((13, 0), "sdpa")):
         monkeypatch.setattr(capability_module, "capability", lambda _, sm=sm: of_sm(sm))
-        select.launches.clear()
         assert select.choose(packed).name == name
 
 
 def test_where_nothing_is_known_tiles_are_those_of_hopper() -> None:
-    assert shared_memory(torch.device("cpu")) == HOPPER
+    pytest.importorskip("triton")
+    from adaattn_hf.backends.triton.launch import device_facts
+
+    assert device_facts(torch.device("cpu")).memory == HOPPER

@@ -15,7 +15,7 @@ from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import base
 from adaattn_hf.backends.triton import tables
-from adaattn_hf.backends.triton.launcher import Launcher
+from adaattn_hf.backends.triton.launch import Launcher
 from adaattn_hf.backends.triton.tables import Cut, Dealing
 
 from .test_triton import STRUCTURES, interpreted

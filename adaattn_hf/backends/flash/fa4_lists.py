@@ -178,7 +178,13 @@ def turned_lists(
 
 
 def _listed(
-    structure: CallStructure, windows: Tensor, bounds: Tensor, runs: Tensor | None, groups: int, kv_len: int, turned: bool
+    structure: CallStructure,
+    windows: Tensor,
+    bounds: Tensor,
+    runs: Tensor | None,
+    groups: int,
+    kv_len: int,
+    turned: bool,
 ) -> Lists:
     """The lists of either side by one launch, which leaves the bounds of blocks of queries, or finds them if `turned`."""
     own, others, heads = -(-structure.q_len // BLOCK), -(-kv_len // BLOCK), windows.shape[1]

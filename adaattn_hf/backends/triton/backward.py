@@ -21,7 +21,7 @@ from ..base import derived_on
 from .forward import attend_forward
 from .launch import Launcher, aligned, descriptor_of, device_facts
 from .tables import Cut, find_entries, window_table
-from .tiles import entry_of, keys_of, rows_of, tanh, visible
+from .tiles import edge_tile, edges_of, entry_of, keys_of, rows_of, tanh, visible
 from .tiling import fitting_tile, padded, scale_of
 
 
@@ -194,20 +194,11 @@ def of_queries(  # type: ignore[no-untyped-def]
     start, stop, all_start, all_stop = keys_of(
         first + offset, tl.minimum(first + BLOCK_M, q_len) - 1 + offset, k_len, window, sinks, BLOCK_N, CAUSAL, WINDOW
     )  # fmt: skip
-    of_sinks, of_left = 0, 0
-    if WINDOW:
-        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK_N)
-        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_N)
-    of_right = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_N)
+    of_sinks, of_left, of_right = edges_of(start, stop, all_start, all_stop, sinks, BLOCK_N, WINDOW)
 
     dq = tl.zeros([BLOCK_M, PAD], tl.float32)
     for tile in range(0, of_sinks + of_left + of_right):
-        n = all_stop + (tile - of_sinks - of_left) * BLOCK_N
-        limit = k_len
-        if WINDOW:
-            n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK_N, n)
-            n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
-            limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+        n, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
         j = n + tl.arange(0, BLOCK_N)
         k = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
         v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False, TURNED=True)

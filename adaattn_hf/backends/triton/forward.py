@@ -19,7 +19,7 @@ from ...attention.structure import CallStructure
 from ..base import derived_on
 from .launch import Launcher, aligned, descriptor_of, device_facts
 from .tables import Cut, Dealing, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
-from .tiles import capped, entry_of, keys_of, rows_of, step, visible
+from .tiles import capped, edge_tile, edges_of, entry_of, keys_of, rows_of, step, visible
 from .tiling import fitting_tile, padded, pays, scale_of, warps_of
 
 # Products of numbers from which on keys and values are read by TMA. Smaller calls gain less by it (4 to 6 us on an H200
@@ -69,19 +69,9 @@ def forward(  # type: ignore[no-untyped-def]
         l += 1.0
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
 
-    # tiles by the rule: those of the sinks before the window's first tile, then both edges of the window
-    of_sinks, of_left = 0, 0
-    if WINDOW:
-        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK_N)
-        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_N)
-    of_right = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_N)
+    of_sinks, of_left, of_right = edges_of(start, stop, all_start, all_stop, sinks, BLOCK_N, WINDOW)
     for tile in range(0, of_sinks + of_left + of_right):
-        n = all_stop + (tile - of_sinks - of_left) * BLOCK_N
-        limit = k_len
-        if WINDOW:
-            n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK_N, n)
-            n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
-            limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+        n, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
         j = n + tl.arange(0, BLOCK_N)
         if EDGES:
             k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T

@@ -1,4 +1,4 @@
-"""What launches of Triton kernels share: facts of devices, descriptors of tensors, and a launch without Triton's look."""
+"""What launches of kernels share: facts of devices, descriptors of tensors, and a launch without Triton's look."""
 
 from __future__ import annotations
 
@@ -51,15 +51,19 @@ class DeviceFacts(NamedTuple):
 @functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
     """The facts of a device, asked of it once. Where kernels are interpreted they are those of a small Hopper."""
-    known = capability(device) if device.type == "cuda" else None
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    on_cuda = device.type == "cuda"
+    known = capability(device) if on_cuda else of_sm(_HOPPER)
     return DeviceFacts(
         compiles=known is None or known.sm >= LEAST_SM,
         memory=(known or of_sm(_HOPPER)).shared_memory,
-        processors=count,
-        tma=(device.type != "cuda" or (known is not None and known.tiles)) and installed("triton.tools.tensor_descriptor"),
-        specialised=known is not None and known.sm == _HOPPER and _tried() and installed("triton.experimental.gluon"),
-    )  # fmt: skip
+        processors=torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4,
+        tma=known is not None and known.tiles and installed("triton.tools.tensor_descriptor"),
+        specialised=on_cuda
+        and known is not None
+        and known.sm == _HOPPER
+        and _tried()
+        and installed("triton.experimental.gluon"),
+    )
 
 
 def aligned(*tensors: Tensor | None) -> bool:
@@ -72,7 +76,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 
 
 def descriptor_of(tensor: Tensor, rows: int, columns: int | None = None, gluon: bool = False) -> Any:
-    """A TMA descriptor of tiles `[1, 1, rows, columns]` of a tensor with four dimensions, None where TMA cannot take it.
+    """A TMA descriptor of tiles `[1, 1, rows, columns]` of a tensor `[a, b, c, d]`, None where TMA cannot take it.
 
     Tiles have all columns when none are given. `gluon`: a kernel in Gluon reads it.
     """

@@ -12,7 +12,6 @@ from .warps import (
     ROWS,
     add_tile,
     begin_rows,
-    bounds_of,
     bring,
     bring_all,
     fetch,
@@ -115,7 +114,11 @@ def _bounds_of_piece(p, piece, tiles, rules, W: gl.constexpr):  # type: ignore[n
     limit = k_len
     if W.window:
         limit = gl.where(piece < tiles[0], apart, k_len)
-    last, before, _sinks = bounds_of(p, at, limit, window, sinks, W)
+    last, before = gl.zeros_like(p) + (limit - 1 - at), p - at - window
+    if W.causal:
+        last = gl.minimum(p - at, last)
+    elif W.window:
+        last = gl.minimum(gl.maximum(p - at + window, sinks - at) - 1, last)
     own = n - 1 - at  # keys before its own, of a piece that was moved, are of the one before
     if W.window:
         before = gl.where(piece < tiles[0], own, gl.maximum(before, gl.maximum(apart - 1 - at, own)))

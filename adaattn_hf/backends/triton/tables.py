@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention.heads import ALL, HeadWindows
+from ...attention.heads import HeadWindows
 from ...attention.structure import CallStructure, Segment
 from ..base import derived_on
 from .launch import Launcher

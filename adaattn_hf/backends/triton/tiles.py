@@ -140,3 +140,25 @@ def keys_of(low, high, k_len, window, sinks, BLOCK: tl.constexpr, CAUSAL: tl.con
     all_start = tl.maximum(start, (all_start + (BLOCK - 1)) // BLOCK * BLOCK)
     all_stop = tl.maximum(all_start, tl.maximum(all_stop, 0) // BLOCK * BLOCK)
     return start, stop, all_start, all_stop
+
+
+@triton.jit
+def edges_of(start, stop, all_start, all_stop, sinks, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers of tiles by the rule: of the sinks before the window's first tile, then of both edges of the window."""
+    of_sinks, of_left = 0, 0
+    if WINDOW:
+        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK)
+        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK)
+    return of_sinks, of_left, tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK)
+
+
+@triton.jit
+def edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First key of such a tile, and where its keys end: those of sinks where the window's tiles begin."""
+    n = all_stop + (tile - of_sinks - of_left) * BLOCK
+    limit = k_len
+    if WINDOW:
+        n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK, n)
+        n = tl.where(tile < of_sinks, tile * BLOCK, n)
+        limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+    return n, limit

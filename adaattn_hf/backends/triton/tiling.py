@@ -172,7 +172,7 @@ class Warps(NamedTuple):
         ahead: Whether queries come an item ahead.
         dim: Channels of a head.
         sharing: Query heads that share keys.
-        causal, window, sink, lse: Whether the call is causal, has windows or learned sinks, and asks for the log-sum-exp.
+        window, causal, sink, lse: Whether the call has windows, is causal, has learned sinks, asks for the log-sum-exp.
         close: Whether keys of a segment may end within a tile and before the tensor does; then there are as many as a
             tile's piece at least.
     """
@@ -208,7 +208,7 @@ class Warps(NamedTuple):
 
 
 def warps_of(dim: int, sharing: int, window: bool) -> Warps | None:
-    """How the warps of a dense call, or one with windows, share it out, as measured on an H200; None where they lose."""
+    """How warps share out a dense call, or one with windows, as measured on an H200; None where they lose."""
     if dim == 128:
         return Warps(2, 1, 128, 2, window, True, dim, sharing, window)
     if dim == 64:
@@ -217,9 +217,9 @@ def warps_of(dim: int, sharing: int, window: bool) -> Warps | None:
     return None
 
 
-# Keys that queries of 64 channels see on average, some 100 fewer than blocks of them read, from which on windows gain by
-# the kernel for Hopper. With windows of 1,024 everywhere it takes 1.1 times as long as the kernel whose tiles have 64
-# keys where other kernels ran between, as that is far less code to fetch again; of 8 sequences at once 0.9 times as
+# Keys that queries of 64 channels see on average, some 100 fewer than blocks of them read, from which on windows gain
+# by the kernel for Hopper. With windows of 1,024 everywhere it takes 1.1 times as long as the kernel whose tiles have
+# 64 keys where other kernels ran between, as that is far less code to fetch again; of 8 sequences at once 0.9 times as
 # long, windows of 512 0.93 times. A quarter is enough from so many items of a program on: how it begins matters little.
 _LEAST_OF_WINDOWS = 1950
 _MANY_TURNS = 16

@@ -101,39 +101,25 @@ def begin_scores(q, k_ring, turns, count, WHICH: gl.constexpr, W: gl.constexpr, 
 
 
 @gluon.jit
-def bounds_of(p, n, limit, window, sinks, W: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The bounds of `seen`, for queries that stand at `p` and the tile from key `n` on, of which those below `limit` are there."""
-    last = gl.zeros_like(p) + (limit - 1 - n)
-    if W.causal:
-        last = gl.minimum(p - n, last)
-    elif W.window:
-        last = gl.minimum(gl.maximum(p - n + window, sinks - n) - 1, last)
-    return last, p - n - window, sinks - n
+def seen(bounds, LEFT: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Boolean `[rows, keys of a tile]`: each row's last key, the one before its window, and both of the second half.
 
-
-@gluon.jit
-def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
-
-    Without LEFT all keys lie after where the windows begin. Instead of sinks there may be the other two bounds of the
-    second half of the tile, by places in it.
+    All are places in the tile, those of the second half in that. Without LEFT all keys lie after where windows begin.
     """
-    last, before, more = bounds
-    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    last, before, then = bounds
+    j = gl.arange(0, W.keys, gl.SliceLayout(0, LAYOUT))
     # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
     own = (j & 6)[None, :]
     at = (j & -7)[None, :]
-    if LEFT and isinstance(more, gl.tuple):
+    if LEFT:
         # one comparison for both ends: below the first one numbers without a sign are large
-        then_last, then_before = more
-        HALF: gl.constexpr = BLOCK_N // 2
+        then_last, then_before = then
+        HALF: gl.constexpr = W.keys // 2
         first = gl.where(at < HALF, (before + 1)[:, None] - own, (then_before + 1 + HALF)[:, None] - own)
         keys = gl.where(at < HALF, (last - before)[:, None], (then_last - then_before)[:, None])
         keep = (at - first).to(gl.uint32) < gl.maximum(keys, 0).to(gl.uint32)
     else:
         keep = at <= last[:, None] - own
-        if LEFT:
-            keep = keep & ((at > before[:, None] - own) | (at < more - own))
     return keep
 
 
@@ -200,7 +186,7 @@ def add_tile(  # type: ignore[no-untyped-def]
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_ring[2].index(count % W.stages))
     if MASKED:
-        s = gl.where(seen(bounds, LEFT, W.keys, S_LAYOUT), s, float("-inf"))
+        s = gl.where(seen(bounds, LEFT, W, S_LAYOUT), s, float("-inf"))
     w, m, l, decay = weights_of(s, m, l, scale, MASKED)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
     mbarrier.arrive(v_ring[2].index((count - 1) % W.stages))
@@ -219,7 +205,7 @@ def first_tile(  # type: ignore[no-untyped-def]
         mbarrier.arrive(turns.index((WHICH + 1) % W.groups))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_ring[2].index(count % W.stages))
-    s = gl.where(seen(bounds, W.window or W.close, W.keys, S_LAYOUT), s, float("-inf"))
+    s = gl.where(seen(bounds, W.window or W.close, W, S_LAYOUT), s, float("-inf"))
     w, m, l, _decay = weights_of(s, m, l, scale, True)
     return m, l, paired(w, W.keys, dtype)
 
