@@ -129,7 +129,6 @@ class Part(NamedTuple):
         constants: Of the kernel, and the compiler's options, as it reads keys and values by addresses.
         by_tma: The same as it reads them by TMA; None where that does not pay.
         box: Keys and channels that TMA brings at once; all channels where None.
-        specialised: Whether it is the warp-specialised kernel for Hopper, which only reads by TMA.
     """
 
     kernel: Launcher
@@ -138,7 +137,6 @@ class Part(NamedTuple):
     constants: dict[str, Any]
     by_tma: dict[str, Any] | None
     box: tuple[int, int | None]
-    specialised: bool = False
 
 
 def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> AttentionResult:
@@ -162,7 +160,7 @@ def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> Attenti
     lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
     parts = derived_on(structure, query.device, find_parts, shape, windows, lines)
     bulk = _descriptors(parts, key, value) if even else None
-    if bulk is None and parts and parts[0].specialised:
+    if bulk is None and parts and parts[0].kernel is not forward:  # which only reads by TMA
         parts = derived_on(structure, query.device, find_parts, shape, windows, False)
         bulk = _descriptors(parts, key, value) if even else None
     numbers = (
@@ -184,7 +182,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
     """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
     if not parts or parts[0].by_tma is None:
         return None
-    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].specialised) for one in (key, value))
+    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].kernel is not forward) for one in (key, value))
     return None if keys is None or values is None else (keys, values)
 
 
@@ -217,9 +215,9 @@ def _plain_part(
     name = "forward" if windows is None else "forward of windows"
     tile = fitting_tile(name, max(pad, pad_v) * shape.dtype.itemsize, device_facts(device).memory)
     constants = {
-        "GROUPS": shape.heads // shape.kv_heads, "CAUSAL": structure.causal, "WINDOW": windows is not None,
-        "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "DIM": shape.dim, "DIM_V": shape.dim_v, "PAD": pad, "PAD_V": pad_v, "HAS_CAP": shape.has_cap,
-        "BULK": False, "EDGES": False, **tile.constants(),
+        "GROUPS": shape.heads // shape.kv_heads, "DIM": shape.dim, "DIM_V": shape.dim_v, "PAD": pad, "PAD_V": pad_v,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": shape.has_cap,
+        "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "BULK": False, "EDGES": False, **tile.constants(),
     }  # fmt: skip
     runs, entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), shape.kv_heads)
     if not len(entries):
@@ -261,7 +259,7 @@ def _parts_on_hopper(
     runs_table, items, dealt = derived_on(structure, device, find_items, cut, dealing, every)
     tables = runs_table, items, items if windows is None else window_table(windows, device)
     box = keys, None if windows is None else 64
-    part = Part(specialised, (dealt,), tables, constants, constants, box, True)
+    part = Part(specialised, (dealt,), tables, constants, constants, box)
     if not structure.derived(runs_of, keys, True):
         return (part,)
     return (part, *_plain_part(structure, device, shape, windows, False, cut._replace(short=True)))
