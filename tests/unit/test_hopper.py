@@ -212,7 +212,7 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
 
 
 class There(Tensor):
-    is_cpu = False
+    is_cpu, is_cuda = False, True
     device = torch.device("cuda", 0)
 
 

@@ -69,7 +69,7 @@ def test_queries_are_turned_by_halves_where_memory_is_short(dim: int, monkeypatc
     """Blocks of as many channels as a head, padded, has, and smaller ones."""
     from adaattn_hf.backends.triton import tiling
 
-    halves = (tiling.Size(1024, 0, tiling.Tile(1, 64, 2, 2, halves=True)),)
+    halves = (tiling.Tile(1024, 0, 1, 64, 2, 2, halves=True),)
     monkeypatch.setitem(tiling.SIZES, "decode_codes 8", halves)
     check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float32), 8)
     check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float16), 8, atol=4e-3)

@@ -14,6 +14,7 @@ from ...attention.kind import (
     HEAD_BF16,
     HEAD_WINDOWS,
     LSE,
+    ONE_QUERY,
     OPAQUE,
     SINKS,
     SOFTCAP,
@@ -47,6 +48,9 @@ class Flash4Backend(Backend):
         unless=(
             (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
             (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
+            (HEAD_WINDOWS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (WINDOW | WINDOW_SINKS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
         ),
     )
 
@@ -79,10 +83,8 @@ class Flash4Backend(Backend):
             )
         if lists_needed and not installed("triton"):
             reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
-        if lists_needed and kind.decode:
-            reasons.append("flash-attn 4 does not share out the keys of one query")
-        if asked & LSE and (kind.shape == "ragged" or kind.needs_grad):
-            reasons.append("flash-attn 4's log-sum-exp is not put back in place, and not differentiated")
+        if asked & LSE and kind.shape == "ragged":
+            reasons.append("flash-attn 4's log-sum-exp is not put back in place")
         reasons += run_refusals(kind, "flash-attn 4's packed kernels")
         return tuple(reasons)
 

@@ -6,6 +6,7 @@ Below the kernel stands its launch, and on Hopper that of the one in `specialise
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..base import derived_on
 from .launch import Launcher, aligned, descriptor_of, device_facts
-from .tables import Cut, Dealing, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
+from .tables import Cut, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
 from .tiles import capped, edge_tile, edges_of, entry_of, keys_of, rows_of, step, visible
 from .tiling import fitting_tile, padded, pays, scale_of, warps_of
 
@@ -243,7 +244,6 @@ def _parts_on_hopper(
     if warps is None:
         return ()
     keys = warps.part
-    cut = Cut("queries", warps.rows, least=keys)
     runs = structure.derived(runs_of, keys)
     pairs, queries = pairs_seen(structure, every, keys), sum(run.q_len for run in runs) * shape.kv_heads
     # as many programs as are resident at once compute all items, which hides how each begins and ends
@@ -253,13 +253,11 @@ def _parts_on_hopper(
     from .specialised import specialised  # Gluon is younger than the oldest Triton that is served
 
     closed = all(ends_with_tiles(run, keys, structure.kv_len) for run in runs)
-    warps = warps._replace(causal=structure.causal, sink=shape.has_sink, lse=shape.has_lse, close=not closed)
-    constants = {"W": warps, "num_warps": 4}
-    dealing = Dealing(groups // warps.together, keys, warps.pieces, programs)
-    runs_table, items, dealt = derived_on(structure, device, find_items, cut, dealing, every)
+    runs_table, items, dealt = derived_on(structure, device, find_items, warps, every, programs)
     tables = runs_table, items, items if windows is None else window_table(windows, device)
-    box = keys, None if windows is None else 64
-    part = Part(specialised, (dealt,), tables, constants, constants, box)
+    warps = replace(warps, causal=structure.causal, sink=shape.has_sink, lse=shape.has_lse, close=not closed)
+    constants = {"W": warps, "num_warps": 4}
+    part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64))
     if not structure.derived(runs_of, keys, True):
         return (part,)
-    return (part, *_plain_part(structure, device, shape, windows, False, cut._replace(short=True)))
+    return (part, *_plain_part(structure, device, shape, windows, False, Cut("queries", 0, keys, short=True)))

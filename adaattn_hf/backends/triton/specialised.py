@@ -26,16 +26,13 @@ _keys_of = gluon.jit(tiles.keys_of.fn)
 
 @gluon.jit
 def _entry(tables, turn):  # type: ignore[no-untyped-def]
-    """What the work table says of a program's item: segment, first row, heads; heads are -1 behind the last one."""
+    """What the work table says of a program's item: segment, first row, heads; heads are -1 behind the last one.
+
+    Its first row says how many items each program has.
+    """
     _segments_ptr, work_ptr, _rules_ptr = tables
     entry = work_ptr + 3 * ((turn + 1) * gl.num_programs(0) + gl.program_id(0))
     return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-
-
-@gluon.jit
-def _turns(tables):  # type: ignore[no-untyped-def]
-    """How many items a program has, by the first row of the work table."""
-    return gl.load(tables[1] + 3 * gl.program_id(0))
 
 
 @gluon.jit
@@ -143,7 +140,7 @@ def _produce(k_bulk, v_bulk, tables, rings, W: gl.constexpr):  # type: ignore[no
     """Fetches the tiles of all items into the rings."""
     count = 0
     following = _entry(tables, 0)
-    for turn in range(0, _turns(tables)):
+    for turn in range(0, gl.load(tables[1] + 3 * gl.program_id(0))):
         entry, following = following, _entry(tables, turn + 1)
         place, rules, tiles = _item(tables, entry, W)
         row, _q_start, _q_len, k_start, kv_head, _head, _first = place
@@ -199,7 +196,7 @@ def _consume(WHICH: gl.constexpr, tensors, tables, strides, scale, q_tiles, ring
     if W.ahead:
         place, _rules, _tiles = _item(tables, following, W)
         _begin_queries(q_tiles.index(2 * WHICH), q_ptr, strides, place, WHICH, W, LINES)
-    for turn in range(0, _turns(tables)):
+    for turn in range(0, gl.load(tables[1] + 3 * gl.program_id(0))):
         entry, following = following, _entry(tables, turn + 1)
         place, rules, tiles = _item(tables, entry, W)
         if W.ahead:

@@ -16,6 +16,7 @@ from ...attention.heads import HeadWindows
 from ...attention.structure import CallStructure, Segment
 from ..base import derived_on
 from .launch import Launcher
+from .tiling import Warps
 
 _CLASSES = 16
 """Classes of work, within which blocks are ordered by head: programs that run at the same time read the same keys."""
@@ -197,18 +198,6 @@ class Cut(NamedTuple):
     short: bool = False
 
 
-class Dealing(NamedTuple):
-    """What is dealt out to the programs of a persistent kernel, as many as run at once.
-
-    `parts` are items of a block and key/value head: groups of its query heads. A tile has `pieces` of `piece` keys.
-    """
-
-    parts: int
-    piece: int
-    pieces: int
-    programs: int
-
-
 @functools.lru_cache(1 << 14)
 def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
     """int32 `[kv_heads, 2]`, window and sinks of each head; so many are kept that a captured graph never loses its own.
@@ -316,20 +305,24 @@ def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_he
 
 
 def find_items(
-    structure: CallStructure, device: torch.device, cut: Cut, dealing: Dealing, windows: HeadWindows
+    structure: CallStructure, device: torch.device, warps: Warps, windows: HeadWindows, most: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Runs, the table of items that `deal_items` makes, and for how many programs."""
-    runs, table = derived_on(structure, device, find_blocks, cut)
-    blocks, heads = len(table), len(windows) * dealing.parts
+    """Runs, the table of items that `deal_items` makes, and for how many programs, `most` if there are so many items.
+
+    Items are of a block of queries and those heads of a key/value head that go together.
+    """
+    runs, table = derived_on(structure, device, find_blocks, Cut("queries", warps.rows, warps.part))
+    parts = warps.sharing // warps.together
+    blocks, heads = len(table), len(windows) * parts
     count = blocks * heads
-    programs = min(dealing.programs, count)
+    programs = min(most, count)
     # in each turn a program is given one item at most, of half a row
     turns = -(-count // max(programs // 2, 1)) + 2
     cost = runs.new_empty((heads, blocks))
     constants: dict[str, Any] = {
-        "CAUSAL": structure.causal, "ROWS": cut.block, "PART": dealing.piece, "PIECES": dealing.pieces, "LINE": _LINE,
+        "CAUSAL": structure.causal, "ROWS": warps.rows, "PART": warps.part, "PIECES": warps.pieces, "LINE": _LINE,
     }  # fmt: skip
-    arguments = runs, table, window_table(windows, device), cost, blocks, dealing.parts
+    arguments = runs, table, window_table(windows, device), cost, blocks, parts
     cost_items((-(-blocks // _LINE), heads), arguments, constants, ())
     cost, order = cost.flatten().sort(descending=True, stable=True)
     items = runs.new_empty((turns * programs, 3))

@@ -5,6 +5,7 @@ Nothing here imports Triton: the backend asks for tiles before it is known to be
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...attention.kind import CallSpec
@@ -15,17 +16,27 @@ LEAST_SM = (8, 0)
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work: query rows, key columns, warps, stages of its pipeline, most registers a thread.
+    """How a kernel cuts its work, for heads of up to `width` bytes (padded), and what that asks of a device.
 
-    `halves`: whether queries are rotated by halves of their channels.
+    Attributes:
+        memory: Bytes of shared memory that a program takes then, as compiled for devices that have less than Hopper
+            (`make compiled` holds them to it); of a step, for up to 16 rows.
+        rows, columns: Queries and keys of a tile.
+        warps, stages: Of a program, and of its pipeline.
+        registers: Most of a thread; None for no limit.
+        halves: Whether queries are rotated by halves of their channels.
+        more: Of a step, the bytes for each further row: query heads that share keys, up to a power of two.
     """
 
+    width: int
+    memory: int
     rows: int
     columns: int
     warps: int
     stages: int
     registers: int | None = None
     halves: bool = False
+    more: int = 0
 
     def constants(self) -> dict[str, int]:
         """As the kernels and Triton's compiler name them, but the registers."""
@@ -34,68 +45,52 @@ class Tile(NamedTuple):
         }  # fmt: skip
 
 
-class Size(NamedTuple):
-    """A tile, whom it serves and what it asks of a device.
-
-    Attributes:
-        width: Bytes of a padded head up to which it serves.
-        memory: Bytes of shared memory that a program takes then, as compiled for devices that have less than Hopper
-            (`make compiled` holds them to it); of a step, for up to 16 rows.
-        more: Of a step, the bytes for each further row: query heads that share keys, up to a power of two.
-    """
-
-    width: int
-    memory: int
-    tile: Tile
-    more: int = 0
-
-
 _FOUR_WARPS = 227 << 10
 """What a device must have for a tile that only products of four warps together make good: Hopper and Blackwell's
 datacentre devices have so much. For others the compiler keeps most of such a tile's sums in memory."""
 
-_OVER_128 = (Size(256, 90_240, Tile(64, 64, 4, 3)), Size(512, 69_760, Tile(64, 32, 4, 2)))
+_OVER_128 = (Tile(256, 90_240, 64, 64, 4, 3), Tile(512, 69_760, 64, 32, 4, 2))
 _KEYS = (
-    Size(128, 35_328, Tile(64, 64, 4, 2)),
-    Size(256, 74_240, Tile(64, 64, 4, 2)),
-    Size(512, 115_072, Tile(32, 64, 8, 2)),
-    Size(512, 82_432, Tile(32, 32, 8, 2)),
+    Tile(128, 35_328, 64, 64, 4, 2),
+    Tile(256, 74_240, 64, 64, 4, 2),
+    Tile(512, 115_072, 32, 64, 8, 2),
+    Tile(512, 82_432, 32, 32, 8, 2),
 )
 _CODES = (
-    Size(512, 147_456, Tile(1, 64, 2, 2), 1024),
-    Size(512, 65_536, Tile(1, 64, 2, 2, halves=True), 2048),
-    Size(1024, 98_304, Tile(1, 64, 2, 2, halves=True), 4096),
+    Tile(512, 147_456, 1, 64, 2, 2, more=1024),
+    Tile(512, 65_536, 1, 64, 2, 2, halves=True, more=2048),
+    Tile(1024, 98_304, 1, 64, 2, 2, halves=True, more=4096),
 )
 
-SIZES: dict[str, tuple[Size, ...]] = {
+SIZES: dict[str, tuple[Tile, ...]] = {
     # Two small programs per multiprocessor beat one large program. Heads of up to 64 channels without windows are the
     # exception: a block of queries of a narrow window reads few tiles, of which large ones hold more that nobody sees.
-    "forward": (Size(128, 49_280, Tile(128, 64, 8, 3)), *_OVER_128),
-    "forward of windows": (Size(128, 41_088, Tile(64, 64, 4, 3)), *_OVER_128),
+    "forward": (Tile(128, 49_280, 128, 64, 8, 3), *_OVER_128),
+    "forward of windows": (Tile(128, 41_088, 64, 64, 4, 3), *_OVER_128),
     # the queries of a block of keys
-    "of_keys": (Size(256, _FOUR_WARPS, Tile(64, 128, 8, 3)), *_KEYS),
+    "of_keys": (Tile(256, _FOUR_WARPS, 64, 128, 8, 3), *_KEYS),
     "of_keys of runs": _KEYS,
     # the keys of a block of queries
     "of_queries": (
-        Size(128, 34_816, Tile(64, 64, 4, 2)),
-        Size(256, 67_584, Tile(64, 64, 4, 2)),
-        Size(512, 102_400, Tile(64, 32, 8, 2)),
-        Size(512, 69_632, Tile(32, 32, 4, 2)),
+        Tile(128, 34_816, 64, 64, 4, 2),
+        Tile(256, 67_584, 64, 64, 4, 2),
+        Tile(512, 102_400, 64, 32, 8, 2),
+        Tile(512, 69_632, 32, 32, 4, 2),
     ),
     # one query: the stages stay in shared memory
     "decode": (
-        Size(256, 73_792, Tile(1, 64, 4, 3), 516),
-        Size(512, 75_840, Tile(1, 32, 4, 3), 644),
-        Size(512, 25_664, Tile(1, 16, 4, 2), 580),
-        Size(1024, 149_568, Tile(1, 32, 4, 3), 1156),
-        Size(1024, 84_032, Tile(1, 32, 4, 2), 1156),
-        Size(1024, 50_240, Tile(1, 16, 4, 2), 1092),
+        Tile(256, 73_792, 1, 64, 4, 3, more=516),
+        Tile(512, 75_840, 1, 32, 4, 3, more=644),
+        Tile(512, 25_664, 1, 16, 4, 2, more=580),
+        Tile(1024, 149_568, 1, 32, 4, 3, more=1156),
+        Tile(1024, 84_032, 1, 32, 4, 2, more=1156),
+        Tile(1024, 50_240, 1, 16, 4, 2, more=1092),
     ),
     # Over codes, by bits of a value and bytes of a query; each warp has 32 keys of its own. With 16, Triton 3.6 may lay
     # out the weights of a product as bytes, which is wrong in half precision.
-    "decode_codes 8": (Size(256, 66_048, Tile(1, 128, 4, 3), 728), *_CODES),
+    "decode_codes 8": (Tile(256, 66_048, 1, 128, 4, 3, more=728), *_CODES),
     # 168: registers of three programs at once
-    "decode_codes 4": (Size(256, 49_664, Tile(1, 128, 4, 3, 168), 874), *_CODES),
+    "decode_codes 4": (Tile(256, 49_664, 1, 128, 4, 3, 168, more=874), *_CODES),
 }
 """By kernel, best first as measured on an H200; where the first that serves does not fit, a smaller one follows."""
 
@@ -105,10 +100,8 @@ def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None
 
     `width` is bytes of the largest padded head, `rows` a step's query heads that share keys, up to a power of two.
     """
-    for size in SIZES[kernel]:
-        if width <= size.width and size.memory + size.more * max(0, rows - 16) <= memory:
-            return size.tile
-    return None
+    fits = (t for t in SIZES[kernel] if width <= t.width and t.memory + t.more * max(0, rows - 16) <= memory)
+    return next(fits, None)
 
 
 def fitting_tile(kernel: str, width: int, memory: int, rows: int = 16) -> Tile:
@@ -160,7 +153,8 @@ def scale_of(scaling: float, softcap: float | None) -> float:
     return float(scaling) if softcap is not None else (scaling or 1e-30) * 1.4426950408889634
 
 
-class Warps(NamedTuple):
+@dataclass(frozen=True)  # Triton would make a tuple of its own of a NamedTuple, without properties
+class Warps:
     """How the warp-specialised kernel for Hopper shares its work out among warps, and what it is compiled for.
 
     Attributes:

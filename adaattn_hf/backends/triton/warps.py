@@ -152,19 +152,13 @@ def paired(w, BLOCK_N: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-un
 
 
 @gluon.jit
-def _single(pairs, BLOCK_N: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights of `paired` as the left side of a product."""
-    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([ROWS, BLOCK_N])
-    return gl.convert_layout(both.to(dtype, bitcast=True), LAYOUT)
-
-
-@gluon.jit
 def _begin_values(acc, pairs, v_ring, count, W: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
     """Begins to add the values of the `count`-th tile by their weights; waits for the tile."""
     tiles, full, _empty, _boxes = v_ring
     stage = count % W.stages
     mbarrier.wait(full.index(stage), (count // W.stages) & 1)
-    weights = _single(pairs, W.keys, dtype, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([ROWS, W.keys])
+    weights = gl.convert_layout(both.to(dtype, bitcast=True), gl.DotOperandLayout(0, LAYOUT, 2))
     return warpgroup_mma(weights, tiles.index(stage), acc, is_async=True), weights
 
 
