@@ -26,7 +26,7 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.backends import select
 from adaattn_hf.eval.provenance import processor, provenance
 from adaattn_hf.stats.profile import decibels
 

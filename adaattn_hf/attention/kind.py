@@ -1,4 +1,4 @@
-"""The kind of an attention call: what a backend is chosen by, what a kernel is made for, and the key of what is kept."""
+"""The kind of an attention call: what a backend is chosen by and a kernel is made for, and the key of what is kept."""
 
 from __future__ import annotations
 

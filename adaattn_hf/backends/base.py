@@ -1,4 +1,4 @@
-"""What a backend is, and what backends share: refusals, attention written out, calls in which no query sees any key."""
+"""What a backend is, and what backends share: refusals, what is derived on a device, calls that see no key."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from ..attention.kind import BEHIND, HEAD_WINDOWS, OPTIONS, WINDOW, CallSpec
-from ..attention.request import AttentionRequest, AttentionResult, head_dim_of, narrowed
-from ..attention.tap import autocast_device
+from ..attention.request import AttentionRequest, AttentionResult, head_dim_of
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
@@ -70,7 +67,9 @@ class Supports:
         if self.widest and max(sizes) > self.widest:
             reasons.append(f"{kernels} serve head sizes up to {self.widest}, got {max(sizes)}")
         if any(size % self.multiple for size in sizes):
-            reasons.append(f"{kernels} take head sizes that are multiples of {self.multiple}, got {sizes[0]}, {sizes[1]}")
+            reasons.append(
+                f"{kernels} take head sizes that are multiples of {self.multiple}, got {sizes[0]}, {sizes[1]}"
+            )
         if self.equal and sizes[0] != sizes[1]:
             reasons.append(f"{kernels} take equal head sizes of keys and values, got {sizes[0]}, {sizes[1]}")
         if not self.dense and kind.shape == "irregular":
@@ -160,59 +159,6 @@ def _made_on_stream(
     structure: CallStructure, stream: int, make: Callable[..., Made], device: torch.device, *arguments: Any
 ) -> Made:
     return make(structure, device, *arguments)
-
-
-def softmax_parts(
-    request: AttentionRequest,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None = None,
-    work: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights `[batch, heads, q_len, kv_len]` by separate operations, in at least fp32 and without dropout.
-
-    With them come each row's largest score, 0 where that is infinite, and its sum of exponentials, as columns. `bias`
-    is added before the mask. `work` is the dtype of the products; that of the softmax when None.
-    """
-    batch, heads, q_len, dim = query.shape
-    kv_heads, kv_len = key.shape[1], key.shape[2]
-    # half precision would overflow in products of logits beyond 6.5e4, and round those of a few hundred
-    wide = torch.promote_types(query.dtype, torch.float32)
-    work = work or wide
-    # autocast would demote these products, and a finite mask value of fp32 overflows in bf16
-    with torch.autocast(autocast_device(query), enabled=False):
-        grouped = query.to(work).reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
-        scores = torch.matmul(grouped, key.to(work).transpose(2, 3)).view(batch, heads, q_len, kv_len)
-        scores = scores.to(wide) * request.scaling
-        if request.softcap is not None:
-            scores = request.softcap * torch.tanh(scores / request.softcap)
-        if bias is not None:
-            scores = scores + narrowed(bias, wide)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        top = scores.detach().amax(dim=3, keepdim=True)
-        sink = None
-        if request.sink_logits is not None:
-            sink = request.sink_logits.to(wide).reshape(1, -1, 1, 1)
-            top = torch.maximum(top, sink.detach())
-        top = top.masked_fill(torch.isinf(top), 0.0)
-        weights = torch.exp(scores - top)
-        total = weights.sum(dim=3, keepdim=True)
-        if sink is not None:
-            total = total + torch.exp(sink - top)
-        return weights / total.masked_fill(total == 0, 1.0), top, total
-
-
-def weighted(weights: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """The sum of values by weights `[batch, heads, q_len, kv_len]`, some of which are dropped."""
-    batch, heads, q_len, kv_len = weights.shape
-    kv_heads = value.shape[1]
-    weights = weights.to(value.dtype)
-    weights = F.dropout(weights, dropout) if dropout else weights
-    with torch.autocast(autocast_device(value), enabled=False):
-        grouped = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, kv_len)
-        return torch.matmul(grouped, value).view(batch, heads, q_len, value.shape[3])
 
 
 def nothing_seen(request: AttentionRequest) -> AttentionResult:

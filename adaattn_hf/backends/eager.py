@@ -20,7 +20,8 @@ from ..attention.kind import (
     CallSpec,
 )
 from ..attention.request import AttentionRequest, AttentionResult
-from .base import Backend, Kernel, Supports, softmax_parts, weighted
+from ..attention.softmax import softmax_parts, weighted
+from .base import Backend, Kernel, Supports
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 def _parts(request: AttentionRequest) -> tuple[Tensor, Tensor, Tensor]:
     visible = request.structure.visible(device=request.query.device)
-    return softmax_parts(request, request.query, request.key, visible, request.bias)
+    return softmax_parts(
+        request.query, request.key, request.scaling,
+        softcap=request.softcap, sinks=request.sink_logits, bias=request.bias, mask=visible,
+    )  # fmt: skip
 
 
 def attention_weights(request: AttentionRequest) -> Tensor:

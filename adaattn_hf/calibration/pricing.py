@@ -24,8 +24,8 @@ from operator import mul
 import numpy as np
 import torch
 
-from ..attention.slicing import some_heads
 from ..attention.request import AttentionRequest
+from ..attention.slicing import some_heads
 from ..attention.structure import CallStructure
 from ..backends import select
 from ..backends.capability import cpu_name

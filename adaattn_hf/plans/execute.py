@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.slicing import joined_heads, some_heads, some_range
-from ..attention.legible import legible, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
+from ..attention.legible import legible, numbers_alone
 from ..attention.request import AttentionRequest, AttentionResult
 from ..attention.runs import only
+from ..attention.slicing import joined_heads, some_heads, some_range
 from ..attention.structure import OPERANDS, CallStructure
 from ..backends import select
 from ..backends.eager import attention_weights

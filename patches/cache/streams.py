@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from adaattn_hf.attention.slicing import joined_heads
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import joined_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import listening
 from adaattn_hf.config import settings_in

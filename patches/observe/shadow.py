@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.backends.select import choose
 from adaattn_hf.errors import warn
 

@@ -11,7 +11,7 @@ from functools import partial
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 
-from .measure import ON_CUDA, Cell, Section, length, medians, request, stock
+from .measure import ON_CUDA, Cell, Section, by, length, medians, request, stock
 
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64))
 TOKENS = (100, 300, 512, 900, 1024, 1500, 2048, 3000, 4096, 8192)

@@ -15,7 +15,6 @@ from transformers import StaticCache
 import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure

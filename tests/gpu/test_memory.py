@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.backends.select import choose
 
 from .test_cuda import make, pair, structures

@@ -10,15 +10,24 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.kind import (
+    COMPILING,
+    DROPOUT,
+    GRAD,
+    HEAD_INT8,
+    HEAD_WINDOWS,
+    OPAQUE,
+    PER_HEAD,
+    STORED,
+)
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import find_rules
 
-from ..support.requests import attended
 from ..support.head_rules import rules
+from ..support.requests import attended
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])
@@ -94,15 +103,15 @@ def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
 
 
 REFUSALS = {
-    "run on CPUs, the tensors are on cuda": {"device": "cuda"},
-    "have no torch.float64": {"dtype": torch.float64},
-    "tensors that trace, wrap or shard": {"opaque": True},
-    "have no dropout": {"dropout": True},
-    "stored as int8 without a gradient": {"stored": "int8", "needs_grad": True},
-    "outside of graphs": {"stored": "int8", "compiling": True},
-    "no gradient of rules per head": {"head_windows": True, "needs_grad": True},
-    "while a graph is traced": {"head_windows": True, "compiling": True},
-    "without int8 products": {"stored": "int8", "head_precision": "mixed"},
+    "run on CPUs, got cuda tensors": {"device": torch.device("cuda")},
+    "compute in float32, bfloat16 or float16, got float64": {"dtype": torch.float64},
+    "tensors that trace, wrap or shard": {"features": OPAQUE},
+    "have no dropout": {"features": DROPOUT},
+    "read stored keys and values without a gradient": {"features": STORED | GRAD},
+    "outside of graphs": {"features": STORED | COMPILING},
+    "no gradient of rules per head": {"features": HEAD_WINDOWS | PER_HEAD | GRAD},
+    "while a graph is traced": {"features": HEAD_WINDOWS | PER_HEAD | COMPILING},
+    "without int8 products": {"features": STORED | HEAD_INT8 | PER_HEAD},
 }
 
 

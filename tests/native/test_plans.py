@@ -1,11 +1,13 @@
 """Plans that the native kernels carry out: true to the definition, to causality and to the neighbours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import level_names, missing
 from adaattn_hf.plans import execute

@@ -8,16 +8,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
 
-from ..support.requests import attended
 from ..support.requests import (
     HALF,
     ON_CPU,
     assert_right,
     assert_right_gradients,
+    attended,
     bound,
     gradchecked,
     leaves,
@@ -134,15 +134,15 @@ def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest
 @pytest.mark.parametrize("name", ["eager", "sdpa", "native"])
 @EXAMPLES
 @given(request_=requests(extras=False))
-def test_a_launch_gives_what_attend_gives(name: str, request_: AttentionRequest) -> None:
+def test_the_kernel_of_a_kind_gives_what_one_made_anew_gives(name: str, request_: AttentionRequest) -> None:
     assume(not refuses(name, request_))
-    backend, drawn = ON_CPU[name], request_.structure.settled()
+    drawn = request_.structure.settled()
     plain = CallStructure(drawn.batch, drawn.q_len, drawn.kv_len, drawn.causal and drawn.q_len == drawn.kv_len)
     for structure in (drawn, plain):
         request = replace(request_, structure=structure)
-        launch = backend.prepare(request.checked_kind(), request.per_head)
-        found = launch(request.query, request.key, request.value, request.scaling, structure)
-        assert torch.equal(found, attended(backend, request).out)
+        anew = attended(name, request).out
+        for _ in range(2):
+            assert torch.equal(select.attend(request, name).out, anew)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

@@ -1,34 +1,45 @@
 """The sdpa backend, drawn with crossovers so low that short calls take every way a long one takes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.attention import reference
+from adaattn_hf.attention import kind, reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import base
-from adaattn_hf.backends.sdpa import SdpaBackend, kernels, masked
+from adaattn_hf.backends.sdpa import SdpaBackend, decode, dispatch, kernels, masked
 from adaattn_hf.backends.sdpa.masked import Band
 
-from ..support.requests import attended
-from ..support.requests import HALF, assert_right, assert_right_gradients, generator, gradchecked, leaves, requests
+from ..support.requests import (
+    HALF,
+    assert_right,
+    assert_right_gradients,
+    attended,
+    generator,
+    gradchecked,
+    leaves,
+    requests,
+)
 
 BACKEND = SdpaBackend()
-LOW = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300, "SHORT_KEYS": 0, "FEW_KEYS_HALF": 0}
+BANDS = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300}
 
 
 @pytest.fixture(params=["kept", "kept in no memory"], autouse=True, scope="module")
 def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "SMALL_PAIRS", 0)
-        for name, value in LOW.items():
-            patch.setattr(limits, name, value)
+        patch.setattr(kind, "SMALL_PAIRS", 0)
+        patch.setattr(dispatch, "SHORT_KEYS", 0)
+        for name in ("SHORT_KEYS", "FEW_KEYS_HALF"):
+            patch.setattr(decode, name, 0)
+        for name, value in BANDS.items():
+            patch.setattr(masked, name, value)
         if request.param == "kept in no memory":
-            patch.setattr(limits, "KEPT_BYTES", 0)
+            patch.setattr(masked, "KEPT_BYTES", 0)
         yield
 
 
@@ -123,7 +134,7 @@ STEPS = {
 @pytest.mark.parametrize("share", [0.25, 0.9], ids=["rows walked", "rows masked"])
 @pytest.mark.parametrize("case", list(STEPS))
 def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "PADDING_SHARE", share)
+    monkeypatch.setattr(decode, "PADDING_SHARE", share)
     # two layouts: keys in a cache of their own, and a slice of a wider one; queries with and without gaps
     wide, apart = (torch.randn(2, 3, 2, 12, 16).to(dtype), torch.randn(3, 2 * groups, 1, 16, 2).to(dtype)[..., 0])
     for query, (key, value) in zip(
@@ -161,9 +172,9 @@ def test_a_window_becomes_bands(sinks: int) -> None:
     structure = CallStructure(2, 40, 40, causal=True, window=6, sinks=sinks)
     query, key, value = (torch.randn(2, 2, 40, 4) for _ in range(3))
     attended(BACKEND, AttentionRequest(query, key, value, structure, 0.5))
-    if limits.KEPT_BYTES:
-        (bands,) = (kept for kept in structure.made.values() if isinstance(kept, tuple) and kept)
-        assert all(isinstance(band, Band) for band in bands)
+    if masked.KEPT_BYTES:
+        kept = [made for made in structure.made.values() if isinstance(made, tuple)]
+        (bands,) = (made for made in kept if made and isinstance(made[0], Band))
         assert [band.count for band in bands] == ([1] * 10 if sinks else [1, 1, 8])
         assert len({id(band.mask) for band in bands}) == (4 if sinks else 3)
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module

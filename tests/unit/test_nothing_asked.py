@@ -14,8 +14,7 @@ from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.malformed import Layer
-from ..support.requests import HALF
-from ..support.requests import attended
+from ..support.requests import HALF, attended
 from .test_triton import interpreted
 
 EVERY = [pytest.param(name, marks=interpreted) if name == "triton" else name for name in BACKENDS]

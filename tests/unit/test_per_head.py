@@ -9,10 +9,10 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.slicing import as_dense_mask, joined_heads, some_heads, some_rows
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.rounding import through_int8
+from adaattn_hf.attention.slicing import as_dense_mask, joined_heads, some_heads, some_rows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
 
@@ -82,7 +82,10 @@ def test_facts_name_what_heads_ask_for() -> None:
     assert not request_of(structure, None).checked_kind().per_head
     assert not request_of(structure, rules()).checked_kind().per_head
     spec = request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))).checked_kind()
-    assert (spec.head_windows, spec.head_precision) == (True, "mixed")
+    assert spec.per_head
+    assert spec.features & HEAD_WINDOWS
+    assert spec.features & HEAD_BF16
+    assert spec.features & HEAD_INT8
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, narrowed
+from ...attention.softmax import softmax_parts, weighted
 from ...attention.structure import CallStructure
-from ..base import nothing_seen, softmax_parts, weighted
+from ..base import nothing_seen
 from .kernels import additive, operator
 
 # Sizes of bands, measured on two AVX-512 cores.
@@ -64,7 +65,10 @@ def _written_out(request: AttentionRequest, query: Tensor, key: Tensor, value: T
     # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
     # the matrix units of a device compute many times as fast.
     own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
-    weights, _, _ = softmax_parts(request, query, key, mask, work=query.dtype if own else None)
+    weights, _, _ = softmax_parts(
+        query, key, request.scaling,
+        softcap=request.softcap, sinks=request.sink_logits, mask=mask, work=query.dtype if own else None,
+    )  # fmt: skip
     return weighted(weights, value, request.dropout)
 
 
