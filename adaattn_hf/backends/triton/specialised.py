@@ -111,11 +111,12 @@ def _bounds_of_piece(p, piece, tiles, rules, W: gl.constexpr):  # type: ignore[n
     limit = k_len
     if W.window:
         limit = gl.where(piece < tiles[0], apart, k_len)
-    last, before = gl.zeros_like(p) + (limit - 1 - at), p - at - window
+    last = gl.zeros_like(p) + (limit - 1 - at)
     if W.causal:
         last = gl.minimum(p - at, last)
     elif W.window:
         last = gl.minimum(gl.maximum(p - at + window, sinks - at) - 1, last)
+    before = p - at - window
     own = n - 1 - at  # keys before its own, of a piece that was moved, are of the one before
     if W.window:
         before = gl.where(piece < tiles[0], own, gl.maximum(before, gl.maximum(apart - 1 - at, own)))
