@@ -1,5 +1,6 @@
 """Windows and sinks per key/value head in the Triton kernels, under Triton's interpreter, against the reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,11 +63,8 @@ def test_tiles_by_tma(width: int) -> None:
     """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""
     request = make(CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4)))
     check(request)
-    turned = request.with_tensors(
-        request.query,
-        request.key.transpose(1, 2).contiguous().transpose(1, 2),
-        request.value.transpose(1, 2).contiguous().transpose(1, 2),
-    )
+    key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (request.key, request.value))
+    turned = replace(request, key=key, value=value)
     check(turned)
 
 
@@ -126,7 +124,7 @@ def test_a_step_in_a_static_cache_does_not_look_at_its_offset() -> None:
         request = make(structure, 4, 2, 32, 32, per_head=rules((9, 0), (2, 0)))
         expected = reference.attention(request).out
         unread = structure.with_changes(q_offset=torch.tensor(at).as_subclass(Unread))
-        out = attend(request.with_tensors(request.query, request.key, request.value, unread)).out
+        out = attend(replace(request, structure=unread)).out
         torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
 
 

@@ -234,9 +234,10 @@ def test_a_step_is_one_launch_and_one_allocation(name: str, bits: int, monkeypat
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_a_kernel_serves_every_length_of_its_kind(bits: int) -> None:
     """The kernel of a first call serves the next ones, whatever their windows."""
-    calls = [stored(make(one, 4, 2, 32, 64, need_lse=True), bits) for one in (STRUCTURES["decode"], LONG)]
-    kernel = TritonBackend().kernel(calls[0].checked_kind(), None)
-    for asked in (*calls, replace(calls[1], per_head=rules((300, 0), (7, 0)))):
+    longer = STRUCTURES["decode"].with_changes(kv_len=300, q_offset=299)
+    first, second = (stored(make(one, 4, 2, 32, 64), bits) for one in (STRUCTURES["decode"], longer))
+    kernel = TritonBackend().kernel(first.checked_kind(), None)
+    for asked in (first, second, replace(second, per_head=rules((100, 0), (7, 0)))):
         assert torch.equal(kernel(asked).out, attend(asked).out)
 
 

@@ -130,6 +130,7 @@ class Part(NamedTuple):
         constants: Of the kernel, and the compiler's options, as it reads keys and values by addresses.
         by_tma: The same as it reads them by TMA; None where that does not pay.
         box: Keys and channels that TMA brings at once; all channels where None.
+        specialised: Whether it is the kernel for Hopper, which only reads by TMA.
     """
 
     kernel: Launcher
@@ -138,6 +139,7 @@ class Part(NamedTuple):
     constants: dict[str, Any]
     by_tma: dict[str, Any] | None
     box: tuple[int, int | None]
+    specialised: bool = False
 
 
 def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> AttentionResult:
@@ -161,7 +163,7 @@ def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> Attenti
     lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
     parts = derived_on(structure, query.device, find_parts, shape, windows, lines)
     bulk = _descriptors(parts, key, value) if even else None
-    if bulk is None and parts and parts[0].kernel is not forward:  # which only reads by TMA
+    if bulk is None and parts and parts[0].specialised:
         parts = derived_on(structure, query.device, find_parts, shape, windows, False)
         bulk = _descriptors(parts, key, value) if even else None
     numbers = (
@@ -183,7 +185,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
     """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
     if not parts or parts[0].by_tma is None:
         return None
-    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].kernel is not forward) for one in (key, value))
+    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].specialised) for one in (key, value))
     return None if keys is None or values is None else (keys, values)
 
 
@@ -257,7 +259,7 @@ def _parts_on_hopper(
     tables = runs_table, items, items if windows is None else window_table(windows, device)
     warps = replace(warps, causal=structure.causal, sink=shape.has_sink, lse=shape.has_lse, close=not closed)
     constants = {"W": warps, "num_warps": 4}
-    part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64))
+    part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64), True)
     if not structure.derived(runs_of, keys, True):
         return (part,)
     return (part, *_plain_part(structure, device, shape, windows, False, Cut("queries", 0, keys, short=True)))
