@@ -21,6 +21,7 @@ from .kind import (
     SINKS_AWAY,
     SOFTCAP,
     STORED,
+    SUBCLASS,
     SYMBOLIC,
     CallSpec,
     facts_in_graph,
@@ -217,11 +218,11 @@ class AttentionRequest:
         else:
             if not (batch and heads and q_len and kv_len and dim_v):
                 features |= EMPTY
-            if not (type(query) is type(key) is type(value) is Tensor) and holds_no_memory(query, key, value):
-                features |= OPAQUE
-            elif query.is_cuda:
+            if not (type(query) is type(key) is type(value) is Tensor):
+                features |= OPAQUE if holds_no_memory(query, key, value) else SUBCLASS
+            if not features & OPAQUE and query.is_cuda:
                 pairs = 1 << (batch * heads * q_len * kv_len).bit_length() >> 1
-            elif q_len == 1:
+            elif not features & OPAQUE and q_len == 1:
                 kv_bytes = 1 << ((key.numel() + value.numel()) * key.dtype.itemsize - 1).bit_length()
         fields = (
             device, query.dtype, key.dtype, value.dtype, heads, kv_heads, dim, dim_v,

@@ -302,6 +302,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
     )
+    request.check()
     request = legible(request, own_window) or request
     request = replace(request, structure=request.structure.settled())
     with torch.no_grad():

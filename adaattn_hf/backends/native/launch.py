@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.heads import HeadRules
-from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, CallSpec
+from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallSpec
 from ...attention.request import AttentionRequest, AttentionResult, narrowed
 from ...attention.slicing import joined_heads, some_heads
 from ...attention.structure import CallStructure
@@ -23,7 +23,7 @@ from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_r
 
 _FIND_RULES = (find_rules,)
 
-_EXTRAS = SOFTCAP | SINKS | BIAS | LSE
+_EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 
 
 def kernel_of(kind: CallSpec, rules: HeadRules | None) -> Kernel:
