@@ -117,7 +117,7 @@ def seeded() -> None:
 def bulk_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels read keys and values by TMA in calls of any size."""
     if importlib.util.find_spec("triton") is not None:
-        monkeypatch.setattr("adaattn_hf.backends.triton.prefill._LEAST_PRODUCTS", 0)
+        monkeypatch.setattr("adaattn_hf.backends.triton.forward._LEAST_PRODUCTS", 0)
 
 
 @pytest.fixture(scope="session")

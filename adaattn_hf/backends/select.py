@@ -16,7 +16,7 @@ from ..attention.request import AttentionRequest, AttentionResult
 from ..errors import unknown
 from .base import Backend, Kernel, installed, nothing_seen
 from .eager import EagerBackend
-from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
+from .flash import FA2, FA3, FA3_FWD, Flash4Backend
 from .native.backend import NativeBackend
 from .order import TRITON
 from .order import order as order
@@ -31,9 +31,9 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Flash4Backend(),
-        FlashBackend(FA3),
-        FlashBackend(FA3_FWD),
-        FlashBackend(FA2),
+        FA3,
+        FA3_FWD,
+        FA2,
         TRITON,
         NativeBackend(),
         SdpaBackend(),

@@ -111,11 +111,11 @@ def test_calls(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
 def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> None:
-    from adaattn_hf.backends.triton import hopper
+    from adaattn_hf.backends.triton.launch import device_facts
 
     from .test_specialised import served
 
-    if not hopper.usable(torch.device(SECOND)):
+    if not device_facts(torch.device(SECOND)).specialised:
         pytest.skip("needs a Hopper device and a Triton with Gluon")
     asked = draw(causal(4096, batch=1), 128, per_head, heads=16)
     out = whichever_is_current(lambda: served(asked, "specialised").out)

@@ -17,8 +17,8 @@ from adaattn_hf.backends.select import BACKENDS
 
 pytest.importorskip("triton")
 
-from adaattn_hf.backends.triton import hopper
-from adaattn_hf.backends.triton.launcher import Launcher
+from adaattn_hf.backends.triton import forward, tiling
+from adaattn_hf.backends.triton.launch import Launcher, device_facts
 
 from ..support.requests import attended
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("bulk_always"),
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not hopper.usable(torch.device("cuda", 0)),
+        not torch.cuda.is_available() or not device_facts(torch.device("cuda", 0)).specialised,
         reason="needs a Hopper device and a Triton with Gluon",
     ),
 ]
@@ -97,8 +97,8 @@ def served(request: AttentionRequest, kernel: str) -> Any:
 @pytest.fixture
 def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of 64 channels are served however few keys their queries read."""
-    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 0)
-    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
+    monkeypatch.setattr(tiling, "_LEAST_OF_WINDOWS", 0)
+    monkeypatch.setattr(tiling, "_LEAST_OF_ROWS", 0)
 
 
 def check(request: AttentionRequest, kernel: str = "specialised") -> None:
@@ -168,7 +168,8 @@ def test_more_items_than_programs(any_length: None) -> None:
         rule = HeadRules((0, 700), (0, 16), ("model",) * 2)
         request = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
         out = served(request, "specialised").out
-        with mock.patch.object(hopper, "usable", return_value=False):
+        plain = device_facts(request.query.device)._replace(specialised=False)
+        with mock.patch.object(forward, "device_facts", return_value=plain):
             other = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
             tensors = {name: getattr(request, name) for name in ("query", "key", "value")}
             expected = served(replace(other, **tensors), "forward").out

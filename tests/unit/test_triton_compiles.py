@@ -38,10 +38,10 @@ OTHERS = (
     "step over int8, heads of 128, 8 sharing keys, bfloat16",
 )
 KERNELS = {
-    "combine", "cut", "decode", "decode_codes", "forward", "of_keys", "of_queries", "order", "prepare", "repeat",
-    "store_tokens",
+    "combine", "cut_runs", "decode", "decode_codes", "forward", "of_keys", "of_queries", "order_blocks", "prepare",
+    "repeat_run", "store_tokens",
 }  # fmt: skip
-HOPPER = {"specialised", "costs", "deal"}
+HOPPER = {"specialised", "cost_items", "deal_items"}
 """Those that one compute capability has to itself."""
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.kind import (
     COMPILING,
     GRAD,
     HEAD_BF16,
     HEAD_WINDOWS,
     LSE,
+    ONE_QUERY,
     OPAQUE,
     SINKS,
     SOFTCAP,
@@ -20,7 +23,8 @@ from ...attention.kind import (
     CallSpec,
 )
 from ...attention.request import AttentionRequest, AttentionResult
-from ..base import Backend, Kernel, Supports, installed, run_refusals
+from ..base import Backend, Kernel, Supports, derived_on, installed, run_refusals
+from .variants import attend_runs
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
@@ -44,6 +48,9 @@ class Flash4Backend(Backend):
         unless=(
             (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
             (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
+            (HEAD_WINDOWS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (WINDOW | WINDOW_SINKS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
         ),
     )
 
@@ -76,23 +83,69 @@ class Flash4Backend(Backend):
             )
         if lists_needed and not installed("triton"):
             reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
-        if lists_needed and kind.decode:
-            reasons.append("flash-attn 4 does not share out the keys of one query")
-        if asked & LSE and (kind.shape == "ragged" or kind.needs_grad):
-            reasons.append("flash-attn 4's log-sum-exp is not put back in place, and not differentiated")
+        if asked & LSE and kind.shape == "ragged":
+            reasons.append("flash-attn 4's log-sum-exp is not put back in place")
         reasons += run_refusals(kind, "flash-attn 4's packed kernels")
         return tuple(reasons)
 
     def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One launch: dense, over packed segments, or over lists of blocks."""
-        from .fa4_launch import attend  # which filters a warning, as importing the package must not
+        return attend
 
-        def launch(request: AttentionRequest) -> AttentionResult:
-            # its kernels and those that make lists are launched on the current device; see `Launcher`
-            device = request.query.get_device()
-            if device >= 0 and device != torch._C._cuda_getDevice():
-                with torch.cuda.device(device):
-                    return attend(request)
+
+def attend(request: AttentionRequest) -> AttentionResult:
+    """By packed or dense kernels where one window serves all heads, else by lists of blocks."""
+    # its kernels and those that make lists are launched on the current device; see `triton.launch.Launcher`
+    device = request.query.get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
             return attend(request)
+    windows = head_windows(request.structure, request.per_head, request.key.shape[1])
+    if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
+        return _attend_by_lists(request, windows)
+    return attend_runs(request, importlib.import_module("flash_attn.cute"), _arguments(request, windows))
 
-        return launch
+
+def _attend_by_lists(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
+    """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
+    fa4_lists = importlib.import_module(f"{__package__}.fa4_lists")
+    structure, groups = request.structure, request.query.shape[1] // request.key.shape[1]
+    # where every query sees one run the mask needs no table, and the kernels align causality to the last key
+    plain, kv_len = structure.plain and (structure.causal or structure.offset() == 0), structure.kv_len
+    if plain and structure.causal:
+        kv_len = min(kv_len, structure.offset() + structure.q_len)
+    made = derived_on(structure, request.query.device, fa4_lists.make_lists, windows, groups, kv_len, plain)
+    grad = request.query.requires_grad or request.key.requires_grad or request.value.requires_grad
+    mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
+    blocks = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    size = fa4_lists.BLOCK, fa4_lists.BLOCK
+    more = {}
+    if grad:
+        by_keys = derived_on(structure, request.query.device, fa4_lists.turned_lists, windows, groups, kv_len, plain)
+        more["block_sparse_tensors_bwd"] = blocks(*by_keys, block_size=size)
+    out, lse = importlib.import_module("flash_attn.cute").flash_attn_func(
+        request.query.transpose(1, 2),
+        request.key[:, :, :kv_len].transpose(1, 2),
+        request.value[:, :, :kv_len].transpose(1, 2),
+        mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
+        aux_tensors=made.tables,
+        block_sparse_tensors=blocks(*made.lists, block_size=size),
+        **_arguments(request, None) | {"causal": False, "pack_gqa": False} | more,
+    )
+    return AttentionResult(out, lse if request.need_lse else None)
+
+
+def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:
+    """Keywords that the dense and the packed kernel share; `windows` are alike and without sinks."""
+    causal = request.structure.causal
+    left = right = None
+    if windows is not None and windows[0][0] < ALL:
+        left, right = windows[0][0] - 1, 0 if causal else windows[0][0] - 1
+    return {
+        "softmax_scale": request.scaling,
+        "causal": causal,
+        "window_size": (left, right),
+        "softcap": request.softcap or 0.0,
+        "learnable_sink": request.sink_logits,
+        "return_lse": request.need_lse,
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,34 +19,6 @@ if TYPE_CHECKING:
     from ...attention.packing import Packed
 
 
-@dataclass(frozen=True)
-class FlashVariant:
-    """One installable build of flash-attn.
-
-    Attributes:
-        name: Of the backend.
-        version: 2 or 3; the keywords differ.
-        module: Python module that holds the functions.
-        package: What a user installs.
-        least, below: Compute capabilities that it is built for, from the one to below the other.
-        flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
-    """
-
-    name: str
-    version: int
-    module: str
-    package: str
-    least: tuple[int, int]
-    below: tuple[int, int]
-    flags_module: str | None = None
-
-
-# flash-attn 4 shares the package's name, but not this module
-FA2 = FlashVariant("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn", (8, 0), (99, 0))
-FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", (9, 0), (10, 0), "flash_attn_config")
-FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", (9, 0), (10, 0), "fa3_fwd_config")
-
-
 @torch.compiler.assume_constant_result
 def _made_without(flags_module: str | None, feature: str) -> bool:
     """Whether the module of a build's flags is there, and says that it lacks a feature; constant in a traced graph."""
@@ -58,23 +29,37 @@ def _made_without(flags_module: str | None, feature: str) -> bool:
 
 
 class FlashBackend(Backend):
-    """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
+    """flash-attn's dense and variable-length kernels (CUDA, half precision), of one installable build."""
 
-    def __init__(self, variant: FlashVariant) -> None:
-        """`variant` is the build to call."""
-        self.variant = variant
-        features = SOFTCAP | LSE | GRAD | COMPILING | OPAQUE | (DROPOUT if variant.version == 2 else 0)
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        module: str,
+        product: str,
+        devices: tuple[tuple[int, int], tuple[int, int]],
+        flags_module: str | None = None,
+    ) -> None:
+        """Takes what differs between builds.
+
+        Args:
+            version: 2 or 3; the keywords differ.
+            module: Python module that holds the functions.
+            product: What a user installs.
+            devices: Compute capabilities that it is built for, from the one to below the other.
+            flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
+        """
+        self.name, self.version, self.module, self.product = name, version, module, product
+        self.devices, self.flags_module, self.package = devices, flags_module, module.partition(".")[0]
+        features = SOFTCAP | LSE | GRAD | COMPILING | OPAQUE | (DROPOUT if version == 2 else 0)
         half = (torch.float16, torch.bfloat16)
         self.supports = Supports(
             "flash-attn's kernels", features, "cuda", half, widest=256, multiple=8, equal=True, dense=False
         )
-        self.name, self.package = variant.name, variant.module.partition(".")[0]
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
-        if not installed(self.variant.module):
-            return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
-        return ()
+        return () if installed(self.module) else (f"{self.product} is not installed (no module {self.module})",)
 
     def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
@@ -82,8 +67,8 @@ class FlashBackend(Backend):
 
         reasons = list(super().refusals(kind))
         on_cuda = kind.device.type == "cuda"
-        if on_cuda and (facts := capability(kind.device)) and not self.variant.least <= facts.sm < self.variant.below:
-            reasons.append(f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
+        if on_cuda and (facts := capability(kind.device)) and not self.devices[0] <= facts.sm < self.devices[1]:
+            reasons.append(f"{self.product} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
         if kind.features & WINDOW_SINKS and kind.shape != "full":
             reasons.append("flash-attn has no sink tokens beside a window")
         for asked, feature, name in (
@@ -91,8 +76,8 @@ class FlashBackend(Backend):
             (kind.features & WINDOW, "LOCAL", "windows"),
             (kind.dtype == torch.float16, "FP16", "float16"),
         ):
-            if asked and _made_without(self.variant.flags_module, feature):
-                reasons.append(f"{self.variant.package} was built without {name}")
+            if asked and _made_without(self.flags_module, feature):
+                reasons.append(f"{self.product} was built without {name}")
         if kind.features & LSE and kind.shape == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
         reasons += run_refusals(kind, "flash-attn's packed kernels")
@@ -102,7 +87,7 @@ class FlashBackend(Backend):
 
     def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
-        kernels = importlib.import_module(self.variant.module)
+        kernels = importlib.import_module(self.module)
         return lambda request: attend_runs(request, kernels, self._arguments(request))
 
     def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
@@ -116,13 +101,19 @@ class FlashBackend(Backend):
             "window_size": window,
             "softcap": request.softcap or 0.0,
         }
-        if self.variant.version == 2:
+        if self.version == 2:
             arguments["dropout_p"] = request.dropout
         else:
             arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
         if request.need_lse:
             arguments["return_attn_probs"] = True
         return arguments
+
+
+# flash-attn 4 shares the first one's package name, but not this module
+FA2 = FlashBackend("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn", ((8, 0), (99, 0)))
+FA3 = FlashBackend("fa3", 3, "flash_attn_interface", "flash-attn 3", ((9, 0), (10, 0)), "flash_attn_config")
+FA3_FWD = FlashBackend("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", ((9, 0), (10, 0)), "fa3_fwd_config")
 
 
 def attend_runs(request: AttentionRequest, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sysconfig
@@ -26,6 +25,7 @@ from ...attention.kind import (
     CallSpec,
 )
 from ...attention.request import AttentionResult
+from ...attention.stored import BITS
 from ..base import Backend, Kernel, Supports, installed
 from .ops import traced_step
 
@@ -57,7 +57,7 @@ class TritonBackend(Backend):
     def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
         from ..capability import capability  # only of CUDA: registering names does not ask for devices
-        from .sizes import LEAST_SM, refusals
+        from .tiling import LEAST_SM, refusals
 
         same = HEAD_BF16 if kind.dtype == torch.bfloat16 else 0
         ends = HEAD_UNTIL if kind.compiling else 0
@@ -93,31 +93,41 @@ class TritonBackend(Backend):
             reasons += refusals(kind, facts.shared_memory)
         return tuple(reasons)
 
-    def specialised(self, spec: CallSpec) -> bool:
-        """Whether heavy calls of this kind run on the kernels for Hopper, if their tensors lie as models make them."""
+    def specialised(self, kind: CallSpec) -> bool:
+        """Whether heavy calls of this kind run on the kernel for Hopper, if their tensors lie as models make them."""
         from ..capability import capability
+        from .tiling import warps_of
 
-        facts = capability(spec.device)
-        if spec.compiling or facts is None or not facts.tiles or self.missing():
+        facts = capability(kind.device)
+        if kind.compiling or facts is None or not facts.tiles or self.missing():
             return False
-        from . import hopper
+        from .launch import device_facts
 
-        plain = spec.head_dim == spec.head_dim_v and spec.dtype in _DTYPES and not spec.features & SOFTCAP
-        windows = bool(spec.features & (HEAD_WINDOWS | WINDOW))
-        index = torch.cuda.current_device() if spec.device.index is None else spec.device.index
-        here = torch.device("cuda", index)
-        return plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
+        plain = kind.head_dim == kind.head_dim_v and kind.dtype in _DTYPES and not kind.features & SOFTCAP
+        windows = bool(kind.features & (HEAD_WINDOWS | WINDOW))
+        index = torch.cuda.current_device() if kind.device.index is None else kind.device.index
+        served = plain and warps_of(kind.head_dim, kind.groups, windows) is not None
+        return served and device_facts(torch.device("cuda", index)).specialised
 
     def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One launch over all segments; few queries share the keys among many programs."""
         if kind.compiling:
             return lambda request: AttentionResult(traced_step(request))
-        from . import launch
+        if kind.needs_grad:
+            from .backward import attend_with_gradients
 
-        return launch.attend
+            return attend_with_gradients
+        if not kind.decode:
+            from .forward import attend_forward
+
+            return attend_forward
+        from .step import attend_step, constants_of
+
+        bits = 0 if kind.stored is None else BITS[kind.stored]
+        constants = constants_of(kind.groups, kind.head_dim, kind.head_dim_v, kind.dtype, bits, kind.device)
+        return lambda request: attend_step(request, constants)
 
 
-@functools.cache
 def cannot_build() -> tuple[str, ...]:
     """What Triton lacks for the C that it compiles before its first launch on this machine; empty if nothing.
 
