@@ -12,7 +12,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
-from adaattn_hf.attention.kind import GRAD, HEAD_WINDOWS, PER_HEAD, CallSpec  # noqa: E402
+from adaattn_hf.attention.kind import GRAD, HEAD_WINDOWS, PER_HEAD  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
