@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.observe.record import AttentionRecord, record
     from adaattn_hf.patches.observe.trainer import AdaAttnCallback
     from adaattn_hf.patches.plans.attach import load_plan, plan_of, remove_plan
-    from adaattn_hf.patches.plans.seats import use_plan
+    from adaattn_hf.patches.plans.block import use_plan
     from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
     from adaattn_hf.patches.settings import configure
 
@@ -66,7 +66,7 @@ _LATE = {
     "adaattn_hf.patches.models.support": ("check",),
     "adaattn_hf.patches.observe.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
-    "adaattn_hf.patches.plans.seats": ("use_plan",),
+    "adaattn_hf.patches.plans.block": ("use_plan",),
     "adaattn_hf.presets": ("load_preset", "preset_names"),
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names}

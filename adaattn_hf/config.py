@@ -142,20 +142,7 @@ def raw_settings(config: Any) -> Any:
     """
     if config is None or torch.compiler.is_compiling():
         return getattr(config, "adaattn", None)
-    found = object.__getattribute__(config, "__dict__").get("adaattn")
-    return _given_to(config) if found is None and GIVEN else found
-
-
-GIVEN: dict[str, Mapping[str, Any]] = {}
-"""Settings of all models of a type that carry none, by `model_type`: what `adaattn run --plan` gives a program."""
-
-
-def _given_to(config: Any) -> Any:
-    """Gives a configuration the settings of its type, if there are some: from then on it carries them."""
-    settings = GIVEN.get(str(getattr(config, "model_type", None)))
-    if settings is not None:
-        config.adaattn = settings
-    return settings
+    return object.__getattribute__(config, "__dict__").get("adaattn")
 
 
 def settings_in(config: Any) -> AdaAttnConfig:

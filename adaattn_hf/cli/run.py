@@ -35,8 +35,7 @@ def run(
     """
     import adaattn_hf  # noqa: F401 - registers the names
 
-    if plan is not None:
-        _give(plan)
+    _bind(plan)
     if command[0] == "-m" and len(command) > 1:
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -61,12 +60,12 @@ def _console_script(name: str) -> Any:
     return next(iter(scripts)).load()
 
 
-def _give(directory: Path) -> None:
-    from adaattn_hf.patches.plans.everywhere import give
+def _bind(directory: Path | None) -> None:
+    from adaattn_hf.patches.plans.everywhere import bind_when_loaded
 
-    from ..plans.plan import PlanError
+    from ..plans.plan import Plan, PlanError
 
     try:
-        give(directory)
+        bind_when_loaded(None if directory is None else Plan.from_pretrained(directory))
     except (PlanError, OSError) as error:
         leave(UsageError(f"plan: {error}"))

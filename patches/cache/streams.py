@@ -16,7 +16,7 @@ from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
 
-from ..plans.fit import program_of
+from ..plans.bound import checked_layer
 from .groups import some_heads, starts_of, structure_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
 
 
 def _checked(module: nn.Module, layer: StreamingLayer) -> Program:
-    program = program_of(module)
+    program = checked_layer(module)
     if program is not None and program.handle == layer.program:
         return program
     if program is None or not layer.fits(program.plan):

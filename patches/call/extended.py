@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaattn_hf.attention.listeners import Listener, ask, listeners, seats, show
+from adaattn_hf.attention.listeners import Listener, ask, listeners, show
 from adaattn_hf.attention.request import AttentionRequest, check_tensors, in_one_batch
 from adaattn_hf.attention.tracing import holds_no_memory
 from adaattn_hf.backends.eager import attention_weights
@@ -12,6 +12,7 @@ from adaattn_hf.backends.select import attend
 from adaattn_hf.config import EXACT, raw_settings, settings_in
 
 from ..mask.structured_mask import StructuredMask
+from ..plans.slots import LAYER, instead
 from .arguments import Call, one_dtype, read_mask, restored, with_keywords
 from .keywords import KNOWN, MEANT
 from .resolved import collecting
@@ -33,7 +34,13 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
     if call.streams is not None:
         return restored(call.streams.attend(module, request, forced, bool(wanted)), call.query.dtype), None
     out, program = ask(heard_by, module, request) if heard_by else None, None
-    if (adapted or heard_by) and (out is None or wanted):
+    bound = LAYER in module.__dict__ or (not compiling and instead() is not None)
+    if settings.plan is not None and not bound:
+        from ..plans.bound import UNBOUND, say
+
+        say(str(settings.plan.get("weight_hash")), UNBOUND)
+        module.__dict__[LAYER] = None
+    if bound and (out is None or wanted):
         # imported here: models without settings need nothing of plans
         from adaattn_hf.plans import execute
 
@@ -41,7 +48,7 @@ def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]
 
         program, request = program_for(call, request, config, compiling)
     if out is None:
-        if settings.monitor and program is not None and not compiling and seats() is None:
+        if settings.monitor and program is not None and not compiling and instead() is None:
             from ..observe.monitoring import watched
 
             program = watched(module, program, request.widened())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adaattn_hf.attention.listeners import SEATED
 from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_trace, transform_at_work
 
+from ..plans.slots import BLOCKS
 from .arguments import Call
 from .extended import attend_extended as attend_extended
 from .resolved import launch_of as launch_of
@@ -105,7 +105,7 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
 
 def _outside_graphs(module: nn.Module, key: Any) -> AttentionFunction | None:
     outside: AttentionFunction | None = None
-    if getattr(module, SEATED, False):
+    if getattr(module, BLOCKS, False):
         outside = use_plan_runs_outside_graphs
     elif getattr(key, "streams", None) is not None:
         outside = streaming_heads_run_outside_graphs

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.plans.choices.part import PRECISE_ROWS, few_rows
-from adaattn_hf.plans.execute import all_within
 from adaattn_hf.plans.program import Program
 
-from ..plans.fit import program_of, resolved
+from ..plans.bound import checked_layer
+from ..plans.slots import layer_of
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def rules_of(
     module: nn.Module,
-    raw: Any,
+    program: Program,
     structure: CallStructure,
     query: Tensor,
     key: Tensor,
@@ -33,22 +33,15 @@ def rules_of(
     stored: StoredKV | None,
 ) -> tuple[HeadRules | None] | None:
     """The rules per head by which a module's plan is one launch, `(None,)` where it is exact; None for the long way."""
-    known = None if module.training else resolved(module.__dict__, raw)
-    if known is None:
+    bound = None if module.training or program.owner is None else program.owner()
+    if bound is None or get_ident() not in bound.threads:
         return None
-    program = known.program
-    if program is None:
+    few, speaks = program.speaks_for(structure)
+    if speaks is False and not isinstance(few, Tensor):
         return (None,)
-    few = few_rows(structure) if program.counts_rows else query.shape[2] < PRECISE_ROWS
-    if isinstance(few, Tensor):
-        return None
-    if program.exact_steps and few:
-        return (None,)
-    within = all_within(structure, program.max_length)
-    if within is False:
-        return (None,)  # all rows stand beyond what the plan speaks for
     if (
-        not within
+        not speaks
+        or isinstance(few, Tensor)
         or structure.mask is not None
         or len(program.plan.choices) != key.shape[1]
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
@@ -56,18 +49,18 @@ def rules_of(
         return None
     if stored is not None:
         program = program.over_stored
-    asked = program.requests[few]
+    asked = program.few if few else program.many
     if asked.apart or len(asked.heads) != len(program.plan.choices):
         return None
     return (asked.rules,)
 
 
 def program_for(
-    call: Call, request: AttentionRequest, config: Any, compiling: bool
+    call: Call, request: AttentionRequest, config: object, compiling: bool
 ) -> tuple[Program | None, AttentionRequest]:
     """Returns what a module does about a call, None where it is exact, and the call as that needs it."""
     module, positions = call.module, call.kwargs.get("position_ids")
-    program = program_of(module, compiling)
+    program = layer_of(module) if compiling else checked_layer(module)
     dense = isinstance(call.attention_mask, Tensor) and call.sliding_window is not None
     if program is not None and dense and isinstance(positions, Tensor) and positions.dim() == 2:
         # a dense mask does not say how many tokens a cache dropped

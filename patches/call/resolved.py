@@ -21,6 +21,7 @@ from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
+from ..plans.slots import LAYER, layer_of
 from .keywords import IDLE
 
 if TYPE_CHECKING:
@@ -71,20 +72,20 @@ def launch_of(
         structure = structure.settled()
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
-    if raw is None and settings.GIVEN:
-        raw = settings.raw_settings(config)  # of all models of a type, under `adaattn run --plan`
     rules: HeadRules | None = None
     if raw is not None:
         asked = settings.settings_of(raw)
         if asked.monitor or asked.shadow:
             return None
         backend = asked.backend if backend is None else backend
-        if asked.plan is not None:
-            from .planned import rules_of  # models without plans need nothing of them
+        if asked.plan is not None and LAYER not in fields:
+            return None  # where it is said that the plan is not bound
+    if (layer := layer_of(module)) is not None:
+        from .planned import rules_of  # models without plans need nothing of them
 
-            planned = rules_of(module, raw, structure, query, key, value, stored)
-            if planned is None:
-                return None
-            (rules,) = planned
+        planned = rules_of(module, layer, structure, query, key, value, stored)
+        if planned is None:
+            return None
+        (rules,) = planned
     launch = launch_for(query, key, value, structure, backend, stored, rules)
     return None if launch is None else (launch, structure)

@@ -26,7 +26,7 @@ from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
-from ..plans.attach import plan_of
+from ..plans.attach import plan_in, plan_of
 from .recorder import Recorder
 
 _LENGTH = 8
@@ -175,7 +175,8 @@ def explain(
             "configuration; pass the model that it was made of"
         )
     given = None if plan is None else Plan.from_pretrained(plan)
-    plans = [plan_of(tower) if given is None else given for _, tower in towers]
+    own = plan_in if isinstance(model, (str, Path)) else plan_of
+    plans = [own(tower) if given is None else given for _, tower in towers]
     waiting = [(*tower, its) for tower, its in zip(towers, plans, strict=True)]
     layers: list[LayerChoice] = []
     memories: list[CacheMemory] = []
