@@ -21,10 +21,14 @@ from ..plans.layers import attention_modules
 
 
 def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
-    """Records a call of a layer whose settings ask for monitoring; returns the program to run."""
+    """Records a call of a layer whose settings ask for monitoring; returns the program to run.
+
+    Settings that are set anew begin anew.
+    """
     bound: BoundPlan = program.owner()
-    if bound.monitor is None:
-        bound.monitor = Monitor(bound.plan)
+    config: Any = module.config
+    if bound.monitor is None or bound.session is not config.adaattn:
+        bound.monitor, bound.session = Monitor(bound.plan), config.adaattn
     running: Program | None = bound.monitor.watch(program.plan.layer, program, request, module.training)
     assert running is not None
     return running
@@ -63,6 +67,7 @@ def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     if bound is None:
         raise ValueError("the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`")
     monitor = bound.monitor = Monitor(bound.plan, sample_rows=sample_rows)
+    bound.session = None
     layers = {id(module): index for index, module in attention_modules(held, bound.plan.model_type)}
     with listening(Watch(monitor, layers)):
         yield monitor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 from torch import nn
 
 from adaattn_hf.plans import execute as execute  # its operators are registered before a graph is traced
@@ -11,27 +12,10 @@ from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention
 from .bound import BoundPlan, bound_plan, carried_by, unbind
-from .hashes import base_of
-from .slots import PLAN
-
-
-def bind(model: nn.Module, plan: Plan, *, unverified: bool = False) -> BoundPlan:
-    """Checks a plan against all of a model, and lets the model run by it; PlanError if it does not belong to it."""
-    bound = BoundPlan(model, plan, unverified=unverified)
-    remove_plan(model)
-    bound.configs = [*{id(module.config): module.config for module in bound.layers}.values()]
-    bound.data = plan.to_dict()
-    for config in bound.configs:
-        config.adaattn = {**carried_by(config), **bound.carried, CONFIG_KEY: bound.data}
-    trunk = base_of(model)
-    trunk.__dict__[PLAN] = bound
-    bound.give()
-    bound.open(trunk)
-    return bound
 
 
 def plan_in(model: nn.Module) -> Plan | None:
-    """Returns the plan in the configuration of a model, whether the model runs by it or not; None where there is none."""
+    """Returns the plan in the configuration of a model, whether the model runs by it or not; None without one."""
     plans = (carried_by(config).get(CONFIG_KEY) for config in configs_of(model))
     data = next((plan for plan in plans if plan is not None), None)
     return None if data is None else Plan.from_dict(data)
@@ -69,7 +53,7 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
             )
     else:
         found = Plan.from_pretrained(plan)
-    bind(held, found, unverified=unverified)
+    BoundPlan(held, found, unverified=unverified).install(held)
     return model
 
 

@@ -14,11 +14,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from enum import Enum, auto
+from functools import cache
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from adaattn_hf.attention.tracing import in_backward
 from adaattn_hf.plans.execute import no_gradient
@@ -39,7 +41,7 @@ from .check import (
 from .configured import computes_by, refuse_other_configuration, refuse_other_settings
 from .hashes import base_of, model_hash, tensor_hash
 from .layers import attention_modules, running_model
-from .parts import Part, adapted, own_weights_train, parts
+from .parts import ADAPTERS, Part, adapted, inner_of, own_weights_train, parts
 from .slots import LAYER, PLAN, instead, layer_of
 from .weights import Weights
 
@@ -62,6 +64,22 @@ UNBOUND = (
 )
 _said: set[tuple[str, str]] = set()
 """What was said, by the hash of the model that a plan was made for: once is enough."""
+
+
+_unwrapped: list[int] = []
+"""One entry for each time that an adapter left a model: it may have merged, past all counters."""
+
+
+@cache
+def _listen() -> None:
+    """Hears of children that are registered in the place of others, once there is a model to watch."""
+
+    def registered(parent: nn.Module, name: str, child: Any) -> None:
+        before = parent._modules.get(name)
+        if before is not None and child is not None and inner_of(before, ADAPTERS) is child:
+            _unwrapped.append(1)
+
+    register_module_module_registration_hook(registered)
 
 
 class State(Enum):
@@ -87,11 +105,12 @@ class Snapshot:
             said += [(vars(one), name) for name in computes_by(one)]
         self.values = values + [deepcopy(room[name]) for room, name in said[len(values) :]]
         self.rooms, self.names = zip(*said, strict=True)
-        self.weights = Weights.of(trunk)
+        self.weights, self.unwrapped = Weights.of(trunk), len(_unwrapped)
 
     def same(self) -> bool:
         """Whether nothing has changed; asked in every pass, so done by iterators."""
-        return self.weights.same() and [*map(_get, self.rooms, self.names)] == self.values
+        now = [*map(_get, self.rooms, self.names)]
+        return self.unwrapped == len(_unwrapped) and self.weights.same() and now == self.values
 
 
 class BoundPlan:
@@ -104,12 +123,13 @@ class BoundPlan:
         facts: Settings and passing buffers at the first check, which no plan names.
         layers: By attention module, its part of the plan, None where it is exact.
         threads: Those in which a pass of the model is open that was compared at its start.
-        monitor: What watches the model.
+        monitor, session: What watches the model, and the settings that asked for it, None for a block.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
         """Checks all of a model against a plan (PlanError: it does not belong to it), and changes nothing of it."""
-        self._start(plan, unverified)
+        before = next(doors(base_of(model)), None)
+        self._start(plan, unverified, facts={} if before is None else before.facts)
         check_versions(plan)
         modules = modules_for(model, plan)
         if not unverified:
@@ -134,7 +154,9 @@ class BoundPlan:
         self.layers: dict[nn.Module, Program | None] = {}
         self.carried: dict[str, Any] = {}
         self.trunk: Callable[[], nn.Module | None] = type(None)
-        self.threads, self.monitor = set[int](), None
+        self.threads = set[int]()
+        self.monitor: Any = None
+        self.session: Any = None
         self.seen: Snapshot | None = None
         return self
 
@@ -142,8 +164,22 @@ class BoundPlan:
         """A copied or pickled model takes its plan along; the copy has checked nothing yet: its first pass does."""
         return _copied, (self.plan, self.unverified, self.state, self.configs, self.data, self.facts)
 
+    def install(self, model: nn.Module) -> None:
+        """Lets the model run by the plan, which its configuration then carries; another one goes."""
+        unbind(model)
+        self.configs = [*{id(module.config): module.config for module in self.layers}.values()]
+        self.data = self.plan.to_dict()
+        for config in self.configs:
+            kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
+            config.adaattn = {**kept, **self.carried, CONFIG_KEY: self.data}
+        trunk = base_of(model)
+        trunk.__dict__[PLAN] = self
+        self.give()
+        self.open(trunk)
+
     def open(self, trunk: nn.Module) -> None:
         """Opens the door of a trunk: from here on each of its passes is compared with what was checked."""
+        _listen()
         trunk.register_forward_pre_hook(self.enter)
         trunk.register_forward_hook(self.leave, always_call=True)
 
@@ -200,18 +236,15 @@ class BoundPlan:
         """
         trunk, host = self.trunk(), None if in_backward() else running_model(module)
         if trunk is None or not (host is None or trunk in {*host.modules()} or host in {*trunk.modules()}):
-            raise PlanError(
-                f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)} runs in another model "
-                f"({type(host).__name__}) than the one that its plan was checked for; put the layer back, or remove "
-                "the plan with adaattn_hf.remove_plan(model)"
-            )
+            raise _foreign(module, host)
         self.check_pass(trunk)
 
     # ------------------------------------------------------------------ once, and where something has changed
     def check_model(self, trunk: nn.Module) -> None:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
         now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
-        if self.seen is None or not self.seen.weights.covers(now.weights):
+        before = self.seen
+        if before is None or before.unwrapped != now.unwrapped or not before.weights.covers(now.weights):
             refuse_other_dtype(self.plan, modules)
             if model_hash(trunk) != self.plan.weight_hash:
                 raise other_weights(self.plan, modules)
@@ -232,6 +265,9 @@ class BoundPlan:
         modules, me = dict(attention_modules(trunk, self.plan.model_type)), weakref.ref(self)
         for index, module in modules.items():
             if module not in self.layers:
+                other = getattr(module.__dict__.get(LAYER), "owner", None) or type(None)
+                if (bound := other()) is not None and bound.trunk() not in (None, trunk):
+                    raise _foreign(module, trunk)
                 self.layers[module] = program_for(module, self.plan, index, self.carried, me)
         self.layers = {module: self.layers[module] for module in modules.values()}
         if trunk.__dict__.get(PLAN) is self:
@@ -245,8 +281,9 @@ class BoundPlan:
     def _train(self, trunk: nn.Module) -> None:
         """Notes that a model is trained under its plan, which is not saved any more then; adapters alone leave it."""
         planned = [program for program in self.layers.values() if program is not None]
-        own = trunk.__dict__.get(PLAN) is self  # a block does not train
-        if not (own and planned and any(one.requires_grad for one in trunk.parameters())) or self.state is State.TRAINED:
+        if self.state is State.TRAINED or trunk.__dict__.get(PLAN) is not self:  # a block does not train
+            return
+        if not (planned and any(one.requires_grad for one in trunk.parameters())):
             return
         for program in planned:
             if not program.has_gradient:
@@ -260,7 +297,16 @@ class BoundPlan:
             say(self.plan.weight_hash, TRAINED)
 
 
+def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
+    return PlanError(
+        f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)} runs in another model "
+        f"({type(model).__name__}) than the one that its plan was checked for; put the layer back, or remove the plan "
+        "with adaattn_hf.remove_plan(model)"
+    )
+
+
 def _copied(*given: Any) -> BoundPlan:
+    _listen()
     bound: BoundPlan = object.__new__(BoundPlan)
     return bound._start(*given)
 
@@ -302,8 +348,8 @@ def checked_layer(module: nn.Module) -> Program | None:
     if bound is None:
         raise PlanError(
             f"{type(module).__name__} of layer {program.plan.layer} was taken from a model with a plan, which was "
-            "checked for that model alone; call adaattn_hf.load_plan(model), or adaattn_hf.remove_plan(model) for exact "
-            "attention"
+            "checked for that model alone; call adaattn_hf.load_plan(model), or adaattn_hf.remove_plan(model) for "
+            "exact attention"
         )
     if get_ident() not in bound.threads:
         bound.check_layer(module)

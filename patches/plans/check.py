@@ -25,7 +25,8 @@ from .parts import module_dtype
 def modules_for(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
     """Returns the attention modules of a model by layer; PlanError for the model of another plan."""
     modules = dict(attention_modules(model, plan.model_type))
-    for config in {id(one.config): one.config for one in modules.values()}.values() or [getattr(model, "config", model)]:
+    configs = {id(one.config): one.config for one in modules.values()}
+    for config in configs.values() or [getattr(model, "config", model)]:
         refuse_other_configuration(plan, config)
         depth = getattr(config, "num_hidden_layers", None)
         if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:

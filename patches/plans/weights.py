@@ -11,7 +11,7 @@ from torch import nn
 
 from .parts import offloaded, parts, pieces, resident
 
-_version, _pointer, _trained = attrgetter("_version"), torch.Tensor.data_ptr, attrgetter("requires_grad")
+_version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 _values: Any = dict.values
 _get: Any = dict.get
 
@@ -24,8 +24,6 @@ class Weights(NamedTuple):
     Attributes:
         tensors, pointers: Its weights, and the memory address of each.
         counted, versions: Those that count changes in place (tensors of `torch.inference_mode` do not), and counters.
-        trained: Which of them require gradients: adapters freeze what they wrap, so that one which came, merged past
-            all counters and left is noticed, too.
         holders, lengths: The dictionaries of parameters and children of all submodules and wrappers, and their sizes.
         held: All the values of these, one dictionary after the other.
         rooms, names, buffers: The dictionary of each buffer, in which others may come and go, its name there, and it.
@@ -36,7 +34,6 @@ class Weights(NamedTuple):
     counted: tuple[torch.Tensor, ...]
     versions: list[int]
     pointers: list[int]
-    trained: list[bool]
     holders: tuple[dict[str, Any], ...]
     lengths: list[int]
     held: tuple[Any, ...]
@@ -65,7 +62,6 @@ class Weights(NamedTuple):
             counted,
             [*map(_version, counted)],
             [*map(_pointer, tensors)],
-            [*map(_trained, tensors)],
             tuple(holders),
             [*map(len, holders)],
             tuple(chain.from_iterable(map(_values, holders))),
@@ -77,11 +73,7 @@ class Weights(NamedTuple):
 
     def unwritten(self) -> bool:
         """Whether the weights hold what they held, wherever they are now."""
-        return (
-            [*map(_version, self.counted)] == self.versions
-            and [*map(_pointer, self.tensors)] == self.pointers
-            and [*map(_trained, self.tensors)] == self.trained
-        )
+        return [*map(_version, self.counted)] == self.versions and [*map(_pointer, self.tensors)] == self.pointers
 
     def same(self) -> bool:
         """Whether nothing has changed: no weight was modified in place, replaced, cast or wrapped.

@@ -96,7 +96,7 @@ def run_with(**settings: Any) -> Any:
 def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) -> Any:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=2)).to_dict()
-    model.config.adaattn = {"plan": {**plan, **changes}}
+    adaattn_hf.load_plan(model, Plan.from_dict({**plan, **changes}))
     with block or nullcontext(), torch.no_grad():
         return model(input_ids=tokens())
 

@@ -1,4 +1,4 @@
-"""A plan is bound to a model by one act, and goes where the model goes: copies, pickles, threads, stages, other models."""
+"""A plan is bound to a model by one act, and goes where the model goes: copies, pickles, stages, other models."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.program import Program
 
 from ..support.choices import make_choice
-from ..support.models import fresh_pair, logits, tokens
+from ..support.models import fresh_pair, logits
 from ..support.plans import give, plan_for, said, stepped
 
 pytestmark = pytest.mark.usefixtures("heard")

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.patches.plans.attach import bind
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
 
@@ -243,7 +243,7 @@ def test_training_in_mixed_precision_goes_on() -> None:
 def test_a_permission_belongs_to_the_process(tmp_path: Path) -> None:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=WINDOW), verified=None)
-    bind(model, plan, unverified=True)
+    load_plan(model, plan, unverified=True)
     right = logits(model)
     assert torch.equal(logits(copy.deepcopy(model)), right)
     adaattn_hf.configure(model, "fast")
@@ -328,7 +328,7 @@ def test_compiled_passes_go_on_behind_training() -> None:
 @needs_tracing
 def test_an_allowed_plan_compiles() -> None:
     model = fresh_pair("llama").ours
-    bind(model, plan_for(model, make_choice("window", window=WINDOW), verified=None), unverified=True)
+    load_plan(model, plan_for(model, make_choice("window", window=WINDOW), verified=None), unverified=True)
     expected = logits(model)
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 

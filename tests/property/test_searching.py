@@ -19,7 +19,7 @@ from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.mask import documents, masks, told
-from adaattn_hf.patches.plans import door, fit, hashes
+from adaattn_hf.patches.plans import bound, check, hashes
 from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -284,9 +284,10 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("change", ["columns", "buffers", "adapter merged", "settings"])
 def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     if change == "settings":
-        monkeypatch.setattr(fit, "refuse_other_configuration", lambda *_: None)
+        monkeypatch.setattr(bound, "refuse_other_configuration", lambda *_: None)
+        monkeypatch.setattr(check, "refuse_other_configuration", lambda *_: None)
     elif change == "adapter merged":
-        monkeypatch.setattr(door, "inner_of", lambda *_: None)
+        monkeypatch.setattr(bound, "inner_of", lambda *_: None)
     else:
         monkeypatch.setattr(Weights, "same", lambda weights: True)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.patches.plans.attach import bind
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -44,7 +44,7 @@ def plan_for(
 def give(model: Any, choice: Choice, **where: Any) -> Plan:
     """Binds a plan of one choice to a model."""
     plan = plan_for(model, choice, **where)
-    bind(model, plan)
+    load_plan(model, plan)
     return plan
 
 
