@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability
 from adaattn_hf.backends.capability import Capability, of_sm
@@ -263,7 +263,7 @@ def calls(asked: Sequence[str]) -> Iterator[Call]:
 
 def refused(asked: AttentionRequest) -> tuple[str, ...]:
     """Why the backend would not serve the call on a device."""
-    return TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda"))
+    return TritonBackend().refusals(asked.checked_kind()._replace(device=torch.device("cuda")))
 
 
 def compiled(sm: int, names: Sequence[str] = (), believed: int | None = None) -> Iterator[Launch]:

@@ -24,11 +24,10 @@ from operator import mul
 import numpy as np
 import torch
 
-from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest
+from ..attention.slicing import some_heads
 from ..attention.structure import CallStructure
 from ..backends import select
-from ..backends.base import bound, spec_of
 from ..backends.capability import cpu_name
 from ..backends.native.library import level_here
 from ..plans import execute
@@ -91,7 +90,7 @@ Spread = tuple[float, float, float]
 def _call(choice: Choice, tensors: LayerTensors, length: int, request: AttentionRequest) -> Callable[[], object]:
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
     if choice.is_exact and not extended and request.scaling > 0:
-        return bound(select.choose(spec_of(request)), request)
+        return partial(select.attend, replace(request, structure=request.structure.settled()))
     program = Program(LayerPlan(0, "", (choice,) * request.key.shape[1]), tensors, length)
     return partial(execute.attend, program, request)
 

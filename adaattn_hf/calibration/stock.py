@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..attention.listeners import Tap, tapping
 from ..attention.request import AttentionRequest
 from ..backends import select
-from ..backends.base import spec_of
 from .arms import compare
 from .inputs import Inputs
 from .scoring import Reading
@@ -41,7 +40,7 @@ def stock_distance(inputs: Inputs) -> StockDistance:
 
     def by(backend: str) -> Tap:
         def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-            refused = bool(select.refusals_of(backend, spec_of(request, backend)))
+            refused = bool(select.refusals_of(backend, request.checked_kind(named=True)))
             return select.attend(request, None if refused else backend).out
 
         return tap

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.heads import joined_heads, some_heads, some_range
+from ..attention.kind import HEAD_WINDOWS, PER_HEAD
 from ..attention.legible import legible, numbers_alone
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.request import AttentionRequest, AttentionResult
 from ..attention.runs import only
+from ..attention.slicing import joined_heads, some_heads, some_range
 from ..attention.structure import OPERANDS, CallStructure
 from ..attention.tracing import tracing
 from ..backends import select
-from ..backends.base import spec_of
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
 from .plan import PlanError
@@ -33,13 +33,14 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
 
     A choice that no backend computes together with others has a launch of its own.
     """
-    spec, found = spec_of(request), {choice.label: choice.label for choice in choices}
+    kind, found = request.checked_kind(), {choice.label: choice.label for choice in choices}
     for choice in choices:
         if (rule := choice.head_rule(few=False)) is None:
             continue
         rules = head_rules([rule])
         # exact heads share the launch of heads with rules
-        asked = spec._replace(head_windows=rules.windowed or not rule, head_precision=rules.precision)
+        windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
+        asked = kind._replace(features=kind.features | rules.features | windows)
         if (serving := select.serving(asked)) is not None:
             found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
     return found
@@ -84,7 +85,7 @@ def attend(
         within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
         return select.attend(request, backend)
-    if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
+    if not (few or program.has_gradient) and request.checked_kind().needs_grad:
         return _one_way(program, request, backend)
     if within is True and (ranges is None or ranges[0] == rows):
         return _planned(program, request, few, backend)
@@ -218,8 +219,8 @@ def _planned(program: Program, request: AttentionRequest, few: bool, backend: st
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
         together = replace(some_heads(request, asked.heads), per_head=asked.rules)
-        if (serving := select.serving(spec_of(together, backend), backend)) is not None:
-            parts.append((asked.heads, serving.attend(together)))
+        if (kernel := select.kernel_of(together, backend)) is not None:
+            parts.append((asked.heads, kernel(together)))
     for choice, heads in asked.apart if parts else program.launches:
         part = some_heads(request, heads)
         parts.append((heads, choice.attend(part, heads, program.tensors, backend)))
@@ -290,6 +291,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
     )
+    request.check()
     request = legible(request, own_window) or request
     request = replace(request, structure=request.structure.settled())
     with torch.no_grad():
@@ -320,9 +322,6 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
     asked = PROGRAMS[handle].few
-    for rules in (asked.rules, asked.ending):
-        if rules is not None:
-            rules.work_out()
     return not asked.apart and len(asked.heads) == kv_heads
 
 
@@ -336,15 +335,15 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
             "model after adaattn_hf.remove_plan(model)"
         )
-    if CallSpec.of(request).needs_grad:
+    if request.checked_kind().needs_grad:
         raise ValueError(
             f"plan of layer {program.plan.layer}: a compiled plan has no gradient; run the model under "
             "torch.no_grad(), train without torch.compile, or without a plan after adaattn_hf.remove_plan(model)"
         )
     if isinstance(request.structure.q_offset, Tensor) and request.query.shape[2] == 1:
         step = _in_one_launch(program, request)
-        if step is not None and select.serving(CallSpec.of(step), backend) is not None:
-            return select.attend(step, backend).out
+        if step is not None and (kernel := select.kernel_of(step, backend)) is not None:
+            return kernel(step).out
     dropped = request.structure.dropped
     out: Tensor = planned_op(
         request.query, request.key, request.value, request.bias, request.sink_logits,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, CallSpec
+from ..attention.request import AttentionRequest
 from ..attention.tracing import in_backward
 from .choices import EXACT
 from .plan import Plan, UnitRecord
@@ -109,7 +109,7 @@ class Monitor:
         if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):
             part = one_run(request, counters.calls)
             if part is not None:
-                self._look(counters, program, part, training or CallSpec.of(request).needs_grad)
+                self._look(counters, program, part, training or request.checked_kind().needs_grad)
                 program = _tightened(counters, program)
         counters.seconds += time.perf_counter() - start
         return program

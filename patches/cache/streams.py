@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from adaattn_hf.attention.heads import joined_heads
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.listeners import ask, listeners, show
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import joined_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute

@@ -103,6 +103,8 @@ def _request_of(call: Call, compiling: bool) -> AttentionRequest:
         bias = added
     if scaling is None:
         scaling = (query.shape[3] or 1) ** -0.5
-    return AttentionRequest(
+    request = AttentionRequest(
         query, key, value, structure, scaling, call.dropout, call.softcap, call.sink_logits, bias, stored=call.stored
     )
+    request.check()
+    return request

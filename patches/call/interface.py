@@ -14,7 +14,7 @@ from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_tra
 from ..plans.slots import BLOCKS
 from .arguments import Call
 from .extended import attend_extended as attend_extended
-from .resolved import launch_of as launch_of
+from .resolved import attend_ordinary
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
@@ -77,11 +77,11 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             and (sliding_window is None or attention_mask is not None)
             and (scaling is None or (type(scaling) is float and scaling > 0.0))
         ):
-            found = launch_of(module, query, key, value, attention_mask, is_causal, backend, stored, kwargs)
-            if found is not None:
-                launch, structure = found
-                factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                return launch(query, key, value, factor, structure, stored).contiguous(), None
+            out = attend_ordinary(
+                module, query, key, value, attention_mask, is_causal, scaling, backend, stored, kwargs
+            )
+            if out is not None:
+                return out.contiguous(), None
         sink_logits = sinks if s_aux is None else s_aux
         call = Call(
             forced, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,

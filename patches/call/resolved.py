@@ -1,4 +1,4 @@
-"""Ordinary calls: from what Transformers hands over straight to the launch of their kind.
+"""Ordinary calls: from what Transformers hands over straight to the kernel of their kind.
 
 A small call spends more time in Python than in its kernel, so that nothing is looked at here but what may differ
 between calls of one kind. Whatever is not ordinary (a listener, autocast, a keyword with a meaning, rows beyond the
@@ -15,10 +15,10 @@ from transformers.utils import output_capturing
 
 from adaattn_hf import config as settings
 from adaattn_hf.attention.listeners import listeners
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tracing import any_autocast
-from adaattn_hf.backends.base import Launch
-from adaattn_hf.backends.select import launch_for
+from adaattn_hf.backends.select import kernel_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
 from ..plans.slots import LAYER, layer_of
@@ -32,18 +32,19 @@ collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
 
 
-def launch_of(
+def attend_ordinary(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
     is_causal: bool | None,
+    scaling: float | None,
     backend: str | None,
     stored: StoredKV | None,
     kwargs: dict[str, Any],
-) -> tuple[Launch, CallStructure] | None:
-    """The launch of a call and its structure; None where the call goes the long way."""
+) -> Tensor | None:
+    """The output `[batch, q_len, heads, head_dim_v]` of an ordinary call; None for one that goes the long way."""
     fields = module.__dict__
     if (
         not IDLE.issuperset(kwargs)
@@ -87,5 +88,8 @@ def launch_of(
         if planned is None:
             return None
         (rules,) = planned
-    launch = launch_for(query, key, value, structure, backend, stored, rules)
-    return None if launch is None else (launch, structure)
+    factor = (query.shape[3] or 1) ** -0.5 if scaling is None else scaling
+    request = AttentionRequest(query, key, value, structure, factor, per_head=rules, stored=stored)
+    kernel = kernel_of(request, backend)
+    # where nobody serves the rules of all heads at once, the long way asks for them apart
+    return None if kernel is None else kernel(request).out

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallSpec
 from adaattn_hf.attention.listeners import listening
-from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
@@ -90,7 +90,7 @@ class Explanation:
             first, last = layers[0].layer, layers[-1]
             refused = dict(last.refused)
             for name in () if self.verbose else last.refused:
-                if (needed := BACKENDS[name].device) not in ("", spec.device):
+                if (needed := BACKENDS[name].supports.device) not in ("", spec.device.type):
                     apart[name] = needed
                     del refused[name]
             span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
@@ -99,7 +99,7 @@ class Explanation:
                 before |= said
             said = refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
-            if spec.dropout and spec.device == "cpu":
+            if spec.features & DROPOUT and spec.device.type == "cpu":
                 lines.append("           dropout in attention keeps the whole score matrix on a CPU")
             if plan:
                 lines.append(f"           plan: {plan}")
@@ -315,14 +315,14 @@ def _phases(
         except _FOREIGN as error:
             missing(phase, error)
         return out, [
-            (names.get(module, type(module).__name__), module, spec._replace(device=device), forced)
+            (names.get(module, type(module).__name__), module, spec._replace(device=torch.device(device)), forced)
             for module, spec, forced in seen.calls
         ]
 
     if model.training:
         ghost.train()
         _, calls = calls_of("training", **inputs)
-        if any(spec.dropout for _, _, spec, _ in calls):
+        if any(spec.features & DROPOUT for _, _, spec, _ in calls):
             yield "training", calls
         ghost.eval()
     # with a cache Transformers does not look for packed documents, which would need data
@@ -351,8 +351,8 @@ def _compiled(call: Call) -> Call | None:
     """A decode step as generation with a static cache compiles it; None for one that no such graph holds."""
     name, module, step, forced = call
     # where the tokens end lies on the device, and a traced graph knows no lengths
-    kind = "ragged" if step.kind == "suffix" else step.kind
-    spec = step._replace(kind=kind, compiling=True, keys=0, kv_bytes=0, pairs=0)
+    shape, features = "ragged" if step.shape == "suffix" else step.shape, step.features | COMPILING
+    spec = step._replace(shape=shape, features=features, keys=0, kv_bytes=0, pairs=0)
     served = spec.stored is None and (forced is None or not refusals_of(forced, spec))
     return (name, module, spec, forced) if served else None
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
@@ -91,9 +90,9 @@ class AttentionRecord(Listener):
         if not isinstance(index, int):
             index = self._numbers.setdefault(id(module), len(self._numbers))
         layer = self.layers.setdefault(index, _Layer(self._names[id(module)]))
-        spec, request = spec_of(call), call.widened()  # what a cache stores as codes
+        spec, request = call.checked_kind(), call.widened()  # what a cache stores as codes
         layer.backends[choose(spec, call.backend).name] += 1
-        layer.structures[spec.kind] += 1
+        layer.structures[spec.shape] += 1
         structure = request.structure
         phase = "prefill"
         if structure.q_len == 1 and structure.kv_len > 1:

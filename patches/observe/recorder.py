@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.listeners import Listener
-from adaattn_hf.attention.request import AttentionRequest, CallSpec, head_dim_of
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.request import AttentionRequest, head_dim_of
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Recorder(Listener):
 
     def before(self, module: nn.Module, call: AttentionRequest) -> None:
         """Note a call."""
-        self.calls.append((module, spec_of(call), call.backend))
+        self.calls.append((module, call.checked_kind(), call.backend))
 
     def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor | None:
         """Return a tensor without an output in it, if nothing is to be computed."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_rows
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.listeners import Listener
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import AdaAttnConfig
 from adaattn_hf.errors import warn
@@ -56,7 +56,7 @@ class Shadow(Listener):
         """Compare; ShadowMismatch where the outputs differ by more than rounding explains, or a warning."""
         if call.dropout:
             return
-        spec = spec_of(call)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
+        spec = call.checked_kind()._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
         counts: Counter[CallSpec] = module.__dict__.setdefault(_SLOT, Counter())
         counts[spec] += 1
         if counts[spec] > self.settings.shadow:

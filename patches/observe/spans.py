@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
 
@@ -36,10 +35,10 @@ class _Spans(Listener):
 
     def before(self, module: nn.Module, call: AttentionRequest) -> None:
         self.close()
-        spec = spec_of(call)
+        spec = call.checked_kind()
         layer, name = getattr(module, "layer_idx", None), choose(spec, call.backend).name
         planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
-        self.open = torch.profiler.record_function(f"adaattn layer {layer}: {name} {spec.kind}{planned}")
+        self.open = torch.profiler.record_function(f"adaattn layer {layer}: {name} {spec.shape}{planned}")
         self.open.__enter__()
 
     def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:

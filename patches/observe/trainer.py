@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.limits import unproven
 
@@ -26,7 +26,7 @@ class _Tally(Listener):
         self.counts: Counter[tuple[CallSpec, str | None]] = Counter()
 
     def before(self, module: nn.Module, call: AttentionRequest) -> None:
-        self.counts[spec_of(call), call.backend] += 1
+        self.counts[call.checked_kind(), call.backend] += 1
 
     def drained(self) -> dict[str, float]:
         total = sum(self.counts.values())
@@ -35,7 +35,7 @@ class _Tally(Listener):
         shares: Counter[str] = Counter()
         for (spec, forced), count in self.counts.items():
             shares[f"adaattn/backend/{choose(spec, forced).name}"] += count
-            shares[f"adaattn/structure/{spec.kind}"] += count
+            shares[f"adaattn/structure/{spec.shape}"] += count
         self.counts.clear()
         return {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
 

@@ -17,7 +17,6 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, refusals_of
 from adaattn_hf.calibration.calibrate import decided, measured
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -29,6 +28,7 @@ from ..support.choices import make_choice
 from ..support.head_rules import rules
 from ..support.letters import encode, lettered_llama, random_words
 from ..support.plans import plan_for
+from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -59,7 +59,7 @@ def draw(
 
 
 def skip_if_refused(backend: str, asked: AttentionRequest) -> None:
-    if reasons := refusals_of(backend, spec_of(asked, backend)):
+    if reasons := refusals_of(backend, asked.checked_kind(named=True)):
         pytest.skip("; ".join(reasons))
 
 
@@ -104,7 +104,7 @@ def test_calls(name: str, backend: str) -> None:
     asked = CALLS[name]()
     skip_if_refused(backend, asked)
     # kernels of others may share their work out otherwise each time
-    out = whichever_is_current(lambda: BACKENDS[backend].attend(asked).out, 0.0 if backend == "triton" else ROUNDING)
+    out = whichever_is_current(lambda: attended(BACKENDS[backend], asked).out, 0.0 if backend == "triton" else ROUNDING)
     assert out.device == torch.device(SECOND)
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
@@ -127,7 +127,7 @@ def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> No
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
 def test_a_launch_by_the_copy_engine(per_head: HeadRules | None, dim: int) -> None:
     asked = draw(causal(), dim, per_head)
-    launch = BACKENDS["triton"].prepare(spec_of(asked), asked.per_head)
+    launch = BACKENDS["triton"].prepare(asked.checked_kind(), asked.per_head)
     out = whichever_is_current(lambda: launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure))
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
@@ -141,7 +141,7 @@ def test_a_step_over_codes(bits: int) -> None:
     values, value_scale = quantise(plain.value.float(), bits=bits)
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
     asked = AttentionRequest(plain.query, keys, values, plain.structure, plain.scaling, stored=record)
-    out = whichever_is_current(lambda: BACKENDS["triton"].attend(asked).out)
+    out = whichever_is_current(lambda: attended(BACKENDS["triton"], asked).out)
     torch.testing.assert_close(out.double(), reference.attention(asked.widened()).out, atol=ROUNDING, rtol=0)
 
 
@@ -154,7 +154,7 @@ def test_gradients(backend: str, per_head: HeadRules | None) -> None:
     leaves, weight = (asked.query, asked.key, asked.value), torch.randn(2, N, 8, 64, device=SECOND)
 
     def run() -> tuple[Tensor, ...]:
-        return torch.autograd.grad((BACKENDS[backend].attend(asked).out.float() * weight).sum(), leaves)
+        return torch.autograd.grad((attended(BACKENDS[backend], asked).out.float() * weight).sum(), leaves)
 
     threaded = whichever_is_current(run, 0.0 if backend == "triton" else ROUNDING)
     if backend == "triton":

@@ -24,8 +24,8 @@ from adaattn_hf.cli.pictures.explorer import explorer
 from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.observe.recorder import Recorder
-from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
 from adaattn_hf.policy.prices import PriceTable

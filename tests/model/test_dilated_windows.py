@@ -57,6 +57,7 @@ def test_the_search_sees_dilation_where_there_is_one() -> None:
     assert not list(places_of_dilation(own))
     assert "NeighborhoodAttention" in list(places_of_dilation(own + "\nALL_ATTENTION_FUNCTIONS"))
     planted = """
+from ..support.requests import attended
 from ...masking_utils import and_masks
 def overlay(step):
     def inner(batch_idx, head_idx, q_idx, kv_idx):
@@ -101,4 +102,4 @@ def test_every_backend_computes_a_dilated_window(name: str, lengths: tuple[int, 
     query = torch.randn(2, 4, q_len, 16, generator=draw)
     key, value = (torch.randn(2, 2, kv_len, 16, generator=draw) for _ in range(2))
     request = AttentionRequest(query, key, value, mask.structure.expanded(2), 0.25)
-    assert_right(request, ON_CPU[name].attend(request).out)
+    assert_right(request, attended(ON_CPU[name], request).out)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import adaattn_hf
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.attention.listeners import listening
-from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends.select import refusals_of
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.carrier import StoredTensor

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.select import choose
+from adaattn_hf.backends import select
 
 LENGTH = 2048
 
@@ -70,8 +69,7 @@ def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:
     ]
     request = AttentionRequest(*tensors, structure, 0.5)
     with Largest() as seen:
-        backend = choose(spec_of(request), None if name == "chosen" else name)
-        out = backend.attend(request).out
+        out = select.attend(request, None if name == "chosen" else name).out
         if gradient:
             torch.autograd.grad(out.sum(), tensors)
     elements: int = seen.elements
@@ -97,7 +95,7 @@ def test_a_structure_goes_with_its_call(name: str, case: str) -> None:
     structure = KNOWN[case](64)
     tensors = (torch.randn(structure.batch, 1, n, 4) for n in (structure.q_len, structure.kv_len, structure.kv_len))
     request = AttentionRequest(*tensors, structure, 0.5)
-    choose(spec_of(request), None if name == "chosen" else name).attend(request)
+    select.attend(request, None if name == "chosen" else name)
     gone = weakref.ref(structure)
     gc.disable()
     try:

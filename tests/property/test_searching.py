@@ -247,19 +247,16 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = interface.launch_of
+    real = interface.attend_ordinary
 
-    def launch_of(*given: Any) -> Any:
-        found = real(*given)
-        if found is None:
-            return None
-        launch, structure = found
-        hidden = structure.key_padding
-        if hidden is None or structure.q_len != structure.kv_len:
-            return found
-        return (lambda *told: launch(*told) * hidden[:, :, None, None]), structure
+    def attend_ordinary(module: Any, query: Any, key: Any, value: Any, mask: Any, *given: Any) -> Any:
+        out, structure = real(module, query, key, value, mask, *given), getattr(mask, "structure", None)
+        hidden = None if structure is None else structure.key_padding
+        if out is None or hidden is None or structure.q_len != structure.kv_len:
+            return out
+        return out * hidden[:, :, None, None]
 
-    monkeypatch.setattr(interface, "launch_of", launch_of)
+    monkeypatch.setattr(interface, "attend_ordinary", attend_ordinary)
 
     def padded(case: whole.Whole) -> bool:
         return case.given.words["mask"] == "right" and case.implementation == "adaattn" and not case.prepared

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers as tf
 
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.backends import select
 from adaattn_hf.backends.triton import TritonBackend
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_level, of_sm
@@ -13,7 +13,7 @@ from adaattn_hf.backends.native import library
 from adaattn_hf.backends.select import refusals_of
 
 X = torch.zeros(1, 2, 8, 16)
-SPEC = CallSpec.of(AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25))
+SPEC = AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25).checked_kind()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 triton = pytest.importorskip("triton")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec  # noqa: E402
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult  # noqa: E402
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
@@ -21,6 +21,7 @@ from adaattn_hf.backends.triton import hopper, prefill, step, tables, training  
 from adaattn_hf.backends.triton.launcher import Launcher  # noqa: E402
 
 from ..support.on_device import Devices, OnSecond  # noqa: E402
+from ..support.requests import attended  # noqa: E402
 
 N = 70
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
@@ -37,22 +38,22 @@ def call(q_len: int = N, rules: HeadRules | None = None, grad: bool = False) -> 
 
 
 def by_request(asked: AttentionRequest) -> None:
-    BACKENDS["triton"].attend(asked)
+    attended(BACKENDS["triton"], asked)
 
 
 def by_launch(asked: AttentionRequest) -> None:
-    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
+    launch = BACKENDS["triton"].prepare(asked.checked_kind(), asked.per_head)
     launch(asked.query, asked.key, asked.value, 0.3, asked.structure)
 
 
 def both_passes(asked: AttentionRequest) -> None:
-    BACKENDS["triton"].attend(asked).out.sum().backward()
+    attended(BACKENDS["triton"], asked).out.sum().backward()
 
 
 def over_codes(asked: AttentionRequest) -> None:
     (key, key_scale), (value, value_scale) = quantise(asked.key.float()), quantise(asked.value.float())
     record = StoredKV(key_scale, value_scale, None, None)
-    BACKENDS["triton"].attend(AttentionRequest(asked.query, key, value, asked.structure, 0.3, stored=record))
+    attended(BACKENDS["triton"], AttentionRequest(asked.query, key, value, asked.structure, 0.3, stored=record))
 
 
 CALLS: dict[str, tuple[Callable[[AttentionRequest], None], AttentionRequest]] = {
@@ -129,7 +130,7 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest
         return AttentionResult(asked.query)
 
     monkeypatch.setattr(fa4_launch, "attend", attend)
-    backend.attend(call())
+    attended(backend, call())
     assert (seen, devices.current, devices.entered) == ([1], current, [1] * (1 - current))
 
 
@@ -149,7 +150,7 @@ def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("unlike")
 @pytest.mark.parametrize(("index", "able"), [(None, True), (0, True), (1, False)])
 def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(index: int | None, able: bool) -> None:
-    spec = CallSpec.of(call())._replace(device="cuda", dtype=torch.bfloat16, device_index=index)
+    spec = call().checked_kind()._replace(device="cuda", dtype=torch.bfloat16, device_index=index)
     for name in ("triton", "fa2", "fa3", "fa4"):
         reasons = [reason for reason in BACKENDS[name].refusals(spec) if "installed" not in reason]
         assert bool(reasons) is not able
@@ -162,5 +163,5 @@ def test_a_spec_says_which_device_holds_the_tensors() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2, 8, 16, device="cuda:1")
     structure = CallStructure(1, 8, 8)
-    assert CallSpec.of(AttentionRequest(query, query, query, structure, 1.0)).device_index == 1
-    assert CallSpec.of(call()).device_index is None
+    assert AttentionRequest(query, query, query, structure, 1.0).checked_kind().device_index == 1
+    assert call().checked_kind().device_index is None

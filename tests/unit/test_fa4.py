@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import ALL
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
@@ -234,7 +234,7 @@ def found(name: str) -> ModuleSpec:
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
-    spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
+    spec = make(STRUCTURES["causal"]).checked_kind()._replace(device=torch.device("cuda"))
     backend = Flash4Backend()
     assert backend.refusals(spec) == ()
     assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))
@@ -243,7 +243,7 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -
 def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    spec, backend = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda"), Flash4Backend()
+    spec, backend = make(STRUCTURES["causal"]).checked_kind()._replace(device=torch.device("cuda")), Flash4Backend()
     assert backend.missing() == backend.refusals(spec) == ()
     for listed in ({"head_windows": True}, {"windowed": True, "window_sinks": True}):
         (reason,) = backend.refusals(spec._replace(**listed))
@@ -253,7 +253,7 @@ def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("sm", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
 def test_serves_devices_that_it_was_written_for(monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
+    spec = make(STRUCTURES["causal"]).checked_kind()._replace(device=torch.device("cuda"))
     assert (Flash4Backend().refusals(spec) == ()) is served
 
 

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend, spec_of
+from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend, FlashVariant
 from adaattn_hf.backends.select import BACKENDS, order
 from adaattn_hf.backends.triton import TritonBackend
+
+from ..support.requests import attended
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
@@ -131,23 +134,23 @@ STRUCTURES = {
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_reference(backend: FlashBackend, name: str) -> None:
     request = make(STRUCTURES[name])
-    out = backend.attend(request).out
+    out = attended(backend, request).out
     torch.testing.assert_close(out, reference.attention(request).out.float(), atol=1e-5, rtol=1e-5)
 
 
 def test_places_that_were_found_in_inference_mode_serve_gradients(backend: FlashBackend) -> None:
     request = make(STRUCTURES["right padding"].with_changes())
     with torch.inference_mode():
-        backend.attend(request)
+        attended(backend, request)
     request.query.requires_grad_()
-    out = backend.attend(request).out
+    out = attended(backend, request).out
     theirs = torch.autograd.grad(reference.attention(request).out.sum(), request.query)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), request.query), theirs)
 
 
 def test_softcap_and_lse(backend: FlashBackend) -> None:
     request = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
-    result, truth = backend.attend(request), reference.attention(request)
+    result, truth = attended(backend, request), reference.attention(request)
     torch.testing.assert_close(result.out, truth.out.float(), atol=1e-5, rtol=1e-5)
     assert result.lse is not None
     torch.testing.assert_close(result.lse, truth.lse.float(), atol=1e-5, rtol=1e-5)
@@ -168,7 +171,7 @@ def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPat
 
 
 def spec(**changes: Any) -> CallSpec:
-    base = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda", dtype=torch.bfloat16)
+    base = make(STRUCTURES["causal"]).checked_kind()._replace(device="cuda", dtype=torch.bfloat16)
     return base._replace(**changes)
 
 
@@ -216,7 +219,7 @@ def test_says_what_is_not_installed() -> None:
 @pytest.mark.parametrize("flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name)
 def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(structure: CallStructure, *, look: bool = True) -> str:
-        asked = spec_of(make(structure), flash.name if look else None)._replace(device="cuda", dtype=torch.bfloat16)
+        asked = make(structure).checked_kind(named=True)._replace(device="cuda", dtype=torch.bfloat16)
         return " ".join(flash.refusals(asked))
 
     short = torch.tensor([[True, True, False, False]])
@@ -234,7 +237,7 @@ def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeyp
 def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_torch() -> None:
     holes = torch.tensor([[True, False, True, True]])
     request = make(CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
-    asked = spec_of(request)._replace(device="cuda", dtype=torch.bfloat16, needs_grad=True)
+    asked = request.checked_kind()._replace(device="cuda", dtype=torch.bfloat16, needs_grad=True)
     backends = [BACKENDS[name] for name in order(asked)]
     serving = [backend.name for backend in backends if not backend.refusals(asked)]
     assert serving == ["sdpa", "eager"]
@@ -245,11 +248,11 @@ def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
     holes = torch.tensor([[True, False, True, True]])
     request = make(CallStructure(1, 4, 4, causal=True, key_padding=holes))
     with pytest.raises(ValueError, match="holes"):
-        backend.attend(request)
+        attended(backend, request)
 
 
 def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
     short = torch.tensor([[True, True, False, False]])
     request = make(CallStructure(1, 4, 4, causal=True, window=2, key_padding=short))
     with pytest.raises(ValueError, match="last key"):
-        backend.attend(request)
+        attended(backend, request)

@@ -10,7 +10,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
-from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
+from adaattn_hf.attention.kind import CallSpec  # noqa: E402
+from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.triton import hopper, launch, prefill  # noqa: E402
@@ -173,7 +174,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heavy(**changes: Any) -> CallSpec:
-    spec = CallSpec.of(drawn(causal()))
+    spec = drawn(causal()).checked_kind()
     return spec._replace(device="cuda", pairs=1 << 31, keys=4096, **changes)
 
 
@@ -212,7 +213,7 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
         for count in (heads, 1, 1)
     ]
     query, key, value = (part.as_subclass(There) for part in parts)
-    spec = CallSpec.of(AttentionRequest(query, key, value, causal(n), 1.0))
+    spec = AttentionRequest(query, key, value, causal(n), 1.0).checked_kind()
     assert select.order(spec)[0] == first
 
 

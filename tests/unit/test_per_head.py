@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import HeadRules, as_dense_mask, joined_heads, some_heads, some_rows
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.rounding import through_int8
+from adaattn_hf.attention.slicing import as_dense_mask, joined_heads, some_heads, some_rows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
 
@@ -77,10 +79,13 @@ def test_each_head_has_its_precision() -> None:
 
 def test_facts_name_what_heads_ask_for() -> None:
     structure = CallStructure(1, N, N, causal=True)
-    assert not CallSpec.of(request_of(structure, None)).per_head
-    assert not CallSpec.of(request_of(structure, rules())).per_head
-    spec = CallSpec.of(request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))))
-    assert (spec.head_windows, spec.head_precision) == (True, "mixed")
+    assert not request_of(structure, None).checked_kind().per_head
+    assert not request_of(structure, rules()).checked_kind().per_head
+    spec = request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))).checked_kind()
+    assert spec.per_head
+    assert spec.features & HEAD_WINDOWS
+    assert spec.features & HEAD_BF16
+    assert spec.features & HEAD_INT8
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])
@@ -91,8 +96,8 @@ def test_facts_name_what_heads_ask_for() -> None:
 def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[str, Any], said: str) -> None:
     structure = CallStructure(1, N, N, causal=True)
     backend = BACKENDS[name]
-    assert any(said in reason for reason in backend.refusals(CallSpec.of(request_of(structure, rules(**changes)))))
-    plain = backend.refusals(CallSpec.of(request_of(structure, rules())))
+    assert any(said in reason for reason in backend.refusals(request_of(structure, rules(**changes)).checked_kind()))
+    plain = backend.refusals(request_of(structure, rules()).checked_kind())
     assert not any("per head" in reason for reason in plain)
 
 

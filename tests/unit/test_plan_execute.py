@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.eager import attention_weights

@@ -10,6 +10,10 @@ import torch
 from adaattn_hf.backends import select
 from adaattn_hf.plans import store
 
+from ..support.requests import kind_with
+
+KIND = kind_with()
+
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -31,7 +35,8 @@ def at_once(work: Callable[[int], None], threads: int = 8) -> None:
 def test_more_kinds_than_are_remembered() -> None:
     def work(thread: int) -> None:
         for turn in range(50_000):
-            select.remember((thread, turn), turn)
+            kind = KIND._replace(head_dim=thread, pairs=turn)
+            assert select.remember(select.launches, (kind, None), print) is print
 
     at_once(work)
     assert len(select.launches) <= select.MOST + 8

@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import CallStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
@@ -244,7 +244,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(reason: str) -> None:
-    spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16))._replace(device="cuda")
+    spec = make(STRUCTURES["causal"], 4, 2, 16, 16).checked_kind()._replace(device=torch.device("cuda"))
     backend = TritonBackend()
     assert backend.refusals(spec) == ()
     assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))

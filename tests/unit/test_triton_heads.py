@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.runs import Runs
 from adaattn_hf.attention.structure import CallStructure, Segment
 
@@ -143,8 +142,8 @@ def test_steps_over_padding_with_holes() -> None:
 
 
 def test_what_a_call_asks_for_is_in_its_spec() -> None:
-    spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))))
+    spec = make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))).checked_kind()
     assert (spec.head_windows, spec.head_precision) == (True, "model")
     assert "with a window per head" in spec.words()
     chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
-    assert CallSpec.of(chunks).kind == "irregular"  # sinks count from a sequence's first key, not from a chunk's
+    assert chunks.checked_kind().kind == "irregular"  # sinks count from a sequence's first key, not from a chunk's

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.backends.triton import prefill
@@ -45,7 +45,7 @@ def make(asked: CallStructure, rules: HeadRules | None = WINDOWS, dim: int = 32)
 
 
 def prepared(request: AttentionRequest) -> Any:
-    launch = BACKENDS["triton"].prepare(CallSpec.of(request), request.per_head)
+    launch = BACKENDS["triton"].prepare(request.checked_kind(), request.per_head)
     return lambda query, key, value, scaling: launch(query, key, value, scaling, request.structure)
 
 
@@ -103,7 +103,7 @@ def test_tensors_of_other_devices_are_refused(what: int) -> None:
 def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
     request = make(structure("left padding"))
-    launch = BACKENDS["triton"].prepare(CallSpec.of(request))
+    launch = BACKENDS["triton"].prepare(request.checked_kind())
     launch(request.query, request.key, request.value, request.scaling, request.structure)
     kept = [weakref.ref(one) for one in (request.query, request.key, request.value, request.structure)]
     gc.disable()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
@@ -14,8 +14,10 @@ from adaattn_hf.backends.triton import TritonBackend
 from adaattn_hf.backends.triton.sizes import SIZES, Tile, tile_of
 
 X = torch.zeros(1, 2, 8, 128)
-SPEC = CallSpec.of(AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25))._replace(
-    device="cuda", dtype=torch.bfloat16
+SPEC = (
+    AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25)
+    .checked_kind()
+    ._replace(device="cuda", dtype=torch.bfloat16)
 )
 HOPPER = of_sm((9, 0)).shared_memory
 SERVED = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadWindows
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import order
@@ -258,7 +258,7 @@ def test_what_is_prepared_for_a_kind_launches_as_a_request_does(name: str, per_h
     from adaattn_hf.backends.triton.launch import attend
 
     calls = [stored(make(one, 4, 2, 32, 64, per_head=per_head), bits) for one in (STRUCTURES[name], LONG)]
-    launch = TritonBackend().prepare(CallSpec.of(replace(calls[0], need_lse=False)), per_head)
+    launch = TritonBackend().prepare(replace(calls[0], need_lse=False).checked_kind(), per_head)
     for asked in calls:
         out = launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure, asked.stored)
         assert torch.equal(out, attend(asked).out)
@@ -283,10 +283,10 @@ def test_counters_are_left_as_they_were_found(bits: int) -> None:
 def test_what_is_served_and_what_is_refused() -> None:
     def reasons(structure: CallStructure, bits: int = 8) -> str:
         asked = stored(make(structure, 4, 2, 32, 32), bits)
-        return " ".join(TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda")))
+        return " ".join(TritonBackend().refusals(asked.checked_kind()._replace(device=torch.device("cuda"))))
 
     assert reasons(STRUCTURES["decode"]) == ""
-    spec = CallSpec.of(stored(make(STRUCTURES["decode"], 4, 2, 32, 32), 8))._replace(device="cuda")
+    spec = stored(make(STRUCTURES["decode"], 4, 2, 32, 32), 8).checked_kind()._replace(device=torch.device("cuda"))
     assert order(spec)[0] == "triton"
     assert order(spec._replace(head_windows=True))[0] == "triton"
     assert reasons(CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4) == ""

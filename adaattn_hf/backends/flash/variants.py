@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ...attention.kind import COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SOFTCAP, WINDOW, WINDOW_SINKS, CallSpec
+from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
-from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
+from ..base import Backend, Kernel, Supports, installed, run_refusals
 
 if TYPE_CHECKING:
+    from ...attention.heads import HeadRules
     from ...attention.packing import Packed
 
 
@@ -58,13 +60,14 @@ def _made_without(flags_module: str | None, feature: str) -> bool:
 class FlashBackend(Backend):
     """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
 
-    device = "cuda"
-
     def __init__(self, variant: FlashVariant) -> None:
         """`variant` is the build to call."""
         self.variant = variant
-        dropout = ("dropout",) if variant.version == 2 else ()
-        self._serves = ("softcap", "need_lse", "needs_grad", "compiling", "opaque", *dropout)
+        features = SOFTCAP | LSE | GRAD | COMPILING | OPAQUE | (DROPOUT if variant.version == 2 else 0)
+        half = (torch.float16, torch.bfloat16)
+        self.supports = Supports(
+            "flash-attn's kernels", features, "cuda", half, widest=256, multiple=8, equal=True, dense=False
+        )
         self.name, self.package = variant.name, variant.module.partition(".")[0]
 
     def missing(self) -> tuple[str, ...]:
@@ -73,49 +76,34 @@ class FlashBackend(Backend):
             return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
         return ()
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
-        reasons = list(unnamed(spec, "flash-attn's kernels", self._serves))
-        if spec.device != "cuda":
-            reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
-        elif (facts := capability(spec.device_index)) and not self.variant.least <= facts.sm < self.variant.below:
+        reasons = list(super().refusals(kind))
+        on_cuda = kind.device.type == "cuda"
+        if on_cuda and (facts := capability(kind.device)) and not self.variant.least <= facts.sm < self.variant.below:
             reasons.append(f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"flash-attn computes in float16 or bfloat16, got {spec.dtype}")
-        if max(spec.head_dim, spec.head_dim_v) > 256:
-            reasons.append(f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}")
-        if spec.head_dim % 8 or spec.head_dim_v % 8:
-            reasons.append(f"flash-attn wants head sizes that are multiples of 8, got {spec.head_dim}")
-        if spec.head_dim != spec.head_dim_v:
-            reasons.append(
-                f"flash-attn wants equal head sizes of keys and values, got {spec.head_dim}, {spec.head_dim_v}"
-            )
-        if spec.window_sinks and spec.kind != "full":
+        if kind.features & WINDOW_SINKS and kind.shape != "full":
             reasons.append("flash-attn has no sink tokens beside a window")
-        if spec.kind == "irregular":
-            reasons.append("flash-attn takes no dense mask")
         for asked, feature, name in (
-            (spec.needs_grad, "BACKWARD", "the backward pass"),
-            (spec.windowed, "LOCAL", "windows"),
-            (spec.dtype == torch.float16, "FP16", "float16"),
+            (kind.needs_grad, "BACKWARD", "the backward pass"),
+            (kind.features & WINDOW, "LOCAL", "windows"),
+            (kind.dtype == torch.float16, "FP16", "float16"),
         ):
             if asked and _made_without(self.variant.flags_module, feature):
                 reasons.append(f"{self.variant.package} was built without {name}")
-        if spec.need_lse and spec.kind == "ragged":
+        if kind.features & LSE and kind.shape == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
-        reasons += run_refusals(spec, "flash-attn's packed kernels")
-        if spec.compiling and spec.kind == "ragged":
+        reasons += run_refusals(kind, "flash-attn's packed kernels")
+        if kind.compiling and kind.shape == "ragged":
             reasons.append("the segments of a padded batch cannot be read while a graph is traced")
         return tuple(reasons)
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
-        if request.asks_nothing:
-            return nothing_seen(request)
         kernels = importlib.import_module(self.variant.module)
-        return attend_runs(request, kernels, self._arguments(request))
+        return lambda request: attend_runs(request, kernels, self._arguments(request))
 
     def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
         structure = request.structure

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from torch import Tensor
 
 from ...attention.heads import head_windows
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ...attention.stored import BITS
-from ..base import Launch, nothing_seen
+from ...attention.request import AttentionRequest, AttentionResult
+from ..base import nothing_seen
 from . import step
-from .prefill import attend_forward, run
+from .prefill import attend_forward
 from .training import attend_with_gradients
-
-if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
-    from ...attention.stored import StoredKV
-    from ...attention.structure import CallStructure
 
 
 def attend(request: AttentionRequest) -> AttentionResult:
@@ -33,41 +24,3 @@ def attend(request: AttentionRequest) -> AttentionResult:
     if grad:
         return attend_with_gradients(request, windows)
     return attend_forward(request, windows)
-
-
-def prepare(rules: HeadRules | None) -> Launch:
-    """The launch of many queries without gradients, for calls that ask for nothing but rules per head."""
-
-    def launch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        structure: CallStructure,
-        stored: StoredKV | None = None,
-    ) -> Tensor:
-        return run(query, key, value, structure, scaling, head_windows(structure, rules, key.shape[1])).out
-
-    return launch
-
-
-def prepare_step(spec: CallSpec, rules: HeadRules | None) -> Launch:
-    """The launch of one query per sequence, for calls that ask for nothing but rules per head."""
-    bits = 0 if spec.stored is None else BITS[spec.stored]
-    device = torch.device(spec.device) if spec.device_index is None else torch.device("cuda", spec.device_index)
-    known = step.sized(spec.groups, spec.head_dim, spec.head_dim_v, spec.dtype, bits, device)
-
-    def launch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        structure: CallStructure,
-        stored: StoredKV | None = None,
-    ) -> Tensor:
-        if stored is not None:
-            stored.check_device(query.device)
-        windows = head_windows(structure, rules, key.shape[1])
-        return step.launch(known, step.Step(query, key, value, structure, scaling, windows, stored)).out
-
-    return launch

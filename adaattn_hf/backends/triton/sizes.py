@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...attention.request import CallSpec
+from ...attention.kind import CallSpec
 from ...attention.stored import BITS
 from ..capability import shared_memory
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...attention.heads import ALL, HeadWindows, head_windows
-from ...attention.request import AttentionRequest, AttentionResult, format_of, head_dim_of
+from ...attention.kind import format_of
+from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.stored import BITS
 from ...attention.structure import CallStructure
 from ..base import capturing, derived_on
@@ -97,7 +98,7 @@ def attend_step(
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     kv_heads = key.shape[1]
-    bits = 0 if request.stored is None else BITS[format_of(value)]
+    bits = 0 if request.stored is None else BITS[format_of(value.dtype)]
     windows = windows or head_windows(structure, request.per_head, kv_heads)
     known = sized(query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device)
     return launch(

@@ -112,6 +112,7 @@ def flash_attn_forward(
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
+    request.check()
     program = None if settings.plan is None else layer_by(module, settings.plan)
     if program is None:
         out = select.attend(request, backend).out
