@@ -368,9 +368,9 @@ def give_plan(model: Any, plan: str | None) -> None:
     ModelUnavailable: it cannot be read, or is that of another model.
     """
     try:
-        if plan == NO_PLAN:
+        if plan == NO_PLAN or (plan is None and not runs_ours(model)):
             remove_plan(model)
-        elif plan is not None or (runs_ours(model) and plan_in(model) is not None):
+        elif plan is not None or plan_in(model) is not None:
             load_plan(model, plan)
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

@@ -13,7 +13,7 @@ from adaattn_hf.attention.request import AttentionRequest, check_tensors, in_one
 from adaattn_hf.attention.tracing import holds_no_memory
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
-from adaattn_hf.config import EXACT, raw_settings, settings_in
+from adaattn_hf.config import EXACT, raw_settings, settings_of
 
 from ..mask.structured_mask import StructuredMask
 from ..plans.slots import LAYER, instead
@@ -43,7 +43,8 @@ def attend_extended(
     _read(module, call, attention_mask, is_causal, sliding_window, kwargs, streams is not None)
     config = getattr(module, "config", None)
     heard_by: tuple[Listener, ...] = () if compiling else listeners()
-    settings = settings_in(config) if raw_settings(config) is not None else EXACT
+    raw = raw_settings(config)
+    settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
     forced = settings.backend if backend is None else backend
     collected = None if compiling else collecting()
     wanted = kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)

@@ -75,7 +75,7 @@ def attend_ordinary(
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
     if raw is not None:
-        asked = settings_of(raw)
+        asked = settings_of(raw, LAYER in fields)
         if asked.monitor or asked.shadow or (asked.plan is not None and LAYER not in fields):
             return None  # also where it is said that a plan is not bound
         backend = asked.backend if backend is None else backend

@@ -106,6 +106,17 @@ class Snapshot:
         self.values = values + [deepcopy(room[name]) for room, name in said[len(values) :]]
         self.rooms, self.names = zip(*said, strict=True)
         self.weights, self.unwrapped = Weights.of(trunk), len(_unwrapped)
+        # what stands around a projection of attention may compute something else, though it holds no weights
+        self.names = {
+            part.module: [inner.prefix + name for inner in parts(part.module) for name in inner.weights]
+            for part in inside
+            if hasattr(part.module, "is_causal")
+        }
+
+    def covers(self, later: Snapshot) -> bool:
+        """Whether the weights of a later snapshot are these, so that they need not be read again."""
+        named = all(self.names.get(module, names) == names for module, names in later.names.items())
+        return named and self.unwrapped == later.unwrapped and self.weights.covers(later.weights)
 
     def same(self) -> bool:
         """Whether nothing has changed; asked in every pass, so done by iterators."""
@@ -224,7 +235,7 @@ class BoundPlan:
             self.check_model(trunk)
         elif not self.layers:  # a copy of a model that is trained
             self._take(trunk)
-        if trunk.training and torch.is_grad_enabled():
+        if trunk.training and torch.is_grad_enabled() and not in_backward():
             self._train(trunk)
         if self.state is State.AS_VERIFIED and not trunk.training and self.seen is not None:
             refuse_autocast(self.plan, self.seen.weights.tensors[0].device.type)
@@ -243,8 +254,7 @@ class BoundPlan:
     def check_model(self, trunk: nn.Module) -> None:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
         now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
-        before = self.seen
-        if before is None or before.unwrapped != now.unwrapped or not before.weights.covers(now.weights):
+        if self.seen is None or not self.seen.covers(now):
             refuse_other_dtype(self.plan, modules)
             if model_hash(trunk) != self.plan.weight_hash:
                 raise other_weights(self.plan, modules)
@@ -252,7 +262,7 @@ class BoundPlan:
             refuse_other_configuration(self.plan, config)
         facts = _facts(trunk)
         refuse_other_settings(self.facts, facts)
-        self.facts, self.trunk = {**facts, **self.facts}, weakref.ref(trunk)
+        self.facts = {**facts, **self.facts}
         self._take(trunk)
         self.seen = now
         if adapted(trunk):
@@ -263,6 +273,7 @@ class BoundPlan:
     def _take(self, trunk: nn.Module) -> None:
         """Makes the layers of a trunk that this plan has not made yet, and hands them over if it is the trunk's own."""
         modules, me = dict(attention_modules(trunk, self.plan.model_type)), weakref.ref(self)
+        self.trunk = weakref.ref(trunk)
         for index, module in modules.items():
             if module not in self.layers:
                 other = getattr(module.__dict__.get(LAYER), "owner", None) or type(None)

@@ -125,7 +125,8 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from pieces(getattr(tensor, name))
+        if isinstance(piece := getattr(tensor, name), Tensor):  # a sharded one names its devices, too
+            yield from pieces(piece)
 
 
 def module_dtype(module: nn.Module) -> str:

@@ -40,7 +40,7 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
 
 @pytest.fixture
 def planned(llama: Path) -> checkpoint.Checkpoint:
-    loaded = checkpoint.load(llama, device="cpu")
+    loaded = checkpoint.load(llama, device="cpu", implementation="adaattn")
     attach.load_plan(loaded.model, plan_of(loaded))
     return loaded
 
@@ -96,7 +96,7 @@ def test_streaming_heads_are_measured_over_their_cache(loaded: checkpoint.Checkp
 def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="streaming: got no cache"):
         Settings(streaming=True)
-    loaded = checkpoint.load(llama, device="cpu")
+    loaded = checkpoint.load(llama, device="cpu", implementation="adaattn")
     with pytest.raises(UsageError, match="without a plan"):
         runner.evaluate(loaded, OWN_PAGES, Settings(cache="int8", streaming=True))
     attach.load_plan(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))

@@ -98,6 +98,15 @@ def test_a_layer_that_is_computed_again_for_gradients_is_served() -> None:
     assert torch.isfinite(hidden.grad).all()
 
 
+def test_a_copy_of_a_trained_model_is_trained_with_checkpoints() -> None:
+    twin = copy.deepcopy(stepped(planned()))
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    stepped(twin)
+    bound = bound_plan(twin)
+    assert bound is not None
+    assert bound.state is State.TRAINED
+
+
 def test_a_layer_without_its_model_is_refused() -> None:
     model = planned()
     layer = copy.deepcopy(model.model.layers[0])
