@@ -17,8 +17,7 @@ from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
-from .models.support import runs_ours
-from .plans.attach import load_plan, plan_in, remove_plan
+from .plans.attach import load_carried, load_plan, remove_plan
 from .plans.bound import carried_by
 from .plans.positions import trained_positions
 from .registry import NAMES
@@ -368,9 +367,11 @@ def give_plan(model: Any, plan: str | None) -> None:
     ModelUnavailable: it cannot be read, or is that of another model.
     """
     try:
-        if plan == NO_PLAN or (plan is None and not runs_ours(model)):
+        if plan == NO_PLAN:
             remove_plan(model)
-        elif plan is not None or plan_in(model) is not None:
+        elif plan is None:
+            load_carried(model)
+        else:
             load_plan(model, plan)
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

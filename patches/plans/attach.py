@@ -10,7 +10,7 @@ from adaattn_hf.plans import execute as execute  # its operators are registered 
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
-from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention
+from ..models.support import Holder, Model, configs_of, model_in, refuse_other_attention, runs_ours
 from .bound import BoundPlan, bound_plan, carried_by, unbind
 
 
@@ -54,6 +54,21 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
     else:
         found = Plan.from_pretrained(plan)
     BoundPlan(held, found, unverified=unverified).install(held)
+    return model
+
+
+def load_carried(model: Model, plan: Plan | None = None) -> Model:
+    """Binds the plan that a model's configuration holds, or one for models that carry none, if it runs our attention.
+
+    A model that runs another attention is left without; returns the model.
+    """
+    held = model_in(model)
+    if not runs_ours(held):
+        unbind(held)
+    elif plan_in(held) is not None:
+        load_plan(held)
+    elif plan is not None and any(config.model_type == plan.model_type for config in configs_of(held)):
+        load_plan(held, plan)
     return model
 
 

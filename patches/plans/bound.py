@@ -9,18 +9,14 @@ plan in the configuration. They only notice that something is another; then all 
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from enum import Enum, auto
-from functools import cache
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from adaattn_hf.attention.tracing import in_backward
 from adaattn_hf.plans.execute import no_gradient
@@ -38,16 +34,14 @@ from .check import (
     refuse_other_dtype,
     refuse_unproven,
 )
-from .configured import computes_by, refuse_other_configuration, refuse_other_settings
-from .hashes import base_of, model_hash, tensor_hash
+from .configured import refuse_other_configuration, refuse_other_settings
+from .hashes import base_of, model_hash
 from .layers import attention_modules, running_model
-from .parts import ADAPTERS, Part, adapted, inner_of, own_weights_train, parts
+from .parts import adapted, own_weights_train
 from .slots import LAYER, PLAN, instead, layer_of
-from .weights import Weights
+from .snapshot import Snapshot, facts_of, listen
 
 logger = logging.getLogger("adaattn_hf")
-
-_get: Any = dict.get
 
 TRAINED = (
     "the model is trained under its plan, which was verified for the weights before: it goes on under it here, and is "
@@ -66,22 +60,6 @@ _said: set[tuple[str, str]] = set()
 """What was said, by the hash of the model that a plan was made for: once is enough."""
 
 
-_unwrapped: list[int] = []
-"""One entry for each time that an adapter left a model: it may have merged, past all counters."""
-
-
-@cache
-def _listen() -> None:
-    """Hears of children that are registered in the place of others, once there is a model to watch."""
-
-    def registered(parent: nn.Module, name: str, child: Any) -> None:
-        before = parent._modules.get(name)
-        if before is not None and child is not None and inner_of(before, ADAPTERS) is child:
-            _unwrapped.append(1)
-
-    register_module_module_registration_hook(registered)
-
-
 class State(Enum):
     """What became of a model since its plan was bound to it."""
 
@@ -90,38 +68,6 @@ class State(Enum):
     """Adapters alone are trained under the plan."""
     TRAINED = auto()
     """It is trained itself: weights change, and the plan goes on in this process only."""
-
-
-class Snapshot:
-    """What a model was when its plan was checked: its weights, and the settings that attention reads."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        inside = [*parts(trunk)]
-        read = [part.module for part in inside if _read_by_attention(part)]
-        said: list[tuple[dict[str, Any], str]] = [(vars(one), "config") for one in read if "config" in vars(one)]
-        values = [room[name] for room, name in said]
-        owners = {id(config): config for part in inside if (config := getattr(part.module, "config", None)) is not None}
-        for one in (*owners.values(), *read):
-            said += [(vars(one), name) for name in computes_by(one)]
-        self.values = values + [deepcopy(room[name]) for room, name in said[len(values) :]]
-        self.rooms, self.names = zip(*said, strict=True)
-        self.weights, self.unwrapped = Weights.of(trunk), len(_unwrapped)
-        # what stands around a projection of attention may compute something else, though it holds no weights
-        self.names = {
-            part.module: [inner.prefix + name for inner in parts(part.module) for name in inner.weights]
-            for part in inside
-            if hasattr(part.module, "is_causal")
-        }
-
-    def covers(self, later: Snapshot) -> bool:
-        """Whether the weights of a later snapshot are these, so that they need not be read again."""
-        named = all(self.names.get(module, names) == names for module, names in later.names.items())
-        return named and self.unwrapped == later.unwrapped and self.weights.covers(later.weights)
-
-    def same(self) -> bool:
-        """Whether nothing has changed; asked in every pass, so done by iterators."""
-        now = [*map(_get, self.rooms, self.names)]
-        return self.unwrapped == len(_unwrapped) and self.weights.same() and now == self.values
 
 
 class BoundPlan:
@@ -190,7 +136,7 @@ class BoundPlan:
 
     def open(self, trunk: nn.Module) -> None:
         """Opens the door of a trunk: from here on each of its passes is compared with what was checked."""
-        _listen()
+        listen()
         trunk.register_forward_pre_hook(self.enter)
         trunk.register_forward_hook(self.leave, always_call=True)
 
@@ -260,7 +206,7 @@ class BoundPlan:
                 raise other_weights(self.plan, modules)
         for config in {id(module.config): module.config for module in modules.values()}.values():
             refuse_other_configuration(self.plan, config)
-        facts = _facts(trunk)
+        facts = facts_of(trunk)
         refuse_other_settings(self.facts, facts)
         self.facts = {**facts, **self.facts}
         self._take(trunk)
@@ -317,30 +263,9 @@ def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
 
 
 def _copied(*given: Any) -> BoundPlan:
-    _listen()
+    listen()
     bound: BoundPlan = object.__new__(BoundPlan)
     return bound._start(*given)
-
-
-def _read_by_attention(part: Part) -> bool:
-    """Whether a module's settings are attention's own, or those of rotary embeddings."""
-    module = part.module
-    return (hasattr(module, "is_causal") and hasattr(module, "config")) or len(part.steady) > len(part.buffers)
-
-
-def _facts(trunk: nn.Module) -> dict[str, Any]:
-    """Settings of attention and the numbers of passing buffers, by name.
-
-    A layer is named by its own number: the second stage of a pipeline holds layer 7, say, as its first.
-    """
-    found: dict[str, Any] = {}
-    for part in filter(_read_by_attention, parts(trunk)):
-        number = getattr(part.module, "layer_idx", None)
-        prefix = part.prefix if number is None else re.sub(r"\d+", str(number), part.prefix, count=1)
-        found |= {prefix + name: value for name, value in computes_by(part.module).items()}
-        for name in part.steady.keys() - part.buffers.keys():
-            found[f"{prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
-    return found
 
 
 # ---------------------------------------------------------------------- what others ask

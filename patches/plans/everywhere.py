@@ -10,8 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from adaattn_hf.plans.plan import Plan, PlanError
 
-from ..models.support import configs_of, runs_ours
-from .attach import load_plan, plan_in
+from .attach import load_carried
 
 
 def bind_when_loaded(plan: Plan | None) -> Callable[[], None]:
@@ -38,13 +37,7 @@ def bind_when_loaded(plan: Plan | None) -> Callable[[], None]:
     @functools.wraps(plain.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = plain.__func__(cls, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-        if runs_ours(model):
-            given = plan is not None and any(config.model_type == plan.model_type for config in configs_of(model))
-            if plan_in(model) is not None:
-                load_plan(model)
-            elif given:
-                load_plan(model, plan)
+        load_carried(loaded[0] if isinstance(loaded, tuple) else loaded, plan)  # with `output_loading_info`
         return loaded
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]

@@ -19,7 +19,7 @@ from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.mask import documents, masks, told
-from adaattn_hf.patches.plans import bound, check, hashes
+from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -284,7 +284,7 @@ def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(bound, "refuse_other_configuration", lambda *_: None)
         monkeypatch.setattr(check, "refuse_other_configuration", lambda *_: None)
     elif change == "adapter merged":
-        monkeypatch.setattr(bound, "inner_of", lambda *_: None)
+        monkeypatch.setattr(snapshot, "inner_of", lambda *_: None)
     else:
         monkeypatch.setattr(Weights, "same", lambda weights: True)
 

@@ -14,8 +14,8 @@ from adaattn_hf.errors import warn
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.presets import load_preset
 
-from .models.support import Model, configs_of, model_in, refuse_no_model
-from .plans.bound import bound_plan, unbind
+from ..models.support import Model, configs_of, model_in, refuse_no_model
+from .bound import bound_plan, unbind
 
 
 def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
