@@ -65,6 +65,9 @@ def attend_extended(
 
         dense = isinstance(attention_mask, Tensor) and sliding_window is not None
         program, call = _by_plan(module, call, kwargs.get("position_ids") if dense else None)
+    if compiling and raw is not None and program is None and call.structure.mask is not None:
+        # the padding beside the dense mask is for plans only
+        call = replace(call, structure=call.structure.with_changes(key_padding=None))
     if out is None:
         if settings.monitor and program is not None and not compiling and instead() is None:
             from ..observe.monitoring import watched
@@ -150,9 +153,6 @@ def _by_plan(module: nn.Module, call: AttentionRequest, positions: Any) -> tuple
             program = None
         if program is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None):
             _refuse_chunks(module, program)
-        if program is None and call.structure.mask is not None:
-            # the padding beside the dense mask is for plans only
-            call = replace(call, structure=call.structure.with_changes(key_padding=None))
     return program, call
 
 
