@@ -54,7 +54,7 @@ def attend_extended(
         return restored(streams.attend(module, call, forced, bool(wanted)), dtype), None
     out, program = ask(heard_by, module, call) if heard_by else None, None
     bound = LAYER in module.__dict__ or (not compiling and instead() is not None)
-    if settings.plan is not None and not bound:
+    if out is None and settings.plan is not None and not bound:
         from ..plans.bound import UNBOUND, say
 
         say(str(settings.plan.get("weight_hash")), UNBOUND)

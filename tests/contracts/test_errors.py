@@ -321,7 +321,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("take the plan of a model out of its configuration by hand", with_plan_taken_out_by_hand,
          "config.adaattn['plan'] | got another one | expected that one | remove_plan(model)"),
         ("run a copied layer of a planned model in another one", with_layer_of_planned_model,
-         "LlamaAttention of layer 0 | taken from a model with a plan | checked for that model alone | load_plan(model)"),
+         "LlamaAttention of layer 0 | taken from a model | checked for that model alone | load_plan(model)"),
         ("run a plan on another number of key/value heads", lambda: planned(make_choice(precision="bf16"), heads=4),
          "plan of layer 0 | got keys with 4 | made for 2 key/value heads | calibrate the model"),
         ("train under a plan with int8",
