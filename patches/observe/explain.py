@@ -26,7 +26,8 @@ from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
-from ..plans.attach import plan_in, plan_of, remove_plan
+from ..plans.attach import plan_in, plan_of
+from ..plans.slots import LAYER
 from .recorder import Recorder
 
 _LENGTH = 8
@@ -216,8 +217,9 @@ def explain(
 
 def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
-        ghost: Any = remove_plan(type(model)(copy.deepcopy(model.config)))  # which none is bound to
+        ghost: Any = type(model)(copy.deepcopy(model.config))
     for part in ghost.to(dtype=dtype).eval().modules():
+        vars(part)[LAYER] = None  # a plan is not missing here
         if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
             part.config.output_attentions = False
