@@ -70,15 +70,13 @@ class HeadRules:
         if self.key_mean is not None and (self.key_mean.dim() != 2 or self.key_mean.shape[0] != heads):
             raise ValueError(f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{heads}, head_dim]")
 
-        asked = {
-            PER_HEAD: any(self.windows) or set(self.precisions) != {"model"},
-            HEAD_WINDOWS: any(self.windows),
-            HEAD_SINKS: any(self.sinks),
-            HEAD_BF16: "bf16" in self.precisions,
-            HEAD_INT8: "int8" in self.precisions,
-            HEAD_UNTIL: self.until is not None,
-        }
-        object.__setattr__(self, "features", sum(bit for bit, holds in asked.items() if holds))
+        bits = HEAD_WINDOWS if any(self.windows) else 0
+        bits |= HEAD_BF16 if "bf16" in self.precisions else 0
+        bits |= HEAD_INT8 if "int8" in self.precisions else 0
+        bits |= PER_HEAD if bits else 0
+        bits |= HEAD_SINKS if any(self.sinks) else 0
+        bits |= HEAD_UNTIL if self.until is not None else 0
+        object.__setattr__(self, "features", bits)
         both_ways, causal = (CallStructure(1, 1, 1, causal=causal) for causal in (False, True))
         free = windows_and_reach(both_ways, self), windows_and_reach(causal, self)
         object.__setattr__(self, "free", free)

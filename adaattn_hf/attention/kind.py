@@ -179,31 +179,10 @@ def facts_of(structure: CallStructure, device: str, named: bool) -> Facts:
     Padding is looked at, for which the host may have to wait for a device, where that is worth it, and where a backend
     is `named` always.
     """
-    ragged = structure.kind == "ragged" and device != "meta"
-    return _facts(structure, device, ragged and (named or _worth_a_look(structure, device)))
-
-
-def facts_in_graph(structure: CallStructure, device: str) -> Facts:
-    """The same in a traced graph, which nothing is read for: it would be guarded by the class of its lengths, too."""
-    shape, features, packed, _ = _facts(structure, "", False)
-    if device == "cuda" and shape == "ragged" and not structure.one_run_a_row:
-        shape = "irregular"  # nobody can look where chunks and documents begin
-    return shape, features, packed, 0
-
-
-def _worth_a_look(structure: CallStructure, device: str) -> bool:
-    pairs = structure.batch * structure.q_len * structure.kv_len
-    if device == "cuda":
-        # a step reads its padding and offset where they are: looking at them would halt it
-        return not structure.one_run_a_row if structure.q_len == 1 else pairs > _SMALL_PAIRS_CUDA
-    return pairs > SMALL_PAIRS or device != "cpu"
-
-
-def _facts(structure: CallStructure, device: str, look: bool) -> Facts:
     shape, features, packed = structure.kind, 0, 0
     batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
     numbers = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
-    if look and numbers:
+    if shape == "ragged" and device != "meta" and numbers and (named or _worth_a_look(structure, device)):
         features |= LOOKED
         runs = structure.segments()
         if runs is None:
@@ -215,12 +194,24 @@ def _facts(structure: CallStructure, device: str, look: bool) -> Facts:
                 features |= BEHIND
             if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (batch * q_len, batch * keys):
                 packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
-    for bit, holds in (
-        (WINDOW, structure.window is not None and structure.windowed),
-        (WINDOW_SINKS, structure.sinks > 0),
-        (ONE_QUERY, q_len == 1),
-        (CUT_SINKS, not structure.sinks_at_runs),
-    ):
-        if holds:
-            features |= bit
+    features |= WINDOW if structure.window is not None and structure.windowed else 0
+    features |= WINDOW_SINKS if structure.sinks > 0 else 0
+    features |= ONE_QUERY if q_len == 1 else 0
+    features |= 0 if structure.sinks_at_runs else CUT_SINKS
     return shape, features, packed, keys_class(keys) if numbers and device == "cuda" else 0
+
+
+def _worth_a_look(structure: CallStructure, device: str) -> bool:
+    pairs = structure.batch * structure.q_len * structure.kv_len
+    if device == "cuda":
+        # a step reads its padding and offset where they are: looking at them would halt it
+        return not structure.one_run_a_row if structure.q_len == 1 else pairs > _SMALL_PAIRS_CUDA
+    return pairs > SMALL_PAIRS or device != "cpu"
+
+
+def facts_in_graph(structure: CallStructure, device: str) -> Facts:
+    """The same in a traced graph, for which nothing is read; nor is it guarded by the class of its lengths."""
+    shape, features, packed, keys = facts_of(structure, "meta", False)
+    if device == "cuda" and shape == "ragged" and not structure.one_run_a_row:
+        shape = "irregular"  # nobody can look where chunks and documents begin
+    return shape, features, packed, keys

@@ -133,14 +133,8 @@ def head_sums(
 
         def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             added = None if bias is None else bias[..., live, :][..., part, :]  # noqa: B023
-            weights, top, total = softmax_parts(
-                q[None, :, part],
-                k[None],
-                scaling,
-                softcap=softcap,
-                bias=added,
-                mask=seen,  # noqa: B023
-            )
+            rows = q[None, :, part]  # noqa: B023
+            weights, top, total = softmax_parts(rows, k[None], scaling, softcap=softcap, bias=added, mask=seen)  # noqa: B023
             return weights[0], weighted(weights, v[None], 0.0)[0], (top + torch.log(total))[0, :, :, 0]
 
         weights, out, lse = attended(query, key, value)

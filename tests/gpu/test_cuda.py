@@ -18,7 +18,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
+from adaattn_hf.backends.select import BACKENDS, BackendRefusal, attend, choose, refusals_of
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import EXACT
 
@@ -27,6 +27,7 @@ from ..support.models import main_output
 from ..support.on_device import shifted
 from ..support.operators import NamedOperators
 from ..support.plans import plan_for
+from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 
@@ -118,16 +119,14 @@ def test_a_step_asks_for_no_plan_of_its_length(kv_len: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
-def test_launches_equal_the_reference(name: str, dtype: torch.dtype) -> None:
-    """Without a request around the operator: small calls by a mask, larger ones over packed runs."""
-    structure = structures()[name].settled()
-    request = make(structure, dtype, 64)
-    for look in (False, True):
-        spec = request.checked_kind(named=True)
-        launch = choose(spec).prepare(spec, request.per_head)
+def test_kernels_that_are_kept_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Small calls by a mask, larger ones over packed runs."""
+    request = make(structures()[name].settled(), dtype, 64)
+    for named in (False, True):
+        kind = request.checked_kind(named)
+        kernel = choose(kind).kernel(kind, request.per_head)
         for _ in range(2):
-            out = launch(request.query, request.key, request.value, request.scaling, structure)
-            close(out, request, reference.attention(request).out)
+            close(kernel(request).out, request, reference.attention(request).out)
 
 
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
@@ -141,7 +140,7 @@ def test_gradients_equal_reference(name: str) -> None:
         r = AttentionRequest(*leaves, structure, scaling=request.scaling)
         return list(torch.autograd.grad((compute(r).to(weight.dtype) * weight).sum(), leaves))
 
-    ours = gradients(lambda r: choose(r.checked_kind()).attend(r).out)
+    ours = gradients(lambda r: attend(r).out)
     true = gradients(lambda r: reference.attention(r).out)
     for a, b in zip(ours, true, strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
@@ -297,7 +296,6 @@ def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> No
 FULL = """
 import torch
 from adaattn_hf.patches.cache.rounding import append
-from ..support.requests import attended
 from adaattn_hf.patches.cache.tokens import Tokens
 
 x = torch.randn(2, 3, 1, 64, device="cuda")
@@ -452,7 +450,7 @@ def test_variants_of_a_kernel_are_launched_again_with_what_they_were_compiled_fo
         for moved in ((), ("key",), (), ("query", "value")):
             tensors = {name: getattr(asked, name) for name in ("query", "key", "value")}
             tensors |= {name: shifted(tensors[name]) for name in moved}
-            out = attended(BACKENDS["triton"], asked.with_tensors(**tensors)).out
+            out = attended(BACKENDS["triton"], replace(asked, **tensors)).out
             torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
 
 
@@ -462,16 +460,16 @@ def test_a_launch_is_launched_again_by_addresses(windows: tuple[int, int] | None
     rule = None if windows is None else HeadRules(windows, (5, 5), ("model",) * 2)
     structure = CallStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
-    launch = BACKENDS["triton"].prepare(asked.checked_kind(), asked.per_head)
     for _ in range(4):
         asked = make(structure, torch.bfloat16, 64, per_head=rule)
         tensors = asked.query, asked.key, asked.value
         truth = reference.attention(asked).out
         for one in (tensors, [t.contiguous() for t in tensors], [shifted(t) for t in tensors]):
-            out = launch(*one, asked.scaling, asked.structure)
+            moved = dict(zip(("query", "key", "value"), one, strict=True))
+            out = attend(replace(asked, **moved), "triton").out
             torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
     with pytest.raises(ValueError, match="expected one device"):
-        launch(asked.query, asked.key.cpu(), asked.value, asked.scaling, asked.structure)
+        attend(replace(asked, key=asked.key.cpu()), "triton")
 
 
 def test_a_launch_is_captured_and_replayed() -> None:
@@ -479,15 +477,14 @@ def test_a_launch_is_captured_and_replayed() -> None:
     rule = HeadRules((0, 70), (5, 5), ("model",) * 2)
     structure = CallStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
-    launch = BACKENDS["triton"].prepare(asked.checked_kind(), asked.per_head)
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
-            launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
+            attend(asked, "triton")
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
+        out = attend(asked, "triton").out
     for tensor in (asked.query, asked.key, asked.value):
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()

@@ -127,8 +127,7 @@ def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> No
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
 def test_a_launch_by_the_copy_engine(per_head: HeadRules | None, dim: int) -> None:
     asked = draw(causal(), dim, per_head)
-    launch = BACKENDS["triton"].prepare(asked.checked_kind(), asked.per_head)
-    out = whichever_is_current(lambda: launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure))
+    out = whichever_is_current(lambda: attended(BACKENDS["triton"], asked).out)
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
 

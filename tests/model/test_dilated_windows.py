@@ -15,7 +15,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
-from ..support.requests import ON_CPU, assert_right, generator
+from ..support.requests import ON_CPU, assert_right, attended, generator
 
 SOURCE = Path(transformers.__file__).parent
 POSITIONS = {"q_idx", "kv_idx"}
@@ -57,7 +57,6 @@ def test_the_search_sees_dilation_where_there_is_one() -> None:
     assert not list(places_of_dilation(own))
     assert "NeighborhoodAttention" in list(places_of_dilation(own + "\nALL_ATTENTION_FUNCTIONS"))
     planted = """
-from ..support.requests import attended
 from ...masking_utils import and_masks
 def overlay(step):
     def inner(batch_idx, head_idx, q_idx, kv_idx):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import select
 
 from ..support.requests import (
     HALF,
@@ -129,20 +128,6 @@ def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest
     )
     before, after = attended(ON_CPU[name], request_).out, attended(ON_CPU[name], changed).out
     assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("name", ["eager", "sdpa", "native"])
-@EXAMPLES
-@given(request_=requests(extras=False))
-def test_the_kernel_of_a_kind_gives_what_one_made_anew_gives(name: str, request_: AttentionRequest) -> None:
-    assume(not refuses(name, request_))
-    drawn = request_.structure.settled()
-    plain = CallStructure(drawn.batch, drawn.q_len, drawn.kv_len, drawn.causal and drawn.q_len == drawn.kv_len)
-    for structure in (drawn, plain):
-        request = replace(request_, structure=structure)
-        anew = attended(name, request).out
-        for _ in range(2):
-            assert torch.equal(select.attend(request, name).out, anew)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from adaattn_hf.attention.kind import HEAD_INT8
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
@@ -84,7 +85,7 @@ def test_what_a_cuda_device_cannot_do_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, backend: str, sm: tuple[int, int], reason: str
 ) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    spec = SPEC._replace(device="cuda", dtype=torch.bfloat16)
+    spec = SPEC._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
     of_the_device = [r for r in refusals_of(backend, spec) if "installed" not in r]
     assert bool(of_the_device) is bool(reason)
     assert all(reason in r for r in of_the_device)
@@ -96,6 +97,6 @@ def test_what_a_processor_cannot_do_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(library, "library", lambda: SimpleNamespace(level_name=level))
     monkeypatch.setattr(library, "missing", lambda: ())
-    reasons = refusals_of("native", SPEC._replace(head_precision="int8"))
+    reasons = refusals_of("native", SPEC._replace(features=HEAD_INT8))
     assert (reasons == ()) is served
     assert served or f"at level avx512_bf16 or amx, this processor runs {level}" in reasons[0]

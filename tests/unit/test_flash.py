@@ -171,7 +171,7 @@ def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPat
 
 
 def spec(**changes: Any) -> CallSpec:
-    base = make(STRUCTURES["causal"]).checked_kind()._replace(device="cuda", dtype=torch.bfloat16)
+    base = make(STRUCTURES["causal"]).checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
     return base._replace(**changes)
 
 
@@ -219,7 +219,7 @@ def test_says_what_is_not_installed() -> None:
 @pytest.mark.parametrize("flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name)
 def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(structure: CallStructure, *, look: bool = True) -> str:
-        asked = make(structure).checked_kind(named=True)._replace(device="cuda", dtype=torch.bfloat16)
+        asked = make(structure).checked_kind(named=True)._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
         return " ".join(flash.refusals(asked))
 
     short = torch.tensor([[True, True, False, False]])

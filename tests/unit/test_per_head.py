@@ -126,7 +126,7 @@ def test_some_rows_keep_what_their_heads_see() -> None:
 def test_rules_of_another_number_of_heads_are_refused() -> None:
     short = HeadRules((0,), (0,), ("model",))
     with pytest.raises(ValueError, match="rules for 1 heads"):
-        request_of(CallStructure(1, N, N, causal=True), short)
+        request_of(CallStructure(1, N, N, causal=True), short).check()
 
 
 def test_heads_come_apart_and_together_again() -> None:
@@ -141,9 +141,9 @@ def test_rules_for_another_number_of_heads_are_refused() -> None:
     one = rules(windows=(5,), sinks=(0,), precisions=("model",))
     structure = CallStructure(1, N, N, causal=True)
     with pytest.raises(ValueError, match=rf"got rules for 1 heads, expected one for each of the {KV}"):
-        request_of(structure, one)
+        request_of(structure, one).check()
     with pytest.raises(ValueError, match=rf"per_head.key_mean: got shape .* expected \[{KV}, {D}\]"):
-        request_of(structure, rules(precisions=("int8",) * KV, key_mean=torch.zeros(KV, D + 1)))
+        request_of(structure, rules(precisions=("int8",) * KV, key_mean=torch.zeros(KV, D + 1))).check()
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_rules_for_another_number_of_heads_are_refused() -> None:
 def test_learned_sinks_that_no_kernel_reads_are_refused(sinks: Any) -> None:
     plain = request_of(CallStructure(1, N, N, causal=True), None)
     with pytest.raises(ValueError, match=r"sink_logits: got .*, expected a dense floating-point tensor on cpu"):
-        replace(plain, sink_logits=sinks)
+        replace(plain, sink_logits=sinks).check()

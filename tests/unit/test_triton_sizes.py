@@ -17,7 +17,7 @@ X = torch.zeros(1, 2, 8, 128)
 SPEC = (
     AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25)
     .checked_kind()
-    ._replace(device="cuda", dtype=torch.bfloat16)
+    ._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
 )
 HOPPER = of_sm((9, 0)).shared_memory
 SERVED = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
