@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def with_keywords(
 
     ValueError: keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
-    from ..mask.documents import with_documents, with_restarts
+    from ..mask.documents import with_documents
     from .refusals import check_paged
 
     check_paged(module, kwargs)
@@ -124,16 +123,13 @@ def with_keywords(
                 "without torch.compile"
             )
         cu_k = kwargs.get("cu_seq_lens_k")
-        told = structure, cu_q, cu_q if cu_k is None else cu_k
+        cu_k = cu_q if cu_k is None else cu_k
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and structure.q_len != structure.kv_len:
             raise ValueError(
                 f"cu_seq_lens_q: got packed documents beside an attention_mask of {structure.q_len} queries, expected "
                 f"as many keys, not {structure.kv_len}: it does not say where queries stand; pass one of the two alone"
             )
-        cut = 0 if mask is None else mask.cut
-        structure = with_documents(*told) if mask is None else mask.once(partial(with_documents, cut=cut), *told)
-    elif mask is not None and mask.by_positions and kwargs.get("position_ids") is not None:
-        structure = mask.once(with_restarts, structure, kwargs["position_ids"])
+        structure = with_documents(structure, cu_q, cu_k) if mask is None else mask.packed(structure, cu_q, cu_k)
     return with_selected_keys(module, structure, heads, kwargs)
 
 

@@ -60,8 +60,6 @@ def attend_ordinary(
         return None
     if type(attention_mask) is StructuredMask:
         structure: CallStructure | None = attention_mask.structure
-        if attention_mask.by_positions and "position_ids" in kwargs:
-            return None
     elif attention_mask is None:
         structure = recall(maskless(module, query.shape, key.shape, is_causal))
     else:

@@ -63,7 +63,9 @@ class Shadow(Listener):
             return
         structure, call = call.structure, call.widened()  # what a cache stores as codes
         if self.program is None:
-            places = torch.linspace(0, structure.q_len - 1, min(ROWS, structure.q_len), dtype=torch.float32)
+            places = torch.linspace(
+                0, structure.q_len - 1, min(ROWS, structure.q_len), dtype=torch.float32, device=out.device
+            )
             rows = places.round().long().to(out.device)
             expected, out, allowed = reference.attention(some_rows(call, rows)).out, out[:, rows], TOLERANCE[out.dtype]
         elif call.query.shape[:3].numel() * structure.kv_len > _MOST_WEIGHTS:

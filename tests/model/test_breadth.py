@@ -15,10 +15,10 @@ from torch import Tensor
 from adaattn_hf import AdaAttnCache, UnsupportedModel, check, explain, prepare
 from adaattn_hf.attention.listeners import listening
 from adaattn_hf.patches.models.cache_keyword import with_cache
-from adaattn_hf.patches.observe.recorder import Recorder
 
 from ..support.families import LISTED, ROUTED, configured, models
 from ..support.models import Pair, build, main_output, padding, tokens
+from ..support.recorder import Recorder
 
 # older versions of Transformers script functions when they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -23,7 +23,6 @@ from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.cli.pictures.explorer import explorer
 from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.caches import AdaAttnCache
-from adaattn_hf.patches.observe.recorder import Recorder
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates
@@ -34,6 +33,7 @@ from adaattn_hf.policy.table import SolverTable
 from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.letters import SETTINGS, encode, letter_prices, lettered_llama
+from ..support.recorder import Recorder
 from .test_streaming_cache import LAYERS, llama
 
 MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)

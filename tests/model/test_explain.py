@@ -11,13 +11,13 @@ from torch import nn
 
 import adaattn_hf
 from adaattn_hf.attention.listeners import listening
-from adaattn_hf.patches.observe.recorder import Recorder
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
 from ..support.families import LISTED, configured, models
 from ..support.models import fresh_pair, tokens
 from ..support.plans import plan_for
+from ..support.recorder import Recorder
 
 
 def backends(thing: Any, **asked: Any) -> list[tuple[str, str]]:

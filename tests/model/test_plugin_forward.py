@@ -12,9 +12,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.patches.observe.recorder import Recorder
 
 from ..support.models import DECODERS, ENCODERS, HIDDEN, assert_same, fresh_pair, main_output, padding, pair, tokens
+from ..support.recorder import Recorder
 
 SIDES = ("none", "ones", "left", "right", "holes")
 FORCED = ("adaattn_sdpa", "adaattn_eager", "adaattn_native")

@@ -14,10 +14,10 @@ import adaattn_hf
 from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.patches.observe.recorder import Recorder
 
 from ..support.models import assert_same, config_of, fresh_pair, logits, main_output, padding, tokens
 from ..support.names import registered
+from ..support.recorder import Recorder
 
 AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 

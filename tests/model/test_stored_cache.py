@@ -17,12 +17,12 @@ from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
 from adaattn_hf.patches.cache.tokens import SMOOTHED, Tokens
-from adaattn_hf.patches.observe.recorder import Recorder
 from studies.cache_speed import held_bytes
 
 from ..support.cached import MODELS, ids, llama, mistral, run
 from ..support.families import sharing
 from ..support.models import fresh_pair
+from ..support.recorder import Recorder
 from ..support.versions import needs_tracing
 
 FORMATS = ("int8", "k8v4")

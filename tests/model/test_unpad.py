@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, DynamicCache
 
 import adaattn_hf
-from adaattn_hf.patches.unpad import PackedLayout
+from adaattn_hf.patches.unpad.layout import PackedLayout
 
 from ..support.families import configured, models
 from ..support.models import (
@@ -81,7 +81,6 @@ def test_layout_goes_both_ways() -> None:
     assert layout.lengths == (2, 0, 3, 2)
     assert layout.cu_seq_lens.tolist() == [0, 2, 2, 5, 7]
     assert not layout.contiguous
-    assert not layout.from_first
     assert layout.starts == (0, 4, 1, 0)
     assert PackedLayout(mask[1:2]).starts == (4,)
     x = torch.randn(4, 4, 5)

@@ -13,7 +13,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import adaattn_hf
-from adaattn_hf.patches.unpad import PaddedCallError, hooks
+from adaattn_hf.patches.unpad import hooks
+from adaattn_hf.patches.unpad.hooks import PaddedCallError
 
 from ..support.families import LISTED, configured, models
 from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens

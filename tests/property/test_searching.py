@@ -18,7 +18,7 @@ from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
-from adaattn_hf.patches.mask import documents, masks, told
+from adaattn_hf.patches.mask import masks, packed_arguments
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
@@ -145,7 +145,8 @@ def borderless(case: whole.Whole) -> bool:
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told, "told_to_model", lambda: told.Told(True))
+    told = packed_arguments.caller_arguments
+    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: told()._replace(bare=True))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -157,17 +158,17 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(documents, "with_restarts", by_any_step)
+    monkeypatch.setattr(packed_arguments, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = documents.with_restarts
+    real = packed_arguments.with_restarts
 
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(documents, "with_restarts", in_one_row)
+    monkeypatch.setattr(packed_arguments, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"

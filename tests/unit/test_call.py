@@ -24,7 +24,8 @@ from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask import structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
-from adaattn_hf.patches.observe.recorder import Recorder
+
+from ..support.recorder import Recorder
 
 N = 12
 attend = attention_function()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
+from adaattn_hf.patches.mask.packed_arguments import PackedArguments, caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
-from adaattn_hf.patches.mask.told import Told, told_to_model
 
 
 def sums(*lengths: int) -> Tensor:
@@ -117,7 +117,7 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
 
 
 def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
-    assert told_to_model() == Told()
+    assert caller_arguments() == PackedArguments()
 
 
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
@@ -132,10 +132,10 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     structure, borders = CallStructure(1, 5, 5, causal=True), sums(2, 3)
     mask = StructuredMask(structure, torch.device("cpu"))
-    first = mask.once(with_documents, structure, borders, borders)
-    assert mask.once(with_documents, structure, borders, borders) is first
+    first = mask.packed(structure, borders, borders)
+    assert mask.packed(structure, borders, borders) is first
     others = sums(3, 2)
-    other = mask.once(with_documents, structure, others, others)
+    other = mask.packed(structure, others, others)
     assert not torch.equal(other.visible(), first.visible())
 
 

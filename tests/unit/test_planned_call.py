@@ -23,11 +23,11 @@ from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import attend
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.mask import structured_mask
-from adaattn_hf.patches.observe.recorder import Recorder
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
 from ..support.plans import give, plan_for
+from ..support.recorder import Recorder
 
 LAYERS, LENGTH = 4, 256
 WINDOW = make_choice("window", 8, 2)
