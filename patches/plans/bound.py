@@ -78,7 +78,7 @@ class BoundPlan:
         state: What became of the model since.
         configs, data: The configurations that carry the plan, and the plan as they do, None where they do not.
         facts: Settings and passing buffers at the first check, which no plan names.
-        layers: By attention module, its part of the plan, None where it is exact.
+        layers, readers: By attention module, its part of the plan, None where it is exact; and their configurations.
         threads: Those in which a pass of the model is open that was compared at its start.
         monitor, session: What watches the model, and the settings that asked for it, None for a block.
     """
@@ -110,6 +110,7 @@ class BoundPlan:
         self.configs, self.data, self.facts = configs, data, facts or {}
         self.layers: dict[nn.Module, Program | None] = {}
         self.carried: dict[str, Any] = {}
+        self.readers: list[Any] = []
         self.trunk: Callable[[], nn.Module | None] = type(None)
         self.threads = set[int]()
         self.monitor: Any = None
@@ -124,7 +125,7 @@ class BoundPlan:
     def install(self, model: nn.Module) -> None:
         """Lets the model run by the plan, which its configuration then carries; another one goes."""
         unbind(model)
-        self.configs = [*{id(module.config): module.config for module in self.layers}.values()]
+        self.configs = self.readers
         self.data = self.plan.to_dict()
         for config in self.configs:
             kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
@@ -155,8 +156,10 @@ class BoundPlan:
     # ------------------------------------------------------------------ in every pass
     def enter(self, trunk: nn.Module, _: Any) -> None:
         """Called by torch before a pass."""
-        blocks = None if torch.compiler.is_compiling() else instead()
-        if not torch.compiler.is_compiling() and (blocks is None or blocks.get(trunk, self) is self):
+        if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
+            return
+        configs = self.readers or [module.config for _, module in attention_modules(trunk, self.plan.model_type)]
+        if any("adaattn" in str(config._attn_implementation) for config in configs):
             self.check_pass(trunk)
             self.threads.add(get_ident())
 
@@ -204,8 +207,8 @@ class BoundPlan:
             refuse_other_dtype(self.plan, modules)
             if model_hash(trunk) != self.plan.weight_hash:
                 raise other_weights(self.plan, modules)
-        for config in {id(module.config): module.config for module in modules.values()}.values():
-            refuse_other_configuration(self.plan, config)
+        for module in modules.values():
+            refuse_other_configuration(self.plan, module.config)
         facts = facts_of(trunk)
         refuse_other_settings(self.facts, facts)
         self.facts = {**facts, **self.facts}
@@ -227,6 +230,7 @@ class BoundPlan:
                     raise _foreign(module, trunk)
                 self.layers[module] = program_for(module, self.plan, index, self.carried, me)
         self.layers = {module: self.layers[module] for module in modules.values()}
+        self.readers = [*{id(module.config): module.config for module in modules.values()}.values()]
         if trunk.__dict__.get(PLAN) is self:
             self.give()
 

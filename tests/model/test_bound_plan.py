@@ -139,6 +139,18 @@ def test_other_weights_behind_unchanged_attention_are_refused() -> None:
     assert not torch.equal(logits(model), before)
 
 
+def test_a_planned_model_that_runs_stock_attention_is_not_compared() -> None:
+    model = planned()
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    for one in (model, copy.deepcopy(model)):
+        assert torch.isfinite(logits(one)).all()
+    model.set_attn_implementation("adaattn")
+    with pytest.raises(PlanError, match="weights of the model are not those"):
+        logits(model)
+
+
 def test_a_plan_that_is_set_by_hand_is_refused_in_words() -> None:
     model = planned()
     model.config.adaattn = {**model.config.adaattn, "plan": None}
