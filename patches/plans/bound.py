@@ -120,7 +120,7 @@ class BoundPlan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model takes its plan along; the copy has checked nothing yet: its first pass does."""
-        return _copied, (self.plan, self.unverified, self.state, self.configs, self.data, self.facts)
+        return _copied, (type(self), self.plan, self.unverified, self.state, self.configs, self.data, self.facts)
 
     def install(self, model: nn.Module) -> None:
         """Lets the model run by the plan, which its configuration then carries; another one goes."""
@@ -266,9 +266,9 @@ def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
     )
 
 
-def _copied(*given: Any) -> BoundPlan:
+def _copied(kind: type[BoundPlan], *given: Any) -> BoundPlan:
     listen()
-    bound: BoundPlan = object.__new__(BoundPlan)
+    bound = object.__new__(kind)
     return bound._start(*given)
 
 

@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from .patches.plans.bound import BoundPlan, checked_layer, unbind
+from .patches.plans.bound import BoundPlan, carried_by, checked_layer, unbind
 from .patches.plans.hashes import base_of
 from .patches.plans.layers import running_model
 from .patches.plans.slots import LAYER, PLAN
 from .plans.plan import Plan, PlanError
 from .plans.program import Program
+from .plans.store import CONFIG_KEY
+
+
+class ConfiguredPlan(BoundPlan):
+    """A plan that a model runs by while it is in its configuration, as nobody can take it away from a kernel."""
+
+    def check_pass(self, trunk: nn.Module) -> None:
+        """Refuses what no longer is as it was checked (PlanError)."""
+        if any(carried_by(config).get(CONFIG_KEY) is self.data for config in self.readers):
+            super().check_pass(trunk)
 
 
 def layer_by(module: nn.Module, data: Mapping[str, Any]) -> Program | None:
@@ -34,7 +44,7 @@ def layer_by(module: nn.Module, data: Mapping[str, Any]) -> Program | None:
                 f"{type(module).__name__}: runs outside of a model, whose plan is one of all its layers; "
                 "call the model, or delete config.adaattn"
             )
-        found, trunk = BoundPlan(model, Plan.from_dict(data)), base_of(model)
+        found, trunk = ConfiguredPlan(model, Plan.from_dict(data)), base_of(model)
         found.data = data
         unbind(model)
         trunk.__dict__[PLAN] = found
