@@ -16,7 +16,7 @@ from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.program import Program
 
 from ..support.choices import make_choice
-from ..support.models import fresh_pair, logits
+from ..support.models import checkpointed, fresh_pair, logits
 from ..support.plans import give, plan_for, said, stepped
 
 pytestmark = pytest.mark.usefixtures("heard")
@@ -100,7 +100,7 @@ def test_a_layer_that_is_computed_again_for_gradients_is_served() -> None:
 
 def test_a_copy_of_a_trained_model_is_trained_with_checkpoints() -> None:
     twin = copy.deepcopy(stepped(planned()))
-    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed(twin, reentrant=False)
     stepped(twin)
     bound = bound_plan(twin)
     assert bound is not None
