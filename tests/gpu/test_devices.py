@@ -174,7 +174,7 @@ def small() -> Any:
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
     model.set_attn_implementation("adaattn")
     plan = plan_for(model, make_choice("window", 32, 4), layers=(0, 1, 2, 3), lengths=(512,))
-    attach.attach(model, plan)
+    attach.load_plan(model, plan)
     return model
 
 
