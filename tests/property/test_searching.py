@@ -17,6 +17,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from adaattn_cli import verify as verify_command
 from adaattn_hf.attention import stored
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
@@ -263,14 +264,14 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
 def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     real = select.remember
 
-    def keeping(kind: Any, decided: Any) -> Any:
+    def keeping(kernels: Any, kind: Any, made: Any) -> Any:
         keys: list[torch.Tensor] = []
 
-        def launch(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:
-            keys.append(key)
-            return decided(query, keys[0], *rest)
+        def kernel_with_a_key(call: AttentionRequest) -> Any:
+            keys.append(call.key)
+            return made(replace(call, key=keys[0]))
 
-        return real(kind, launch if callable(decided) else decided)
+        return real(kernels, kind, made if made is None else kernel_with_a_key)
 
     monkeypatch.setattr(select, "launches", {})
     monkeypatch.setattr(select, "remember", keeping)
@@ -284,8 +285,8 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     real = interface.attend_ordinary
 
-    def attend_ordinary(module: Any, query: Any, key: Any, value: Any, mask: Any, *given: Any) -> Any:
-        out, structure = real(module, query, key, value, mask, *given), getattr(mask, "structure", None)
+    def attend_ordinary(module: Any, call: Any, mask: Any, *given: Any) -> Any:
+        out, structure = real(module, call, mask, *given), getattr(mask, "structure", None)
         hidden = None if structure is None else structure.key_padding
         if out is None or hidden is None or structure.q_len != structure.kv_len:
             return out
@@ -392,7 +393,7 @@ def test_it_reports_places_that_are_counted_from_the_first_key_held(monkeypatch:
 
 
 def test_it_reports_a_verdict_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "unproven", lambda plan: None)
+    monkeypatch.setattr(check, "unproven", lambda plan: None)
     assert "believed" in reported(files.edited(("load_plan",)), files.judge_edited, 300)
 
 
@@ -414,12 +415,12 @@ def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("change", "plant", "instead"),
-    [("layers", "goes_on", lambda *_: True), ("set later", "same", lambda state: state.weights.same())],
+    [("layers", "covers", lambda *_: True), ("set later", "same", lambda seen: seen.weights.same())],
 )
 def test_it_reports_layers_and_settings_that_nobody_looks_at(
     monkeypatch: pytest.MonkeyPatch, change: str, plant: str, instead: Any
 ) -> None:
-    monkeypatch.setattr(door.State, plant, instead)
+    monkeypatch.setattr(snapshot.Snapshot, plant, instead)
 
     def of_kind(call: changed.Changed) -> bool:
         return call.change == change and not call.loads
@@ -428,13 +429,13 @@ def test_it_reports_layers_and_settings_that_nobody_looks_at(
 
 
 def test_it_reports_a_memory_that_threads_empty_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unlocked(kind: Any, decided: Any) -> Any:
-        while len(select.launches) >= select.MOST:
-            oldest = next(iter(select.launches))
+    def unlocked(kernels: Any, kind: Any, made: Any) -> Any:
+        while len(kernels) >= select.MOST:
+            oldest = next(iter(kernels))
             time.sleep(0)
-            del select.launches[oldest]
-        select.launches[kind] = decided
-        return decided
+            del kernels[oldest]
+        kernels[kind] = made
+        return made
 
     monkeypatch.setattr(select, "remember", unlocked)
     assert "in threads: KeyError" in reported(again.crowds(), again.judge_crowd, 20)

@@ -61,8 +61,8 @@ LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
 }
 """What is done to a list of layers in two places; what is returned takes its place, if it is a list."""
 HARMLESS = ("nothing", "adapter")
-ASKED_BY_LOAD = ("columns unseen",)
-"""Changes that leave no trace for a forward pass: it is `load_plan` that compares weights anew."""
+ASKED_BY_LOAD = ("columns unseen", "settings", "dtype")
+"""Changes that no forward pass sees: in the weights' data, or of a model that was loaded anew and is not bound yet."""
 
 
 class InBuffers(nn.Module):
