@@ -43,7 +43,8 @@ def caller_arguments() -> PackedArguments:
     """
     # what calls the mask function: in Transformers it has the cache among its arguments
     frame: FrameType | None = sys._getframe(2)
-    caches = [frame.f_locals[name] for name in CACHE_KEYWORDS if name in frame.f_locals]
+    inside = frame.f_locals
+    caches = [inside[name] for name in CACHE_KEYWORDS if name in inside]
     model: Any = None
     while frame is not None:
         inside, frame = frame.f_locals, frame.f_back

@@ -22,7 +22,7 @@ from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import formats as cache_formats
-from adaattn_hf.patches.call import batching, extended, interface
+from adaattn_hf.patches.call import batching, extended, interface, resolved
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
@@ -198,7 +198,7 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = packed_arguments.with_restarts
+    real = documents.with_restarts
 
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
@@ -283,7 +283,7 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = interface.attend_ordinary
+    real = resolved.attend_ordinary
 
     def attend_ordinary(module: Any, call: Any, mask: Any, *given: Any) -> Any:
         out, structure = real(module, call, mask, *given), getattr(mask, "structure", None)
@@ -442,7 +442,7 @@ def test_it_reports_a_memory_that_threads_empty_at_once(monkeypatch: pytest.Monk
 
 
 def test_it_reports_a_mask_that_is_scaled_before_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = extended.attend
+    real = select.attend
 
     def scaled(request: Any, backend: str | None = None) -> Any:
         if request.bias is not None:

@@ -49,7 +49,7 @@ MOVES = ("nothing", *["layers"] * 8, *["set later"] * 4)
 """Changes of the order and number of layers, and of what attention reads beside weights, behind the first call."""
 LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
     "popped and inserted": lambda layers, a, b: layers.insert(b, layers.pop(a)),
-    "exchanged by index": lambda layers, a, b: [layers.__setitem__(*at) for at in ((a, layers[b]), (b, layers[a]))],
+    "exchanged by index": lambda layers, a, b: [*map(layers.__setitem__, (a, b), (layers[b], layers[a]))],
     "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]),
     "popped": lambda layers, a, b: layers.pop(a),
     "deleted": lambda layers, a, b: layers.__delitem__(a),
