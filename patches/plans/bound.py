@@ -94,7 +94,7 @@ class BoundPlan:
         for config in (module.config for module in modules.values()):
             settings = carried_by(config)
             if (settings.get(CONFIG_KEY) or {}).get("tensors") == plan.tensors and settings.get(CARRIED):
-                self.carried = {CARRIED: settings[CARRIED]}
+                self.carried[CARRIED] = settings[CARRIED]
         self.check_model(base_of(model))
 
     def _start(
@@ -226,8 +226,8 @@ class BoundPlan:
         self.trunk = weakref.ref(trunk)
         for index, module in modules.items():
             if module not in self.layers:
-                other = getattr(module.__dict__.get(LAYER), "owner", None) or type(None)
-                if (bound := other()) is not None and bound.trunk() not in (None, trunk):
+                other: Callable[[], Any] | None = getattr(module.__dict__.get(LAYER), "owner", None)
+                if other is not None and (bound := other()) is not None and bound.trunk() not in (None, trunk):
                     raise _foreign(module, trunk)
                 self.layers[module] = program_for(module, self.plan, index, self.carried, me)
         self.layers = {module: self.layers[module] for module in modules.values()}
