@@ -158,7 +158,8 @@ class BoundPlan:
         """Called by torch before a pass."""
         if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
             return
-        held = self.readers or (getattr(part, "config", None) for part in trunk.modules())  # a copy has no readers yet
+        # a copy has no readers yet
+        held: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
         configs = [config for config in held if getattr(config, "model_type", None) == self.plan.model_type]
         if any("adaattn" in str(config._attn_implementation) for config in configs):
             self.check_pass(trunk)
