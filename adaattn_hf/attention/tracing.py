@@ -27,7 +27,7 @@ def _none(*_: Any) -> None:
     """In place of what torch does not tell: no transform, whose own checks then refuse our kernels."""
 
 
-jit_trace = getattr(torch._C, "_get_tracing_state", lambda: torch.jit.is_tracing() or None)
+jit_trace = getattr(torch._C, "_get_tracing_state", lambda: torch._C._is_tracing() or None)
 """The state of `torch.jit.trace`, None where it is not at work."""
 func_transform = getattr(torch._C._functorch, "peek_interpreter_stack", _none)
 """The innermost transform of `torch.func`, None where there is none."""

@@ -20,7 +20,6 @@ from ..attention.kind import (
     CallSpec,
 )
 from ..attention.request import AttentionRequest, AttentionResult
-from ..attention.softmax import softmax_parts, weighted
 from .base import Backend, Kernel, Supports
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 
 def _parts(request: AttentionRequest) -> tuple[Tensor, Tensor, Tensor]:
+    from ..attention.softmax import softmax_parts
+
     visible = request.structure.visible(device=request.query.device)
     return softmax_parts(
         request.query, request.key, request.scaling,
@@ -57,6 +58,8 @@ class EagerBackend(Backend):
 
 def _attend(request: AttentionRequest) -> AttentionResult:
     """Attention with the score matrix in memory; dropout falls on the normalised weights."""
+    from ..attention.softmax import weighted
+
     request = request.widened()
     weights, top, total = _parts(request)
     out = weighted(weights, request.value, request.dropout).to(request.query.dtype)

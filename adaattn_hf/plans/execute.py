@@ -80,7 +80,7 @@ def attend(
         lse = None if one.lse is None or other.lse is None else _chosen(few, one.lse, other.lse, 2)
         return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
     ranges = None if speaks is not None else _ranges(structure, limit, few)
-    within = speaks
+    within: bool | Tensor | None = speaks
     if within is None:
         within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
@@ -167,11 +167,12 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if alone := numbers_alone(request):
         return torch.where(alone[0], attention_weights(request), weights(program, alone[1]))
     request = _read_mask(program, request)
-    few, within = program.speaks_for(request.structure)
+    few, speaks = program.speaks_for(request.structure)
     if isinstance(few, Tensor):
         kinds = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
         one, other = (weights(program, kind) for kind in kinds)
         return torch.where(few[:, None, :, None].to(one.device), one, other)
+    within: bool | Tensor | None = speaks
     if within is None:
         within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:

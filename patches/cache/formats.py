@@ -219,7 +219,10 @@ def write(
     count = keys.shape[2]
     if isinstance(at, Tensor):
         torch._assert_async(at + count <= parts[0].shape[2], FULL)
-    tokens = [(keys, *parts[:2], mean, along)] + ([] if values is None else [(values, *parts[2:], None, None)])
+    tokens: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
+    tokens = [(keys, parts[0], parts[1], mean, along)]
+    if values is not None:
+        tokens.append((values, parts[2], parts[3], None, None))
     for x, codes, scale, off, direction in tokens:
         if native.serves(x):
             native.store(x, codes, scale, mean=off, along=direction, at=int(at))

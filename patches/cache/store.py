@@ -76,6 +76,8 @@ class Store:
         self.rooms: dict[str, Tensor] = dict(empty)
         self.beside: dict[str, Tensor] = {}
         self.count: Tensor | None = None
+        self._start = 0
+        self._stop: int | None = 0
         self._move(empty.values(), room.reserve)
         if room.fixed:
             first = next(iter(self.rooms.values()))
@@ -171,8 +173,7 @@ class Store:
             room[:, :, :length].copy_(view, non_blocking=room.device.type != "cpu")
             moved.append(room)
         self.rooms = dict(zip(self.rooms, moved, strict=True))
-        self._start: int = 0
-        self._stop: int | None = length
+        self._start, self._stop = 0, length
 
     # ---------------- changing
     def crop(self, count: int) -> None:

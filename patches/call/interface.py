@@ -70,8 +70,9 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             key, value = carriers[0].codes, carriers[1].codes
             if prompt is not None and not compiling:
                 prompt.reread(query, key)  # its cache rounds the keys again, for these queries
+        said_scaling: Any = scaling  # None where it is left to whoever reads the call
         call = AttentionRequest(
-            query, key, value, UNREAD, scaling, dropout, softcap, sinks if s_aux is None else s_aux, position_bias,
+            query, key, value, UNREAD, said_scaling, dropout, softcap, sinks if s_aux is None else s_aux, position_bias,
             stored=stored,
         )  # fmt: skip
         if (
@@ -87,7 +88,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             out = attend_ordinary(module, call, attention_mask, is_causal, backend, kwargs)
             if out is not None:
                 return out.contiguous(), None
-            call.scaling = scaling
+            call.scaling = said_scaling
         return attend_extended(module, call, attention_mask, is_causal, sliding_window, forced, streams, kwargs)
 
     return adaattn

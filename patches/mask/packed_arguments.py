@@ -42,9 +42,11 @@ def caller_arguments() -> PackedArguments:
     is only loaded by `attn_implementation`. So the call stack is read, from the mask function to the call of the model.
     """
     # what calls the mask function: in Transformers it has the cache among its arguments
-    frame: FrameType | None = sys._getframe(2)
-    caches = [frame.f_locals[name] for name in CACHE_KEYWORDS if name in frame.f_locals]
+    caller = sys._getframe(2)
+    inside = caller.f_locals
+    caches = [inside[name] for name in CACHE_KEYWORDS if name in inside]
     model: Any = None
+    frame: FrameType | None = caller
     while frame is not None:
         inside, frame = frame.f_locals, frame.f_back
         owner = inside.get("self", model)

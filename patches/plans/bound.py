@@ -94,7 +94,7 @@ class BoundPlan:
         for config in (module.config for module in modules.values()):
             settings = carried_by(config)
             if (settings.get(CONFIG_KEY) or {}).get("tensors") == plan.tensors and settings.get(CARRIED):
-                self.carried = {CARRIED: settings[CARRIED]}
+                self.carried[CARRIED] = settings[CARRIED]
         self.check_model(base_of(model))
 
     def _start(
@@ -158,7 +158,9 @@ class BoundPlan:
         """Called by torch before a pass."""
         if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
             return
-        configs = self.readers or [module.config for _, module in attention_modules(trunk, self.plan.model_type)]
+        # a copy has no readers yet
+        held: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
+        configs = [config for config in held if getattr(config, "model_type", None) == self.plan.model_type]
         if any("adaattn" in str(config._attn_implementation) for config in configs):
             self.check_pass(trunk)
             self.threads.add(get_ident())
@@ -225,8 +227,8 @@ class BoundPlan:
         self.trunk = weakref.ref(trunk)
         for index, module in modules.items():
             if module not in self.layers:
-                other = getattr(module.__dict__.get(LAYER), "owner", None) or type(None)
-                if (bound := other()) is not None and bound.trunk() not in (None, trunk):
+                other: Callable[[], Any] | None = getattr(module.__dict__.get(LAYER), "owner", None)
+                if other is not None and (bound := other()) is not None and bound.trunk() not in (None, trunk):
                     raise _foreign(module, trunk)
                 self.layers[module] = program_for(module, self.plan, index, self.carried, me)
         self.layers = {module: self.layers[module] for module in modules.values()}

@@ -69,7 +69,8 @@ def _hash(weights: dict[str, Any]) -> str:
 def _contents(name: str, value: Any) -> list[bytes]:
     if isinstance(value, Tensor):
         # sharded ones are gathered first
-        whole = value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()
+        held: Any = value.detach()
+        whole = held.full_tensor() if hasattr(held, "full_tensor") else held
         return [content for piece in pieces(whole) for content in _of_tensor(piece)]
     if isinstance(value, (list, tuple)):
         return [content for one in value for content in _contents(name, one)]

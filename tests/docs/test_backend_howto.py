@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.kind import ONE_QUERY
+from adaattn_hf.attention.kind import ONE_QUERY, OPTIONS
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import base, select
+from adaattn_hf.backends import select
 
 from ..contracts.test_source import undocumented
 from ..support.pages import blocks
@@ -50,5 +50,5 @@ def test_an_option_of_later_days_is_refused(dense: Any, monkeypatch: pytest.Monk
     x = torch.zeros(1, 2, 1, 4)
     spec = AttentionRequest(x, x, x, CallStructure(1, 1, 1), scaling=1.0).checked_kind()
     assert dense.refusals(spec) == ()
-    monkeypatch.setitem(base.OPTIONS, ONE_QUERY, "planted option")
+    monkeypatch.setitem(OPTIONS, ONE_QUERY, "planted option")
     assert dense.refusals(spec) == ("dense calls have no planted option",)

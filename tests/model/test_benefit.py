@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.listeners import listeners
+from adaattn_hf.attention.listeners import Answers, listeners
 from adaattn_hf.calibration import benefit
 from adaattn_hf.calibration.arms import exact_tap, silent
 
@@ -41,7 +41,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, list[floa
         forward = model.forward
 
         def slow(*args: Any, **kwargs: Any) -> Any:
-            now[0] += next(turns["exact" if listeners()[-1].function is exact_tap else "plan"])
+            (*_, heard) = listeners()
+            assert isinstance(heard, Answers)
+            now[0] += next(turns["exact" if heard.function is exact_tap else "plan"])
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(model, "forward", slow)

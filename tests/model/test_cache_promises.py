@@ -233,7 +233,7 @@ FLOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("flow", FLOWS)
 def test_generation_writes_in_place(flow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams that move and drafts that are taken back cost no copy of the past: no past moves to another room."""
-    model, moved = llama(), []
+    model, moved = llama(), list[int]()
     how = {**FLOWS[flow], **({"assistant_model": llama(seed=4)} if flow == "drafts" else {})}
     move = Store._move
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,6 +188,12 @@ def settings_restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
+def behind(change: Callable[..., object], *given: Any) -> Any:
+    """A block without an effect of its own, behind a change that stays."""
+    change(*given)
+    return nullcontext()
+
+
 @pytest.mark.usefixtures("settings_restored")
 @BACKENDS
 def test_settings_of_the_process_are_heard(backend: str | None) -> None:
@@ -196,10 +203,10 @@ def test_settings_of_the_process_are_heard(backend: str | None) -> None:
     truth = reference.attention(replace(call, structure=CallStructure(B, N, N))).out.float()
     contexts: dict[str, Callable[[], Any]] = {
         "plain": nullcontext,
-        "one thread": lambda: torch.set_num_threads(1) or nullcontext(),
-        "two threads": lambda: torch.set_num_threads(2) or nullcontext(),
-        "deterministic": lambda: torch.use_deterministic_algorithms(True) or nullcontext(),
-        "training": lambda: module.train() and nullcontext(),
+        "one thread": partial(behind, torch.set_num_threads, 1),
+        "two threads": partial(behind, torch.set_num_threads, 2),
+        "deterministic": partial(behind, torch.use_deterministic_algorithms, True),
+        "training": partial(behind, module.train),
         "gradients off": torch.no_grad,
         "inference": torch.inference_mode,
     }

@@ -17,11 +17,12 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from adaattn_cli import verify as verify_command
 from adaattn_hf.attention import stored
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import formats as cache_formats
-from adaattn_hf.patches.call import batching, extended, interface
+from adaattn_hf.patches.call import batching, extended, interface, resolved
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
@@ -197,7 +198,7 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = packed_arguments.with_restarts
+    real = documents.with_restarts
 
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
@@ -263,14 +264,14 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
 def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     real = select.remember
 
-    def keeping(kind: Any, decided: Any) -> Any:
+    def keeping(kernels: Any, kind: Any, made: Any) -> Any:
         keys: list[torch.Tensor] = []
 
-        def launch(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:
-            keys.append(key)
-            return decided(query, keys[0], *rest)
+        def kernel_with_a_key(call: AttentionRequest) -> Any:
+            keys.append(call.key)
+            return made(replace(call, key=keys[0]))
 
-        return real(kind, launch if callable(decided) else decided)
+        return real(kernels, kind, made if made is None else kernel_with_a_key)
 
     monkeypatch.setattr(select, "launches", {})
     monkeypatch.setattr(select, "remember", keeping)
@@ -282,10 +283,10 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = interface.attend_ordinary
+    real = resolved.attend_ordinary
 
-    def attend_ordinary(module: Any, query: Any, key: Any, value: Any, mask: Any, *given: Any) -> Any:
-        out, structure = real(module, query, key, value, mask, *given), getattr(mask, "structure", None)
+    def attend_ordinary(module: Any, call: Any, mask: Any, *given: Any) -> Any:
+        out, structure = real(module, call, mask, *given), getattr(mask, "structure", None)
         hidden = None if structure is None else structure.key_padding
         if out is None or hidden is None or structure.q_len != structure.kv_len:
             return out
@@ -392,7 +393,7 @@ def test_it_reports_places_that_are_counted_from_the_first_key_held(monkeypatch:
 
 
 def test_it_reports_a_verdict_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "unproven", lambda plan: None)
+    monkeypatch.setattr(check, "unproven", lambda plan: None)
     assert "believed" in reported(files.edited(("load_plan",)), files.judge_edited, 300)
 
 
@@ -414,12 +415,12 @@ def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("change", "plant", "instead"),
-    [("layers", "goes_on", lambda *_: True), ("set later", "same", lambda state: state.weights.same())],
+    [("layers", "covers", lambda *_: True), ("set later", "same", lambda seen: seen.weights.same())],
 )
 def test_it_reports_layers_and_settings_that_nobody_looks_at(
     monkeypatch: pytest.MonkeyPatch, change: str, plant: str, instead: Any
 ) -> None:
-    monkeypatch.setattr(door.State, plant, instead)
+    monkeypatch.setattr(snapshot.Snapshot, plant, instead)
 
     def of_kind(call: changed.Changed) -> bool:
         return call.change == change and not call.loads
@@ -428,20 +429,20 @@ def test_it_reports_layers_and_settings_that_nobody_looks_at(
 
 
 def test_it_reports_a_memory_that_threads_empty_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unlocked(kind: Any, decided: Any) -> Any:
-        while len(select.launches) >= select.MOST:
-            oldest = next(iter(select.launches))
+    def unlocked(kernels: Any, kind: Any, made: Any) -> Any:
+        while len(kernels) >= select.MOST:
+            oldest = next(iter(kernels))
             time.sleep(0)
-            del select.launches[oldest]
-        select.launches[kind] = decided
-        return decided
+            del kernels[oldest]
+        kernels[kind] = made
+        return made
 
     monkeypatch.setattr(select, "remember", unlocked)
     assert "in threads: KeyError" in reported(again.crowds(), again.judge_crowd, 20)
 
 
 def test_it_reports_a_mask_that_is_scaled_before_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = extended.attend
+    real = select.attend
 
     def scaled(request: Any, backend: str | None = None) -> Any:
         if request.bias is not None:

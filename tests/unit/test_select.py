@@ -16,6 +16,7 @@ from adaattn_hf.attention.kind import (
     LOOKED,
     LSE,
     ONE_QUERY,
+    OPTIONS,
     PER_HEAD,
     SINKS,
     SOFTCAP,
@@ -23,7 +24,7 @@ from adaattn_hf.attention.kind import (
 )
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import base, select
+from adaattn_hf.backends import select
 from adaattn_hf.backends.base import Backend, Kernel
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.sdpa import dispatch
@@ -33,6 +34,8 @@ from ..support.requests import kind_with as spec
 
 class Picky(Backend):
     """Refuses what it is told to refuse, and counts how often it is asked."""
+
+    supports = EagerBackend.supports
 
     def __init__(self, name: str, missing: tuple[str, ...] = (), reasons: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -232,7 +235,7 @@ def test_what_was_decided_is_remembered_and_does_not_pile_up(
 @pytest.mark.parametrize("name", select.BACKENDS)
 def test_what_a_backend_does_not_name_it_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option that is added to requests is served by nobody who has not heard of it."""
-    monkeypatch.setitem(base.OPTIONS, ONE_QUERY, "planted option")
+    monkeypatch.setitem(OPTIONS, ONE_QUERY, "planted option")
     backend = select.BACKENDS[name]
     assert any(said.endswith("have no planted option") for said in backend.refusals(spec(ONE_QUERY)))
     assert not any("planted" in said for said in backend.refusals(spec()))

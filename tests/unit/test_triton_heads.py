@@ -88,6 +88,8 @@ def test_steps_read_the_keys_of_their_head(kv_heads: int) -> None:
 def test_a_long_request_beside_short_ones(windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of a batch, whose keys lie in one row: each has shares by its own keys, the longest the most."""
     from adaattn_hf.backends.triton import step
+    from adaattn_hf.backends.triton.decode import decode as run
+    from adaattn_hf.backends.triton.launch import device_facts
 
     lengths, runs, first = (300, 2000, 1, 260), [], 0
     for row, length in enumerate(lengths):
@@ -95,14 +97,13 @@ def test_a_long_request_beside_short_ones(windows: tuple[int, int], monkeypatch:
         first += length
     structure = Runs.of(runs, len(lengths), 1, first + 7, True, None)
     seen: list[tuple[tuple[int, ...], int]] = []
-    run = step.decode
 
     def launched(grid: tuple[int, ...], arguments: tuple[Any, ...], *rest: Any) -> None:
         seen.append((grid, arguments[27]))
         run(grid, arguments, *rest)
 
     monkeypatch.setattr(step, "decode", launched)
-    facts = step.device_facts(torch.device("cpu"))._replace(processors=16)
+    facts = device_facts(torch.device("cpu"))._replace(processors=16)
     monkeypatch.setattr(step, "device_facts", lambda device: facts)
     each = rules(windows, (0, 7)) if any(windows) else None
     check(make(structure, 4, 2, 16, 16, torch.float32, per_head=each), 4e-6)

@@ -141,9 +141,9 @@ def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
 def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch of its own in place of one that sets counters to zero; of few keys there is nothing to merge."""
     from adaattn_hf.backends.triton import ops, step
+    from adaattn_hf.backends.triton.decode import combine as merge
 
     launches: list[tuple[int, ...]] = []
-    merge = step.combine
 
     def noting(grid: tuple[int, ...], *more: Any) -> None:
         launches.append(grid)
@@ -255,7 +255,7 @@ def test_counters_are_left_as_they_were_found(bits: int) -> None:
 
 def test_what_is_served_and_what_is_refused() -> None:
     def kind_of(structure: CallStructure, bits: int = 8) -> CallSpec:
-        asked = replace(stored(make(structure, 4, 2, 32, 32), bits), need_lse=False)
+        asked: AttentionRequest = replace(stored(make(structure, 4, 2, 32, 32), bits), need_lse=False)
         return asked.checked_kind()._replace(device=torch.device("cuda"))
 
     def reasons(kind: CallSpec) -> str:

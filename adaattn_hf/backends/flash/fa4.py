@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.kind import (
     COMPILING,
     GRAD,
@@ -27,7 +26,7 @@ from ..base import Backend, Kernel, Supports, derived_on, installed, run_refusal
 from .variants import attend_runs
 
 if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
+    from ...attention.heads import HeadRules, HeadWindows
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
@@ -100,6 +99,8 @@ def attend(request: AttentionRequest) -> AttentionResult:
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return attend(request)
+    from ...attention.heads import head_windows
+
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])
     if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
         return _attend_by_lists(request, windows)
@@ -137,6 +138,8 @@ def _attend_by_lists(request: AttentionRequest, windows: HeadWindows) -> Attenti
 
 def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:
     """Keywords that the dense and the packed kernel share; `windows` are alike and without sinks."""
+    from ...attention.heads import ALL
+
     causal = request.structure.causal
     left = right = None
     if windows is not None and windows[0][0] < ALL:

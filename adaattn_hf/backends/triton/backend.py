@@ -25,7 +25,6 @@ from ...attention.kind import (
     CallSpec,
 )
 from ...attention.request import AttentionResult
-from ...attention.stored import BITS
 from ..base import Backend, Kernel, Supports, installed
 from .ops import traced_step
 
@@ -121,6 +120,7 @@ class TritonBackend(Backend):
             from .forward import attend_forward
 
             return attend_forward
+        from ...attention.stored import BITS
         from .step import attend_step, constants_of
 
         bits = 0 if kind.stored is None else BITS[kind.stored]

@@ -49,7 +49,7 @@ MOVES = ("nothing", *["layers"] * 8, *["set later"] * 4)
 """Changes of the order and number of layers, and of what attention reads beside weights, behind the first call."""
 LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
     "popped and inserted": lambda layers, a, b: layers.insert(b, layers.pop(a)),
-    "exchanged by index": lambda layers, a, b: [layers.__setitem__(*at) for at in ((a, layers[b]), (b, layers[a]))],
+    "exchanged by index": lambda layers, a, b: [*map(layers.__setitem__, (a, b), (layers[b], layers[a]))],
     "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]),
     "popped": lambda layers, a, b: layers.pop(a),
     "deleted": lambda layers, a, b: layers.__delitem__(a),
@@ -61,8 +61,8 @@ LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
 }
 """What is done to a list of layers in two places; what is returned takes its place, if it is a list."""
 HARMLESS = ("nothing", "adapter")
-ASKED_BY_LOAD = ("columns unseen",)
-"""Changes that leave no trace for a forward pass: it is `load_plan` that compares weights anew."""
+ASKED_BY_LOAD = ("columns unseen", "settings", "dtype")
+"""Changes that no forward pass sees: in the weights' data, or of a model that was loaded anew and is not bound yet."""
 
 
 class InBuffers(nn.Module):

@@ -11,6 +11,7 @@ import transformers as tf
 from hypothesis import strategies as st
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from adaattn_hf import PrepareError, prepare
 from adaattn_hf.patches.models.families import FAMILIES
@@ -77,7 +78,7 @@ def any_family(draw: st.DrawFn) -> str:
     from tests.conformance import survey
 
     listed = {name for names in survey.KINDS.values() for name in names}
-    return str(draw(st.sampled_from(sorted(listed.intersection(survey.CONFIG_MAPPING)))))
+    return str(draw(st.sampled_from(sorted(listed.intersection(CONFIG_MAPPING)))))
 
 
 def judge_family(name: str) -> str:

@@ -136,7 +136,7 @@ def blind(draw: st.DrawFn) -> Way:
             rules.batch, rules.q_len, rules.kv_len, causal, rules.kv_len - rules.q_len if causal else 0,
             key_padding=mask.bool(),
         )  # fmt: skip
-        given = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
+        given: Any = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
         return Way(replace(request, structure=rules), *given, mask)
     seen = rules.visible().expand(rules.batch, -1, -1, -1).clone()
     seen[row, :, rows:] = False
