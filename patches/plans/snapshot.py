@@ -47,7 +47,7 @@ class Snapshot:
         self.rooms, self.names = zip(*said, strict=True)
         self.weights, self.unwrapped = Weights.of(trunk), len(_unwrapped)
         # what stands around a projection of attention may compute something else, though it holds no weights
-        self.names = {
+        self.names_inside = {
             part.module: [inner.prefix + name for inner in parts(part.module) for name in inner.weights]
             for part in inside
             if hasattr(part.module, "is_causal")
@@ -55,7 +55,7 @@ class Snapshot:
 
     def covers(self, later: Snapshot) -> bool:
         """Whether the weights of a later snapshot are these, so that they need not be read again."""
-        named = all(self.names.get(module, names) == names for module, names in later.names.items())
+        named = all(self.names_inside.get(module, names) == names for module, names in later.names_inside.items())
         return named and self.unwrapped == later.unwrapped and self.weights.covers(later.weights)
 
     def same(self) -> bool:

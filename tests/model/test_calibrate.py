@@ -257,7 +257,7 @@ def test_int8_tensors_are_stored_and_read(
     with torch.no_grad():
         wanted = fresh(tokens).logits
     monkeypatch.setattr(store, "_tensors", {})
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    loaded = attach.load_plan(LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
 

@@ -82,7 +82,7 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     model.save_pretrained(tmp_path)
     save_plan(model, result, tmp_path)
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
-    adaattn_hf.prepare(loaded, unpad=False)
+    adaattn_hf.prepare(adaattn_hf.load_plan(loaded), unpad=False)
     seen = Recorder()
     with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
