@@ -11,8 +11,8 @@ CLEAN = {
     "adaattn_hf/__init__.py": "from .plans import plan\n",
     "adaattn_hf/attention/structure.py": "import torch\n",
     "adaattn_hf/plans/plan.py": "from typing import TYPE_CHECKING\nfrom ..attention.structure import x\n"
-    "if TYPE_CHECKING:\n    from ..cli import main\n",
-    "adaattn_hf/cli/main.py": "def f():\n    from adaattn_hf.plans.plan import x\n",
+    "if TYPE_CHECKING:\n    from ..calibration import search\n",
+    "adaattn_hf/calibration/search.py": "def f():\n    from adaattn_hf.plans.plan import x\n",
     "patches/masks.py": "",
     "configs/__init__.py": "",
     "eval/report.py": "",
@@ -36,8 +36,8 @@ def test_the_source_keeps_every_limit() -> None:
 
 def test_rooms_floors_and_arrows_are_counted(tmp_path: Path) -> None:
     graph = arrows(planted(tmp_path, CLEAN))
-    assert graph == {"attention": set(), "plans": {"attention"}, "cli": {"plans"}}
-    assert floors(graph) == {"attention": 1, "plans": 2, "cli": 3}
+    assert graph == {"attention": set(), "plans": {"attention"}, "calibration": {"plans"}}
+    assert floors(graph) == {"attention": 1, "plans": 2, "calibration": 3}
     assert circle(graph) == []
     assert exceeded(tmp_path) == []
 
@@ -45,7 +45,7 @@ def test_rooms_floors_and_arrows_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "names"),
     [
-        ("adaattn_hf/attention/structure.py", "from ..cli.main import f\n", ["rooms in a circle"]),
+        ("adaattn_hf/attention/structure.py", "from ..calibration.search import f\n", ["rooms in a circle"]),
         (
             "patches/masks.py",
             'def f(choice):\n    return choice.kind == "window"\n',

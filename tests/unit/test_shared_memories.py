@@ -7,12 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from adaattn_hf.backends import select
 from adaattn_hf.plans import store
+
+from ..support.requests import kind_with
+
+KIND = kind_with()
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads take turns as often as can be, over memories that hold little."""
+    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "MOST", 4)
     monkeypatch.setattr(store, "_tensors", {})
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-9)
@@ -23,6 +30,16 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def at_once(work: Callable[[int], None], threads: int = 8) -> None:
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, range(threads)))
+
+
+def test_more_kinds_than_are_remembered() -> None:
+    def work(thread: int) -> None:
+        for turn in range(50_000):
+            kind = KIND._replace(head_dim=thread, pairs=turn)
+            assert select.remember(select.launches, (kind, None), print) is print
+
+    at_once(work)
+    assert len(select.launches) <= select.MOST + 8
 
 
 def test_tensors_that_are_in_use_are_there() -> None:
