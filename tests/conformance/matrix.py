@@ -68,12 +68,9 @@ def install(python: Path, transformers: str, torch: str | None, tools: list[str]
     cpu = ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "0", "--timeout", "3"]
     for packages in ([*wanted, *cpu], [*wanted, "setuptools>=77", "wheel"], ["--no-build-isolation", *tools, *wanted]):
         done = subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", *packages],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
+            [str(python), "-m", "pip", "install", "-q", *packages], capture_output=True, text=True, cwd=ROOT,
             check=False,
-        )
+        )  # fmt: skip
         if done.returncode:
             return last_line(done.stderr)
     return None
@@ -111,12 +108,9 @@ def ready(python: str, label: str | None, arguments: list[str], record: Path) ->
     """Returns how pytest went in an environment as it is, and keeps it under its versions and `label`."""
     program = "import json, platform, torch, transformers as t; v = [platform.python_version(), torch.__version__]"
     said = subprocess.run(
-        [python, "-c", f"{program}; print(json.dumps([*v, t.__version__]))"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [python, "-c", f"{program}; print(json.dumps([*v, t.__version__]))"], capture_output=True, text=True, cwd=ROOT,
         check=True,
-    )
+    )  # fmt: skip
     versions = json.loads(last_line(said.stdout))
     command = [python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or ["tests"])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

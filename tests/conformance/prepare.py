@@ -16,13 +16,9 @@ from pathlib import Path
 
 DECLARED = Path(__file__).parent / "declared"
 HELPERS = (
-    "run_distributed",
-    "_get_distributed_backend",
-    "_get_distributed_device_type",
-    "_get_rank_device",
-    "_set_rank_device",
-    "_start_rank_processes",
-)
+    "run_distributed", "_get_distributed_backend", "_get_distributed_device_type", "_get_rank_device",
+    "_set_rank_device", "_start_rank_processes",
+)  # fmt: skip
 INI = """[pytest]
 addopts = -p no:cacheprovider -p no:xdist --import-mode=prepend
 filterwarnings = ignore

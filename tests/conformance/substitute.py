@@ -94,11 +94,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         elif report.skipped and isinstance(report.longrepr, tuple):
             why = str(report.longrepr[2])[:200]
         line = {
-            "test": report.nodeid.split("::", 1)[1],
-            "outcome": outcome,
-            "seconds": round(report.duration, 3),
-            "calls": _calls - _calls_at_start,
-            "why": why,
-        }
+            "test": report.nodeid.split("::", 1)[1], "outcome": outcome, "seconds": round(report.duration, 3),
+            "calls": _calls - _calls_at_start, "why": why,
+        }  # fmt: skip
         with open(RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

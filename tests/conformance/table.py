@@ -163,31 +163,21 @@ def document(results: Results) -> str:
     }
     commits = sorted({str(b[i]["commit"]) for b in results.values() for i in b})
     stock_passed = sum(
-        outcome == GOOD
-        for family, both in results.items()
-        if family not in WITHOUT_STOCK_SDPA
+        outcome == GOOD for family, both in results.items() if family not in WITHOUT_STOCK_SDPA
         for outcome in outcomes(both["sdpa"]).values()
-    )
+    )  # fmt: skip
     failed, skipped = listed(results, ("failed", "error")), listed(results, ("skipped",))
     eager = listed(results, ("failed", "error", "skipped"), stock_sdpa=False)
     count = 0 if failed == ["None."] else len(failed)
     template = Template((HERE / "page.md").read_text(encoding="utf-8"))
     return template.substitute(
-        transformers=", ".join(sorted(versions["transformers"])),
-        torch=", ".join(sorted(versions["torch"])),
+        transformers=", ".join(sorted(versions["transformers"])), torch=", ".join(sorted(versions["torch"])),
         commit=", ".join(commits),
-        families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()),
-        passed=stock_passed,
-        failures=count,
-        beside=0 if eager == ["None."] else len(eager),
-        summary="\n".join(summary(results)),
-        failed="\n".join(failed),
-        skipped="\n".join(skipped),
-        eager="\n".join(eager),
-        alone="\n".join(alone(results)),
-        matrix="\n".join(matrix(results)),
-        versions="\n".join(versions_table(VERSIONS)),
-    )
+        families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()), passed=stock_passed,
+        failures=count, beside=0 if eager == ["None."] else len(eager), summary="\n".join(summary(results)),
+        failed="\n".join(failed), skipped="\n".join(skipped), eager="\n".join(eager), alone="\n".join(alone(results)),
+        matrix="\n".join(matrix(results)), versions="\n".join(versions_table(VERSIONS)),
+    )  # fmt: skip
 
 
 def alone(results: Results) -> list[str]:

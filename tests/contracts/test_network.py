@@ -22,14 +22,12 @@ NETWORK = frozenset(
 """Packages that talk to others, or that fetch what they are given by name."""
 DOCUMENTED = {
     "adaattn_hf/plans/store.py": {
-        "huggingface_hub.HfApi",
-        "huggingface_hub.hf_hub_download",
-        "huggingface_hub.errors.EntryNotFoundError",
+        "huggingface_hub.HfApi", "huggingface_hub.hf_hub_download", "huggingface_hub.errors.EntryNotFoundError",
     },
     "eval/corpora.py": {"datasets"},
     "eval/lm_eval_model.py": {"lm_eval.api.registry.register_model", "lm_eval.models.huggingface.HFLM"},
     "eval/metric/adaattn_perplexity/adaattn_perplexity.py": {"datasets", "evaluate"},
-}
+}  # fmt: skip
 """The places of the table in docs/support.md, and all that they may name of those packages."""
 
 GUARD = """
@@ -71,14 +69,9 @@ def behind_the_back(code: str, place: Path) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if name not in offline and name != "HF_HOME"}
     environment = {**kept, "HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", f"{GUARD}\n{textwrap.dedent(code)}\nprint(*asked, sep=chr(10))"],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [sys.executable, "-P", "-c", f"{GUARD}\n{textwrap.dedent(code)}\nprint(*asked, sep=chr(10))"], cwd=place,
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     files = (path for path in place.rglob("*") if path.is_file())
     return [*filter(None, done.stdout.splitlines()), *(f"wrote {path.relative_to(place)}" for path in files)]

@@ -107,16 +107,12 @@ def test_the_packages_text_is_for_the_packages_model_alone(
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("--map", "1"), 2, "layer.head"),
-        (("--map", "9.0"), 2, "layer.head of this model"),
-        (("--against", "nowhere"), 2, "no map"),
-        (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
-        (("--length", "65"), 2, "at most the 64"),
-        (("--plan", "nowhere"), 4, "does not exist"),
-        (("--threads", "0"), 2, "threads"),
-        (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
+        (("--map", "1"), 2, "layer.head"), (("--map", "9.0"), 2, "layer.head of this model"),
+        (("--against", "nowhere"), 2, "no map"), (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
+        (("--length", "65"), 2, "at most the 64"), (("--plan", "nowhere"), 4, "does not exist"),
+        (("--threads", "0"), 2, "threads"), (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
     ],
-)
+)  # fmt: skip
 def test_wrong_words_are_refused(llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str) -> None:
     profile(llama, "--data", texts / "plain.txt", *words, code=code, says=says)
 

@@ -246,13 +246,9 @@ def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, 
         pytest.skip("runs from a checkout alone")
     data = ["--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", "1", "--output-dir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, str(script), str(llama), *data, "--quiet"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
+        [sys.executable, str(script), str(llama), *data, "--quiet"], capture_output=True, text=True, timeout=120,
+        check=False, cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path, "wikitext")["data"]["documents"] == 1
 

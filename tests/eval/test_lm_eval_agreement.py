@@ -30,14 +30,10 @@ def their_task(name: str, field: str, texts: tuple[str, ...], directory: Path) -
     path = directory / f"{name}.jsonl"
     path.write_text("".join(json.dumps({field: t}) + "\n" for t in texts), encoding="utf-8")
     task = {
-        "include": str(FILES[name]),
-        "task": name,
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(directory)},
-        "training_split": None,
+        "include": str(FILES[name]), "task": name, "dataset_path": "json", "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(directory)}, "training_split": None,
         "validation_split": None,
-    }
+    }  # fmt: skip
     (directory / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     return TaskManager(include_path=str(directory), include_defaults=False)
 

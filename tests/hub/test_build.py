@@ -69,15 +69,12 @@ def test_an_import_that_leads_out_is_refused(builder: dict[str, Any], tmp_path: 
 def test_a_process_with_the_kernel_holds_nothing_of_the_package_or_transformers(repositories: Path, name: str) -> None:
     (directory,) = (repositories / name / "build").glob(CPU)
     code = (
-        "import importlib.util, sys\n"
-        "import torch\n"
+        "import importlib.util, sys\n" "import torch\n"
         f"spec = importlib.util.spec_from_file_location('_kernel', {str(directory / '__init__.py')!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['_kernel'] = module\n"
-        "spec.loader.exec_module(module)\n"
-        "tops = {name.partition('.')[0] for name in sys.modules}\n"
+        "module = importlib.util.module_from_spec(spec)\n" "sys.modules['_kernel'] = module\n"
+        "spec.loader.exec_module(module)\n" "tops = {name.partition('.')[0] for name in sys.modules}\n"
         "print(*sorted(tops & {'adaattn_hf', 'transformers', 'huggingface_hub', 'safetensors', 'flash_attn'}))\n"
-    )
+    )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

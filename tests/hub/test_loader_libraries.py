@@ -62,11 +62,9 @@ def test_trl_trains_without_padding(tmp_path: Path) -> None:
             report_to="none", save_strategy="no", bf16=False, use_cpu=True, max_length=None, **changes,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
-            model=model,
-            args=settings,
-            train_dataset=datasets.Dataset.from_list(rows),
+            model=model, args=settings, train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer_of_words(),
-        )
+        )  # fmt: skip
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

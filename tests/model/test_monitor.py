@@ -215,11 +215,9 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 96, 8, generator=generator) for heads in (4, 2, 2))
     extras: dict[str, dict[str, Any]] = {
-        "softcap": {"softcap": 1.5},
-        "sink_logits": {"sink_logits": torch.randn(4, generator=generator)},
-        "bias": {"bias": torch.randn(1, 4, 96, 96, generator=generator)},
-        "window": {},
-    }
+        "softcap": {"softcap": 1.5}, "sink_logits": {"sink_logits": torch.randn(4, generator=generator)},
+        "bias": {"bias": torch.randn(1, 4, 96, 96, generator=generator)}, "window": {},
+    }  # fmt: skip
     structure = CallStructure(1, 96, 96, causal=True, window=48 if extra == "window" else None)
     request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
     program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]

@@ -26,11 +26,9 @@ def planned() -> Any:
 
 def train(model: Any, directory: Path, **changes: Any) -> list[float]:
     trainer = tf.Trainer(
-        model=model,
-        args=arguments(directory, max_steps=6, **changes),
-        train_dataset=examples(32),
+        model=model, args=arguments(directory, max_steps=6, **changes), train_dataset=examples(32),
         eval_dataset=examples(8, seed=1),
-    )
+    )  # fmt: skip
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

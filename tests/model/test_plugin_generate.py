@@ -14,24 +14,19 @@ from ..support.versions import skip_what_stock_cannot
 
 CACHES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        "dynamic": {},
-        "static": dict(cache_implementation="static", disable_compile=True),
-        "none": dict(use_cache=False),
-        "chunked prefill": dict(prefill_chunk_size=4),
+        "dynamic": {}, "static": dict(cache_implementation="static", disable_compile=True),
+        "none": dict(use_cache=False), "chunked prefill": dict(prefill_chunk_size=4),
     }
-)
+)  # fmt: skip
 
 
 def assert_generates_the_same(name: str, mask: Tensor | None, **settings: Any) -> None:
     stock, ours = pair(name)
     ids = tokens()
     settings |= dict(
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+        attention_mask=torch.ones_like(ids) if mask is None else mask, max_new_tokens=6, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
     with torch.no_grad():
         expected, actual = stock.generate(ids, **settings), ours.generate(ids, **settings)
     assert torch.equal(expected.sequences, actual.sequences)

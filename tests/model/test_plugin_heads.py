@@ -105,20 +105,14 @@ def test_outputs_loss_and_gradients_equal_eager(family: str, cls: type[tf.PreTra
 
 QUESTIONS = dict(start_positions=torch.tensor([5, 6, 7]), end_positions=torch.tensor([6, 8, 9]))
 EVERYWHERE: list[tuple[Any, dict[str, Tensor]]] = [
-    (tf.AutoModelForQuestionAnswering, QUESTIONS),
-    (tf.AutoModelForTokenClassification, dict(labels=tokens() % 2)),
-    (tf.AutoModelForCausalLM, dict(labels=tokens())),
-    (tf.AutoModelForMaskedLM, dict(labels=tokens())),
-]
+    (tf.AutoModelForQuestionAnswering, QUESTIONS), (tf.AutoModelForTokenClassification, dict(labels=tokens() % 2)),
+    (tf.AutoModelForCausalLM, dict(labels=tokens())), (tf.AutoModelForMaskedLM, dict(labels=tokens())),
+]  # fmt: skip
 """Heads whose loss is over all positions: over all scores, or of labels at padding, as where an end token pads."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0),
-    "llama": {},
-    "bert": {},
-    "roberta": {},
-    "electra": {},
-    "modernbert": dict(local_attention=4, global_attn_every_n_layers=2),
-}
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0), "llama": {},
+    "bert": {}, "roberta": {}, "electra": {}, "modernbert": dict(local_attention=4, global_attn_every_n_layers=2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stock", ["eager", "sdpa"])
@@ -167,11 +161,7 @@ def test_scores_at_padding_are_those_of_stock_sdpa(family: str, auto: Any, side:
 def test_the_list_of_heads_is_complete(family: str) -> None:
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     known = {
-        name
-        for name, cls in vars(module).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, tf.PreTrainedModel)
-        and cls.__module__ == module.__name__
-        and not name.endswith("PreTrainedModel")
-    }
+        name for name, cls in vars(module).items() if inspect.isclass(cls) and issubclass(cls, tf.PreTrainedModel)
+        and cls.__module__ == module.__name__ and not name.endswith("PreTrainedModel")
+    }  # fmt: skip
     assert {cls.__name__ for cls in HEADS[family]} == known

@@ -108,12 +108,10 @@ def test_a_mask_or_a_cache_speaks_louder_than_positions(name: str, said: str) ->
     ids, ones = tokens(batch=1), torch.ones(1, 11, dtype=torch.long)
     more: dict[str, dict[str, Any]] = {
         "mask": {"attention_mask": ones, "use_cache": False},
-        "floats": {"attention_mask": ones.float(), "use_cache": False},
-        "mask and cache": {"attention_mask": ones},
-        "cache": {},
-        "own cache": with_cache(pair.ours, DynamicCache()),
+        "floats": {"attention_mask": ones.float(), "use_cache": False}, "mask and cache": {"attention_mask": ones},
+        "cache": {}, "own cache": with_cache(pair.ours, DynamicCache()),
         "cache, not to be used": {**with_cache(pair.ours, DynamicCache()), "use_cache": False},
-    }
+    }  # fmt: skip
     same_as_stock(pair, input_ids=ids, position_ids=POSITIONS, **more[said])
 
 

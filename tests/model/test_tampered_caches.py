@@ -172,19 +172,13 @@ def test_a_header_that_contradicts_the_model_or_the_tensors_is_refused(kind: str
 
 CHANGES: dict[str, Any] = {
     "other dtype": lambda t: t.to(torch.int32) if t.dtype is not torch.int32 else t.float(),
-    "double": lambda t: t.double(),
-    "shorter": lambda t: t[:, :, :-1] if t.ndim > 2 else t[:-1],
-    "longer": lambda t: torch.cat([t, t], dim=min(2, t.ndim - 1)),
-    "fewer rows": lambda t: t[:1],
+    "double": lambda t: t.double(), "shorter": lambda t: t[:, :, :-1] if t.ndim > 2 else t[:-1],
+    "longer": lambda t: torch.cat([t, t], dim=min(2, t.ndim - 1)), "fewer rows": lambda t: t[:1],
     "fewer heads": lambda t: t[:, :1] if t.ndim > 1 else t.int(),
     "more heads": lambda t: torch.cat([t, t], dim=1) if t.ndim > 1 else t.int(),
-    "fewer channels": lambda t: t[..., :-1],
-    "no row": lambda t: t[:0],
-    "one number": lambda t: t.flatten()[0],
-    "flat": lambda t: t.flatten(),
-    "one more extent": lambda t: t[None],
-    "gone": lambda t: None,
-}
+    "fewer channels": lambda t: t[..., :-1], "no row": lambda t: t[:0], "one number": lambda t: t.flatten()[0],
+    "flat": lambda t: t.flatten(), "one more extent": lambda t: t[None], "gone": lambda t: None,
+}  # fmt: skip
 
 
 @settings(max_examples=200)

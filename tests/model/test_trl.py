@@ -97,11 +97,7 @@ def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "adaattn_hf", "run", "-m", "trl.scripts.sft"]
         + [part for name, word in words.items() for part in (f"--{name}", word)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model.safetensors").is_file()

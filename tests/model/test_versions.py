@@ -56,14 +56,11 @@ def test_the_engine_has_every_name_that_we_rely_on() -> None:
 
     handed = getattr(input_outputs, "PagedAttentionArgs", Any)
     lost = missing(
-        (tf, "ContinuousBatchingConfig"),
-        (tf.GenerationMixin, "generate_batch"),
-        (tf.GenerationMixin, "init_continuous_batching"),
-        (input_outputs, "PagedAttentionArgs"),
-        (cache, "PagedAttentionCache"),
-        *((handed.__annotations__, name) for name in HANDED),
+        (tf, "ContinuousBatchingConfig"), (tf.GenerationMixin, "generate_batch"),
+        (tf.GenerationMixin, "init_continuous_batching"), (input_outputs, "PagedAttentionArgs"),
+        (cache, "PagedAttentionCache"), *((handed.__annotations__, name) for name in HANDED),
         *((tf.ContinuousBatchingConfig, name) for name in ("use_cuda_graph", "max_blocks_per_request")),
-    )
+    )  # fmt: skip
     assert not lost, f"Transformers {HERE} no longer has, or names anew: {', '.join(lost)}"
     if "cache" in handed.__annotations__:
         taken = set(inspect.signature(cache.PagedAttentionCache.update).parameters)

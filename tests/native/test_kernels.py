@@ -57,12 +57,9 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
     return AttentionRequest(
         tensor(1, (batch, heads, q_len, dim), dtype, layout, scale),
         tensor(2, (batch, kv_heads, kv_len, dim), dtype, layout),
-        tensor(3, (batch, kv_heads, kv_len, dim_v), dtype, layout),
-        structure,
-        dim**-0.5,
-        softcap=draw(st.sampled_from([None, None, 5.0])),
-        sink_logits=sinks,
-    )
+        tensor(3, (batch, kv_heads, kv_len, dim_v), dtype, layout), structure, dim**-0.5,
+        softcap=draw(st.sampled_from([None, None, 5.0])), sink_logits=sinks,
+    )  # fmt: skip
 
 
 def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:

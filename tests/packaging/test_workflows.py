@@ -69,12 +69,9 @@ def findings(workflow: dict[str, Any]) -> Iterator[str]:
 
 def suite_runs(workflows: list[dict[str, Any]], event: str) -> list[str]:
     return [
-        f"{workflow['name']}/{name}"
-        for workflow in workflows
-        if event in workflow["on"]
-        for name, line in commands(workflow)
-        if WHOLE_SUITE.search(line)
-    ]
+        f"{workflow['name']}/{name}" for workflow in workflows if event in workflow["on"]
+        for name, line in commands(workflow) if WHOLE_SUITE.search(line)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

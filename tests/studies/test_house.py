@@ -8,15 +8,12 @@ import pytest
 from studies.house import arrows, branches_on_a_kind, circle, crowded, floors, limits, memories
 
 CLEAN = {
-    "adaattn_hf/__init__.py": "from .plans import plan\n",
-    "adaattn_hf/attention/structure.py": "import torch\n",
+    "adaattn_hf/__init__.py": "from .plans import plan\n", "adaattn_hf/attention/structure.py": "import torch\n",
     "adaattn_hf/plans/plan.py": "from typing import TYPE_CHECKING\nfrom ..attention.structure import x\n"
     "if TYPE_CHECKING:\n    from ..cli import main\n",
-    "adaattn_hf/cli/main.py": "def f():\n    from adaattn_hf.plans.plan import x\n",
-    "patches/masks.py": "",
-    "configs/__init__.py": "",
-    "eval/report.py": "",
-}
+    "adaattn_hf/cli/main.py": "def f():\n    from adaattn_hf.plans.plan import x\n", "patches/masks.py": "",
+    "configs/__init__.py": "", "eval/report.py": "",
+}  # fmt: skip
 
 
 def planted(root: Path, files: dict[str, str]) -> Path:

@@ -78,28 +78,17 @@ def spotted(tensor: Tensor, number: float) -> Tensor:
 
 TENSOR_CHANGES: dict[str, Change] = {
     "of one dimension less": lambda t: t[0] if t.dim() and t.shape[0] else t.sum(),
-    "of one dimension more": lambda t: t[None],
-    "turned around": lambda t: t.permute(*reversed(range(t.dim()))),
-    "of one number": lambda t: t.sum(),
-    "in float64": lambda t: t.double(),
-    "in float16": lambda t: t.half(),
-    "in bfloat16": lambda t: t.bfloat16(),
-    "in int64": lambda t: t.long(),
-    "in bool": lambda t: t.bool(),
-    "in complex64": lambda t: t.to(torch.complex64),
-    "sparse": lambda t: t.to_sparse(),
-    "on meta": lambda t: t.to("meta"),
-    "negated lazily": lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
+    "of one dimension more": lambda t: t[None], "turned around": lambda t: t.permute(*reversed(range(t.dim()))),
+    "of one number": lambda t: t.sum(), "in float64": lambda t: t.double(), "in float16": lambda t: t.half(),
+    "in bfloat16": lambda t: t.bfloat16(), "in int64": lambda t: t.long(), "in bool": lambda t: t.bool(),
+    "in complex64": lambda t: t.to(torch.complex64), "sparse": lambda t: t.to_sparse(),
+    "on meta": lambda t: t.to("meta"), "negated lazily": lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
     "all zero": lambda t: torch._efficientzerotensor(t.shape),
-    "a parameter": lambda t: nn.Parameter(t, requires_grad=False),
-    "a list": lambda t: t.tolist(),
-    "an array": lambda t: t.numpy(),
-    "a word": lambda t: "adaattn",
-    "a number": lambda t: 3,
-    "with a NaN": lambda t: spotted(t, NONE),
-    "with an infinity": lambda t: spotted(t, MOST),
+    "a parameter": lambda t: nn.Parameter(t, requires_grad=False), "a list": lambda t: t.tolist(),
+    "an array": lambda t: t.numpy(), "a word": lambda t: "adaattn", "a number": lambda t: 3,
+    "with a NaN": lambda t: spotted(t, NONE), "with an infinity": lambda t: spotted(t, MOST),
     "with a huge number": lambda t: spotted(t, 1e30),
-}
+}  # fmt: skip
 for _d in range(4):
     TENSOR_CHANGES |= {
         f"longer along {_d}": lambda t, d=_d: torch.cat([t, t.narrow(d, 0, 1)], d),  # type: ignore[misc]
@@ -114,11 +103,9 @@ for _d in range(4):
         f"backwards along {_d}": lambda t, d=_d: t.flip(d),  # type: ignore[misc]
     }
 NUMBERS: dict[str, list[Any]] = {
-    "scaling": [0.0, -1.0, NONE, MOST, 1e30, "half", [1.0]],
-    "softcap": [-2.0, NONE, MOST, 1e-30, "much"],
-    "dropout": [-0.5, 1.5, NONE],
-    "is_causal": [False, True],
-}
+    "scaling": [0.0, -1.0, NONE, MOST, 1e30, "half", [1.0]], "softcap": [-2.0, NONE, MOST, 1e-30, "much"],
+    "dropout": [-0.5, 1.5, NONE], "is_causal": [False, True],
+}  # fmt: skip
 
 
 @st.composite

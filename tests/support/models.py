@@ -61,12 +61,9 @@ BERT_HEADS = (
     tf.BertForQuestionAnswering,
 )  # fmt: skip
 LLAMA_HEADS = (
-    tf.LlamaModel,
-    tf.LlamaForCausalLM,
-    tf.LlamaForSequenceClassification,
-    tf.LlamaForQuestionAnswering,
+    tf.LlamaModel, tf.LlamaForCausalLM, tf.LlamaForSequenceClassification, tf.LlamaForQuestionAnswering,
     tf.LlamaForTokenClassification,
-)
+)  # fmt: skip
 
 DECODERS: dict[str, Recipe] = {
     "gpt2": (tf.GPT2LMHeadModel, {}),

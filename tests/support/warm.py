@@ -39,11 +39,9 @@ class WarmInterpreter:
     def __init__(self, scratch: Path) -> None:
         self._written = scratch / "program"
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER.format(seconds=SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-c", SERVER.format(seconds=SECONDS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True,
-        )
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self

@@ -121,14 +121,12 @@ def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window:
 @pytest.mark.parametrize(
     "function",
     [
-        causal_mask_function,
-        bidirectional_mask_function,
-        sliding_window_causal_mask_function(3),
+        causal_mask_function, bidirectional_mask_function, sliding_window_causal_mask_function(3),
         chunked_causal_mask_function(3, torch.tensor([0, 2])),
         and_masks(sliding_window_bidirectional_overlay(2), bidirectional_mask_function),
     ],
     ids=["causal", "bidirectional", "window", "chunked", "bidirectional window"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("padded", [False, True])
 def test_known_rules_never_become_a_dense_mask(function: MaskFunction, padded: bool) -> None:
     padding = torch.tensor([[True] * 6, [False, False, *[True] * 4]]) if padded else None
@@ -209,12 +207,10 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
     assert structure_of(adaattn_mask(2, 5, 5)) is first
     assert structure_of(adaattn_mask(2, 5, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool))) is first
     others = [
-        adaattn_mask(1, 5, 5),
-        adaattn_mask(2, 5, 5, mask_function=bidirectional_mask_function),
-        adaattn_mask(2, 5, 6),
+        adaattn_mask(1, 5, 5), adaattn_mask(2, 5, 5, mask_function=bidirectional_mask_function), adaattn_mask(2, 5, 6),
         adaattn_mask(2, 5, 6, q_offset=1),
         adaattn_mask(2, 5, 5, attention_mask=torch.tensor([[True] * 5, [False] + [True] * 4])),
-    ]
+    ]  # fmt: skip
     assert len({id(structure) for structure in [first, *map(structure_of, others)]}) == 6
     with Watching():
         assert structure_of(adaattn_mask(2, 5, 5)) is not first

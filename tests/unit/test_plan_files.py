@@ -18,11 +18,8 @@ from .test_plan import make_plan
 
 GOOD: dict[str, Any] = make_plan().to_dict()
 BAD: dict[str, bytes] = {
-    "no UTF-8": b"\xff\xfe{",
-    "nested": b"[" * 5000 + b"]" * 5000,
-    "a number of 9,000 digits": b'{"format": ' + b"9" * 9000 + b"}",
-    "a list": b"[]",
-    "empty": b"",
+    "no UTF-8": b"\xff\xfe{", "nested": b"[" * 5000 + b"]" * 5000,
+    "a number of 9,000 digits": b'{"format": ' + b"9" * 9000 + b"}", "a list": b"[]", "empty": b"",
     "protocol 5": json.dumps({**GOOD, "protocol": 5}).encode(),
     "half a character": json.dumps({**GOOD, "model_type": "\ud800"}).encode(),
     "layer 10**9": json.dumps({**GOOD, "layers": [{**GOOD["layers"][0], "layer": 10**9}]}).encode(),
@@ -33,7 +30,7 @@ BAD: dict[str, bytes] = {
     "400,000 heads": json.dumps(
         {**GOOD, "layers": [{**GOOD["layers"][0], "choices": GOOD["layers"][0]["choices"][1:] * 400_000}]}
     ).encode(),
-}
+}  # fmt: skip
 
 
 def show(path: Path, **expected: Any) -> Result:

@@ -160,11 +160,9 @@ def attention_weights(model: Any, source: torch.Generator) -> Tensor:
 def rearranged(model: Any, source: torch.Generator) -> None:
     """Layers of a model in another order, or another number of them."""
     parent, name, layers = next(
-        (part, name, child)
-        for part in model.base_model.modules()
-        for name, child in part.named_children()
+        (part, name, child) for part in model.base_model.modules() for name, child in part.named_children()
         if isinstance(child, nn.ModuleList)
-    )
+    )  # fmt: skip
     a, b = torch.randperm(len(layers), generator=source)[:2].tolist()
     way = list(LISTS)[int(torch.randint(0, len(LISTS), (), generator=source))]
     found = LISTS[way](layers, a, b)

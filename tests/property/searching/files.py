@@ -29,11 +29,9 @@ from tests.support.models import tokens
 from tests.support.plans import plan_for
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 32},
-    "qwen3": {"head_dim": 32},
-    "mistral": {"head_dim": 32, "sliding_window": 4},
+    "llama": {"head_dim": 32}, "qwen3": {"head_dim": 32}, "mistral": {"head_dim": 32, "sliding_window": 4},
     "gpt2": {"num_attention_heads": 1},
-}
+}  # fmt: skip
 """Models whose heads have as many channels as four bits need."""
 STORED = ("model", "int8", "k8v4")
 HARM = ("nothing", "a flipped bit", "a flipped bit", "another byte", "cut short", "longer", "metadata", "metadata")
@@ -71,14 +69,10 @@ class Saved(Shown):
 @st.composite
 def saved(draw: st.DrawFn) -> Saved:
     return Saved(
-        draw(st.sampled_from(list(FAMILIES))),
-        draw(st.sampled_from(STORED)),
-        draw(st.sampled_from([1, 5, 11])),
-        draw(st.booleans()),
-        draw(st.sampled_from(HARM)),
-        draw(st.integers(0, 10**6 - 1)) / 10**6,
+        draw(st.sampled_from(list(FAMILIES))), draw(st.sampled_from(STORED)), draw(st.sampled_from([1, 5, 11])),
+        draw(st.booleans()), draw(st.sampled_from(HARM)), draw(st.integers(0, 10**6 - 1)) / 10**6,
         draw(st.sampled_from(JUNK)),
-    )
+    )  # fmt: skip
 
 
 @cache
