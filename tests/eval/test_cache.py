@@ -36,12 +36,6 @@ def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(loaded: checkpoi
         ({"cache": "int8", "attn_implementation": "eager"}, "cannot read codes"),
     ],
 )
-def test_what_cannot_be_measured_over_a_cache_is_said(
-    loaded: checkpoint.Checkpoint, given: dict[str, Any], words: str
-) -> None:
-
-    def measured() -> None:
-        runner.evaluate(loaded, OWN_PAGES, Settings(**given))
-
+def test_what_no_cache_can_measure_is_said(loaded: checkpoint.Checkpoint, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        measured()
+        runner.evaluate(loaded, OWN_PAGES, Settings(**given))

@@ -15,17 +15,11 @@ from .drawing import Drawing
 
 
 class Kind(NamedTuple):
-    """One kind of cases.
+    """One kind of cases."""
 
-    Attributes:
-        share: How many there are to each case that is asked for.
-        chunk: How many run in one process, after which what was found is kept.
-        words: For the page.
-    """
-
-    share: float
-    chunk: int
-    words: str
+    share: float  # how many there are to each case that is asked for
+    chunk: int  # how many run in one process, after which what was found is kept
+    words: str  # for the page
 
 
 KINDS = {
