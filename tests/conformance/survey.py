@@ -43,9 +43,8 @@ KINDS: dict[str, Any] = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "encoder": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "other": auto.MODEL_MAPPING_NAMES,
-}
+    "encoder": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "other": auto.MODEL_MAPPING_NAMES,
+}  # fmt: skip
 """Classes of a family's models, by kind; the first kind that has the family counts."""
 OURS = tuple(str(ROOT / name) for name in ("adaattn_hf", "patches"))
 MOST, LIMIT_S = 70_000_000, 120.0

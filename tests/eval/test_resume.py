@@ -115,10 +115,9 @@ def test_a_journal_is_not_overwritten_unasked(loaded: checkpoint.Checkpoint, tmp
             "settings.attn_implementation: there 'eager', n",
         ),
         ({"settings": replace(SETTINGS, batch_size=3)}, "settings.batch_size: there 2, now 3"),
-        ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"),
-        ({"weights": True}, "weights: there"),
+        ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"), ({"weights": True}, "weights: there"),
     ],
-)
+)  # fmt: skip
 def test_another_runs_journal_is_refused(llama: Path, tmp_path: Path, change: dict[str, Any], names: str) -> None:
     mine = checkpoint.load(llama, device="cpu")
     run(mine, tmp_path)

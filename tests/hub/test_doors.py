@@ -85,15 +85,14 @@ def test_documents_that_cannot_be_are_refused(serve: Serve, borders: list[int], 
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Layer"),
-        ({"invented": 3}, "^invented: got int from Layer"),
+        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Layer"), ({"invented": 3}, "^invented: got int from Layer"),
         ({"sliding_window": 4}, "sliding_window: got 4 for 9 keys and no attention_mask"),
         ({"scaling": "half"}, "scaling: got 'half'"),
         ({"position_bias": torch.ones(9, 9, dtype=torch.long)}, "position_bias: got"),
         ({"block_table": torch.ones(1)}, "block_table: Layer keeps its keys in a paged cache"),
         ({"cache": object()}, "cache: Layer keeps its keys in a paged cache"),
     ],
-)
+)  # fmt: skip
 def test_what_changes_a_call_and_is_not_served_is_refused(serve: Serve, keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         serve(Layer(1), *drawn(1), None, **keywords)
@@ -112,6 +111,26 @@ def test_a_mask_of_more_keys_than_there_are_is_refused(serve: Serve) -> None:
     for mask in (torch.ones(1, 1, 9, 12, dtype=torch.bool), torch.zeros(1, 1, 9, 12)):
         with pytest.raises(ValueError, match=r"attention_mask: got shape \(1, 1, 9, 12\), expected one that bro"):
             serve(Layer(1), *drawn(1), mask)
+
+
+def test_a_mask_that_is_written_to_is_read_again(serve: Serve) -> None:
+    """It is read once for all layers."""
+    query, key, value = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+
+    def both() -> tuple[Tensor, Tensor]:
+        stock = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        return serve(Layer(1), query, key, value, mask, is_causal=True)[0], stock.transpose(1, 2)
+
+    before = both()
+    torch.testing.assert_close(*before)
+    mask[..., 0] = False
+    mask[..., 0, 0] = True
+    after = both()
+    torch.testing.assert_close(*after)
+    assert not torch.allclose(before[0], after[0])
+    with torch.inference_mode():
+        torch.testing.assert_close(*both())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])

@@ -12,6 +12,7 @@ from torch import Tensor
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.native import ops
 
 from ..support.requests import HALF
 
@@ -77,8 +78,7 @@ def test_any_factor_in_double_precision(flash: Any, scale: float) -> None:
     q, k, v = (drawn(1, 20, 2, 8, dtype=torch.float64) for _ in range(3))
     out = flash.flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    hidden = torch.ones(20, 20, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(3)
+    weights = scores.masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf).softmax(3)
     torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
 
 
@@ -197,18 +197,10 @@ def test_a_graph_without_the_native_kernels_masks(flash: Any, monkeypatch: pytes
 def test_the_operators_are_what_torch_asks_of_operators(flash: Any) -> None:
     q, k, v = (drawn(*shape).requires_grad_() for shape in ((11, 4, 8), (13, 2, 8), (13, 2, 8)))
     call = (q, k, v, sums([3, 5, 3]), sums([4, 3, 6]), drawn(4).requires_grad_(), 0.3, 2.0, True, 3)
-    operator = getattr(torch.ops, flash.__name__).varlen.default
-    torch.library.opcheck(operator, call)
-
-
-def test_two_kernels_and_the_package_live_beside_one_another(flash: Any) -> None:
-    """Each registers its operators under its own name; a common one would take the first one's away."""
-    from adaattn_hf.backends.native import ops
-
-    inside = torch.ops
+    torch.library.opcheck(getattr(torch.ops, flash.__name__).varlen.default, call)
+    # each kernel registers its operators under its own name; a common one would take the package's away
     assert ops.attend_op._qualname.startswith("adaattn_hf::")
-    assert hasattr(getattr(inside, flash.__name__), "varlen")
-    assert hasattr(inside.adaattn_hf, "native_attend")
+    assert hasattr(torch.ops.adaattn_hf, "native_attend")
 
 
 @pytest.mark.parametrize(
@@ -250,10 +242,9 @@ def test_what_is_not_computed_is_refused_by_name(flash: Any, asked: dict[str, An
         (((1, 4, 2, 8), (1, 4, 2, 4), (1, 4, 2, 4)), "one head size"),
         (((1, 4, 2, 8), (1, 4, 2, 8), (1, 5, 2, 8)), "the same tokens"),
         (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "expected a divisor"),
-        (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "a batch of 1"),
-        (((4, 2, 8), (4, 2, 8), (4, 2, 8)), "expected 4"),
+        (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "a batch of 1"), (((4, 2, 8), (4, 2, 8), (4, 2, 8)), "expected 4"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_do_not_belong_together_are_refused(flash: Any, shapes: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         flash.flash_attn_func(*(drawn(*shape) for shape in shapes))
@@ -263,11 +254,10 @@ def test_tensors_that_do_not_belong_together_are_refused(flash: Any, shapes: Any
     ("cu_q", "cu_k", "words"),
     [
         ([0, 3, 9], [0, 3, 4], "cu_seqlens_q: got \\[0, 3, 9\\]"),
-        ([0, 3, 4], [0, 4, 3], "cu_seqlens_k: got \\[0, 4, 3\\]"),
-        ([1, 4], [0, 4], "cu_seqlens_q"),
+        ([0, 3, 4], [0, 4, 3], "cu_seqlens_k: got \\[0, 4, 3\\]"), ([1, 4], [0, 4], "cu_seqlens_q"),
         ([0, 4], [0, 2, 4], "cu_seqlens_k: got 3 entries"),
     ],
-)
+)  # fmt: skip
 def test_sums_that_leave_the_tokens_are_refused(flash: Any, cu_q: list[int], cu_k: list[int], words: str) -> None:
     q = drawn(4, 2, 8)
     with pytest.raises(ValueError, match=words):
@@ -280,11 +270,10 @@ def test_sums_that_leave_the_tokens_are_refused(flash: Any, cu_q: list[int], cu_
         ({"block_table": torch.tensor([[99]])}, "got page 99"),
         ({"block_table": torch.tensor([[0]]), "cache_seqlens": 4}, "got 1 pages of 4 tokens for sequence 0 of 5"),
         ({"block_table": torch.tensor([[-1]])}, "got page -1"),
-        ({"block_table": None, "cache_seqlens": 4}, "in a cache of 4"),
-        ({"rotary_cos": torch.ones(1)}, "rotary_cos"),
+        ({"block_table": None, "cache_seqlens": 4}, "in a cache of 4"), ({"rotary_cos": torch.ones(1)}, "rotary_cos"),
         ({"cache_seqlens": None}, "cache_seqlens: got None"),
     ],
-)
+)  # fmt: skip
 def test_caches_that_do_not_hold_the_tokens_are_refused(flash: Any, changes: dict[str, Any], words: str) -> None:
     cache, new = drawn(2, 4, 2, 8), drawn(1, 1, 2, 8)
     asked: dict[str, Any] = dict(cache_seqlens=2, block_table=torch.tensor([[1]])) | changes

@@ -86,8 +86,7 @@ def test_a_prefix_is_computed_once_and_reused(name: str) -> None:
         ours(input_ids=prefix, past_key_values=shared, use_cache=True)
     for end in ends:
         whole = torch.cat([prefix, end], dim=1)
-        reused = greedy(ours, whole, past_key_values=copy.deepcopy(shared))
-        assert torch.equal(reused, greedy(stock, whole))
+        assert torch.equal(greedy(ours, whole, past_key_values=copy.deepcopy(shared)), greedy(stock, whole))
 
 
 def test_several_turns_with_one_static_cache() -> None:
@@ -110,10 +109,9 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
     stock, ours = pair(name)
     mask = padding(side)
     settings: dict[str, Any] = dict(
-        attention_mask=torch.ones_like(tokens()) if mask is None else mask,
-        max_new_tokens=8,
+        attention_mask=torch.ones_like(tokens()) if mask is None else mask, max_new_tokens=8,
         cache_implementation="static",
-    )
+    )  # fmt: skip
     graphs = Graphs()
     found = greedy(ours, tokens(), compile_config=compiled_by(graphs), **settings)
     assert torch.equal(found, greedy(stock, tokens(), disable_compile=True, **settings))

@@ -33,13 +33,12 @@ def trainer_of(family: str, implementation: str, directory: Path, **changes: Any
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     settings = arguments(directory, max_steps=10).to_dict() | dict(bf16=False, logging_steps=1) | changes
     return trl.SFTTrainer(
-        model=model_of(family, implementation),
-        args=trl.SFTConfig(**settings),
+        model=model_of(family, implementation), args=trl.SFTConfig(**settings),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tf.PreTrainedTokenizerFast(
             tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2"
         ),
-    )
+    )  # fmt: skip
 
 
 def losses(trainer: Any) -> list[float]:

@@ -45,11 +45,8 @@ def run(command: Sequence[str | Path], cwd: Path, timeout: float = 240) -> str:
 
 
 def environment(place: Path) -> Path:
-    """A fresh virtual environment that sees the libraries of this one, but not this package; its python.
-
-    The directory of libraries is put on the path without processing the `.pth` files in it, one of which is the
-    editable install of this package.
-    """
+    """A fresh virtual environment that sees the libraries of this one, but not this package; its python."""
+    # the `.pth` files among the libraries are not processed, one of which is the editable install of this package
     run([sys.executable, "-m", "venv", "--without-pip", place], cwd=place.parent)
     python = place / "bin" / "python"
     libraries = sysconfig.get_path("purelib")

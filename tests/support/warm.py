@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 SECONDS = 600
@@ -46,9 +45,7 @@ class WarmInterpreter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.communicate(timeout=60)
 
     def run(self, code: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

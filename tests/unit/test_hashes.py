@@ -76,9 +76,8 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_happens_to_weights_is_seen(change: str) -> None:
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    assert hashed(CHANGES[change](weight).to(weight.dtype if change != "another dtype" else torch.float16)) != hashed(
-        weight
-    )
+    dtype = torch.float16 if change == "another dtype" else weight.dtype
+    assert hashed(CHANGES[change](weight).to(dtype)) != hashed(weight)
 
 
 def test_layout_in_memory_is_not_seen() -> None:

@@ -12,6 +12,7 @@ PADDING = torch.ones(1, 6, dtype=torch.bool)
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2]])
 SPANS = torch.tensor([[-1, 0, 0, -1, 1, 1]])
 LEFT = torch.tensor([2])
+TWICE = mu.and_masks(mu.causal_mask_function, mu.sliding_window_causal_mask_function(4))  # one rule
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ LEFT = torch.tensor([2])
             ),
             {"causal": True, "window": 4, "k_segments": DOCUMENTS, "key_padding": PADDING},
         ),
+        (TWICE, {"causal": True, "window": 4}),
         (mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), {"causal": True, "spans": SPANS}),
         (mu.or_masks(mu.blockwise_overlay(SPANS), mu.causal_mask_function), {"causal": True, "spans": SPANS}),
     ],
@@ -41,11 +43,6 @@ def test_composition_is_read(function: Any, expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] is value if isinstance(value, torch.Tensor) else found[name] == value
-
-
-def test_the_same_rule_twice_is_one_rule() -> None:
-    twice = mu.and_masks(mu.causal_mask_function, mu.sliding_window_causal_mask_function(4))
-    assert read_pattern(twice) == {"causal": True, "window": 4}
 
 
 def foreign(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -74,15 +71,11 @@ def test_what_has_no_structure_is_unknown(function: Any) -> None:
     assert read_pattern(function) is None
 
 
-@pytest.mark.skipif(
-    not hasattr(mu, "remap_positions_for_packed_sequence"), reason="this Transformers does not remap positions"
-)
+@pytest.mark.skipif(not hasattr(mu, "remap_positions_for_packed_sequence"), reason="this version remaps no positions")
 def test_positions_counted_per_document_change_no_rule() -> None:
     positions = torch.tensor([[0, 1, 0, 1, 2, 0]])
-    inner = mu.sliding_window_causal_mask_function(2)
-    remapped = mu.remap_positions_for_packed_sequence(inner, positions)
-    together = mu.and_masks(remapped, mu.packed_sequence_mask_function(DOCUMENTS))
-    found = read_pattern(together)
+    remapped = mu.remap_positions_for_packed_sequence(mu.sliding_window_causal_mask_function(2), positions)
+    found = read_pattern(mu.and_masks(remapped, mu.packed_sequence_mask_function(DOCUMENTS)))
     assert found is not None
     assert found.keys() == {"causal", "window", "k_segments"}
 

@@ -61,9 +61,7 @@ def test_bad_configurations_are_refused_in_a_sentence(text: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", [("show", "p"), ("diff", "p", "p"), ("explore", "p", "--html", "h")])
-def test_a_place_that_may_not_be_looked_at_is_a_sentence(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_may_not_be_read_is_a_sentence(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -72,19 +70,15 @@ def test_a_place_that_may_not_be_looked_at_is_a_sentence(
 
 
 @pytest.mark.parametrize("words", ["show", "explore --html h"])
-def test_without_a_plan_it_is_said_how_to_come_by_one(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_plan_it_is_said_how_to_get_one(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = adaattn("plan", *words.split(), code=2)
-    said = " ".join(refused.stderr.split())
+    said = " ".join(adaattn("plan", *words.split(), code=2).stderr.split())
     assert said == "error: plan: no plan in adaattn-plan; run `adaattn calibrate MODEL`, or name another directory"
     for budget in ("0.1pct", "1pct"):
         (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
         (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()
-    refused = adaattn(
-        "plan", *words.split(), code=2, says="error: adaattn-plan holds no plan; expected a plan, or a directory or "
-    )
+    says = "error: adaattn-plan holds no plan; expected a plan, or a directory or "
+    refused = adaattn("plan", *words.split(), code=2, says=says)
     assert " ".join(refused.stderr.split()).endswith("such as adaattn-plan/0.1pct, adaattn-plan/1pct")
 
 
@@ -109,9 +103,6 @@ def test_control_sequences_do_not_reach_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     nasty = "\x1b]0;owned\x07\x1b[31m\u202e"
     changed = {**GOOD, "model_type": nasty, "verified": {**GOOD["verified"], "sentence": nasty}}
-    path.write_text(json.dumps(changed), encoding="utf-8")
-    result = show(path)
-    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
-    path.write_text(json.dumps({**GOOD, nasty: 1}), encoding="utf-8")
-    result = show(path, code=2)
-    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+    for data, code in ((changed, 0), ({**GOOD, nasty: 1}, 2)):
+        path.write_text(json.dumps(data), encoding="utf-8")
+        assert not set(show(path, code=code).output) & {"\x1b", "\x07", "\u202e"}

@@ -50,15 +50,14 @@ MOVES = ("nothing", *["layers"] * 8, *["set later"] * 4)
 LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
     "popped and inserted": lambda layers, a, b: layers.insert(b, layers.pop(a)),
     "exchanged by index": lambda layers, a, b: [layers.__setitem__(*at) for at in ((a, layers[b]), (b, layers[a]))],
-    "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]),
-    "popped": lambda layers, a, b: layers.pop(a),
+    "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]), "popped": lambda layers, a, b: layers.pop(a),
     "deleted": lambda layers, a, b: layers.__delitem__(a),
     "doubled in place": lambda layers, a, b: layers.__setitem__(a, layers[b]),
     "doubled by insert": lambda layers, a, b: layers.insert(a, layers[b]),
     "copied in place": lambda layers, a, b: layers.__setitem__(a, copy.deepcopy(layers[b])),
     "sliced": lambda layers, a, b: layers[min(a, b) + 1 :],
     "sorted inside": lambda layers, a, b: layers._modules.update({str(a): layers[b], str(b): layers[a]}),
-}
+}  # fmt: skip
 """What is done to a list of layers in two places; what is returned takes its place, if it is a list."""
 HARMLESS = ("nothing", "adapter")
 

@@ -72,8 +72,7 @@ class Called(nn.Module):
 
 def graph(way: str, model: Any, given: Inputs) -> Callable[[Inputs], Tensor]:
     length = given.ids.shape[1]
-    asked = keywords(model, given, 0, length)
-    called = Called(model, asked)
+    called = Called(model, keywords(model, given, 0, length))
 
     def tensors(other: Inputs) -> tuple[Tensor, ...]:
         # copies: what a call remembers by a tensor's identity is not what is searched here

@@ -63,18 +63,14 @@ def position_rows(draw: st.DrawFn, rows: int, length: int, kind: str) -> Tensor:
         ways: dict[str, Callable[[], Tensor]] = {
             "skipped": lambda: counted + behind * draw(st.sampled_from([1, 2, 15, 40])),
             "stepped": lambda: counted * draw(st.sampled_from([2, 3])),
-            "repeated": lambda: counted - behind if cut else counted,
-            "halves": lambda: counted // 2,
+            "repeated": lambda: counted - behind if cut else counted, "halves": lambda: counted // 2,
             "fractional": lambda: counted * draw(st.sampled_from([0.5, 0.25, 1.5])),
-            "restarting": lambda: torch.arange(length) - cut * behind,
-            "constant": lambda: torch.full((length,), start),
+            "restarting": lambda: torch.arange(length) - cut * behind, "constant": lambda: torch.full((length,), start),
             "backwards": lambda: counted.flip(0),
-        }
+        }  # fmt: skip
         return ways.get(kind, lambda: counted)()
 
-    if draw(st.booleans()):
-        return torch.stack([row() for _ in range(rows)])
-    return row().expand(rows, -1).contiguous()
+    return torch.stack([row() for _ in range(rows)]) if draw(st.booleans()) else row().expand(rows, -1).contiguous()
 
 
 @st.composite

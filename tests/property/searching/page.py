@@ -57,7 +57,6 @@ def record(done: dict[str, Any], directory: Path) -> None:
         lines += ["| machine | each | seed | by | date | failed |", "|---|---:|---:|---|---|---|"]
         lines += [
             f"| {' | '.join(str(one[key]) for key in ('machine', 'cases', 'seed', 'by', 'date'))} "
-            f"| {', '.join(one['failed']) or 'none'} |"
-            for one in found["native"]
-        ]
+            f"| {', '.join(one['failed']) or 'none'} |" for one in found["native"]
+        ]  # fmt: skip
     write_atomically(directory / "fuzz.md", "\n".join(lines) + "\n")
