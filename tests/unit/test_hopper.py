@@ -82,12 +82,16 @@ def test_heavy_calls_are_dealt_out(
     """There are as many programs as multiprocessors; entries of all heads are told as items."""
     attend(drawn(causal(), dim, heads, per_head=rules))
     ((name, programs, constants, arguments),) = launched
-    warps = constants["W"]
-    assert (name, programs, warps.together) == ("specialised", (PROGRAMS,), together)
+    assert (name, programs, constants["TOGETHER"]) == ("specialised", (PROGRAMS,), together)
     told = sorted(items_of(arguments[9]))
-    assert told == [[0, row, part] for row in range(0, N, warps.rows) for part in range(heads // together)]
+    assert told == [
+        [0, row, part]
+        for row in range(0, N, 64 * constants["GROUPS_OF_WARPS"] // together)
+        for part in range(heads // together)
+    ]
     # with windows TMA brings halves of tiles
-    expected = [warps.keys, dim] if rules is None else [warps.keys // 2, 64]
+    keys = constants["BLOCK_N"]
+    expected = [keys, dim] if rules is None else [keys // 2, 64]
     assert arguments[3].block_shape == [1, 1, *expected]
 
 
@@ -119,7 +123,7 @@ def test_tiles_move_back_where_documents_end_within_them(
     """But not at the end of the tensor, behind which TMA brings zeros."""
     attend(drawn(documents(*lengths)))
     ((name, _, constants, _),) = launched
-    assert (name, constants["W"].close) == ("specialised", close)
+    assert (name, constants["CLOSE"]) == ("specialised", close)
 
 
 def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched) -> None:

@@ -6,7 +6,6 @@ Below the kernel stands its launch, and on Hopper that of the one in `specialise
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -257,8 +256,12 @@ def _parts_on_hopper(
     closed = all(ends_with_tiles(run, keys, structure.kv_len) for run in runs)
     runs_table, items, dealt = derived_on(structure, device, find_items, warps, every, programs)
     tables = runs_table, items, items if windows is None else window_table(windows, device)
-    warps = replace(warps, causal=structure.causal, sink=shape.has_sink, lse=shape.has_lse, close=not closed)
-    constants = {"W": warps, "num_warps": 4}
+    constants = {
+        "GROUPS": groups, "TOGETHER": warps.together, "HEAD": shape.dim, "CAUSAL": structure.causal,
+        "WINDOW": warps.window, "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "GROUPS_OF_WARPS": warps.groups,
+        "ALTERNATE": warps.alternate, "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.keys,
+        "STAGES": warps.stages, "num_warps": 4,
+    }  # fmt: skip
     part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64), True)
     if not structure.derived(runs_of, keys, True):
         return (part,)

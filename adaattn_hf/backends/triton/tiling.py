@@ -5,7 +5,6 @@ Nothing here imports Triton: the backend asks for tiles before it is known to be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...attention.kind import CallSpec
@@ -153,9 +152,8 @@ def scale_of(scaling: float, softcap: float | None) -> float:
     return float(scaling) if softcap is not None else (scaling or 1e-30) * 1.4426950408889634
 
 
-@dataclass(frozen=True)  # Triton would make a tuple of its own of a NamedTuple, without properties
-class Warps:
-    """How the warp-specialised kernel for Hopper shares its work out among warps, and what it is compiled for.
+class Warps(NamedTuple):
+    """How the warp-specialised kernel for Hopper shares its work out among warps.
 
     Attributes:
         groups: Of four warps, with 64 queries each.
@@ -166,9 +164,7 @@ class Warps:
         ahead: Whether queries come an item ahead.
         dim: Channels of a head.
         sharing: Query heads that share keys.
-        window, causal, sink, lse: Whether the call has windows, is causal, has learned sinks, asks for the log-sum-exp.
-        close: Whether keys of a segment may end within a tile and before the tensor does; then there are as many as a
-            tile's piece at least.
+        window: Whether the call has windows.
     """
 
     groups: int
@@ -180,10 +176,6 @@ class Warps:
     dim: int
     sharing: int
     window: bool
-    causal: bool = False
-    sink: bool = False
-    lse: bool = False
-    close: bool = False
 
     @property
     def rows(self) -> int:

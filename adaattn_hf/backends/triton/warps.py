@@ -1,7 +1,5 @@
 """Parts of the warp-specialised kernel for Hopper: rings of tiles in shared memory, and one tile of online softmax.
 
-`W` is the `tiling.Warps` of a launch: how its warps share the work out, and what it is compiled for.
-
 The producer, one warp, brings tiles of keys and values by TMA into rings. The consumers, groups of four warps, 64 queries
 each, multiply: the scores of a tile are begun before the values of the one before are added, so that the matrix unit works
 while exponentials are taken (FlashAttention-3's forward; Shah et al. 2024, sections 3.1 and 3.2).
@@ -19,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # up to Triton 3.7
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -28,42 +25,40 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _memory = gl.shared_memory_descriptor
 _as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 ROWS = gl.constexpr(64)  # queries of a group of four warps
-DESCRIPTOR = TensorDescriptor
-TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-"""How TMA lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
 
 
 @gluon.jit
-def ring(like, W: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Shared memory for some tiles, as boxes of a descriptor and whole, and two barriers a tile.
+def ring(  # type: ignore[no-untyped-def]
+    like, BLOCK_N: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr
+):  # fmt: skip
+    """Shared memory for STAGES tiles, as boxes of a descriptor and whole, and two barriers a tile.
 
     The barriers tell that it has come, and that all groups are done with it. Boxes are tiles, or halves of their keys
     by 64 channels each; those of the first 64 channels come first, as the layout of a tile has it.
     """
     ROWS_OF_BOX: gl.constexpr = like.block_type.shape[2]
     CHANNELS_OF_BOX: gl.constexpr = like.block_type.shape[3]
-    STAGES: gl.constexpr = W.stages
-    BOXES: gl.constexpr = W.keys // ROWS_OF_BOX * (W.dim // CHANNELS_OF_BOX)
+    BOXES: gl.constexpr = BLOCK_N // ROWS_OF_BOX * (HEAD // CHANNELS_OF_BOX)
     boxes = gl.allocate_shared_memory(like.dtype, [STAGES * BOXES, 1, 1, ROWS_OF_BOX, CHANNELS_OF_BOX], like.layout)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    tiles = _as(boxes, like.dtype, [STAGES, W.keys, W.dim], LAYOUT)
+    tiles = _as(boxes, like.dtype, [STAGES, BLOCK_N, HEAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=W.groups)
+        mbarrier.init(empty.index(stage), count=GROUPS_OF_WARPS)
     return tiles, full, empty, boxes
 
 
 @gluon.jit
-def fetch(bulk, tiles_ring, count, row, kv_head, n, then, W: gl.constexpr):  # type: ignore[no-untyped-def]
+def fetch(bulk, tiles_ring, count, row, kv_head, n, then, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
     """Brings the tile from key `n` on as the `count`-th of a ring, once its place is free; its second half from `then`."""
     tiles, full, empty, boxes = tiles_ring
     CHANNELS_OF_BOX: gl.constexpr = bulk.block_type.shape[3]
     HALVES: gl.constexpr = tiles.shape[1] // bulk.block_type.shape[2]
     BOXES: gl.constexpr = tiles.shape[2] // CHANNELS_OF_BOX * HALVES
-    stage = count % W.stages
-    mbarrier.wait(empty.index(stage), ((count // W.stages) & 1) ^ 1)
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), BOXES * bulk.block_type.nbytes)
     for box in gl.static_range(BOXES):
         key = n if box % HALVES == 0 else then
@@ -87,39 +82,56 @@ def bring_all():  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def begin_scores(q, k_ring, turns, count, WHICH: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+def begin_scores(  # type: ignore[no-untyped-def]
+    q, k_ring, turns, count, WHICH: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Begins the products of queries with the `count`-th tile of a ring; waits for it, and for this group's turn."""
     tiles, full, _empty, _boxes = k_ring
-    stage = count % W.stages
-    mbarrier.wait(full.index(stage), (count // W.stages) & 1)
-    if W.alternate:
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    if ALTERNATE:
         # a fresh barrier counts as passed: the first group need not wait for its first turn
         mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 if WHICH == 0 else 0))
     keys = tiles.index(stage).permute([1, 0])
-    nothing = gl.zeros([ROWS, W.keys], gl.float32, LAYOUT)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
     return warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def seen(bounds, LEFT: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Boolean `[rows, keys of a tile]`: each row's last key, the one before its window, and both of the second half.
+def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bounds of `seen`, for queries that stand at `p` and the tile from key `n` on, of which those below `limit` are there."""
+    last = gl.zeros_like(p) + (limit - 1 - n)
+    if CAUSAL:
+        last = gl.minimum(p - n, last)
+    elif WINDOW:
+        last = gl.minimum(gl.maximum(p - n + window, sinks - n) - 1, last)
+    return last, p - n - window, sinks - n
 
-    All are places in the tile, those of the second half in that. Without LEFT all keys lie after where windows begin.
+
+@gluon.jit
+def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
+
+    Without LEFT all keys lie after where the windows begin. Instead of sinks there may be the other two bounds of the
+    second half of the tile, by places in it.
     """
-    last, before, then = bounds
-    j = gl.arange(0, W.keys, gl.SliceLayout(0, LAYOUT))
+    last, before, more = bounds
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
     own = (j & 6)[None, :]
     at = (j & -7)[None, :]
-    if LEFT:
+    if LEFT and isinstance(more, gl.tuple):
         # one comparison for both ends: below the first one numbers without a sign are large
-        then_last, then_before = then
-        HALF: gl.constexpr = W.keys // 2
+        then_last, then_before = more
+        HALF: gl.constexpr = BLOCK_N // 2
         first = gl.where(at < HALF, (before + 1)[:, None] - own, (then_before + 1 + HALF)[:, None] - own)
         keys = gl.where(at < HALF, (last - before)[:, None], (then_last - then_before)[:, None])
         keep = (at - first).to(gl.uint32) < gl.maximum(keys, 0).to(gl.uint32)
     else:
         keep = at <= last[:, None] - own
+        if LEFT:
+            keep = keep & ((at > before[:, None] - own) | (at < more - own))
     return keep
 
 
@@ -152,20 +164,27 @@ def paired(w, BLOCK_N: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-un
 
 
 @gluon.jit
-def _begin_values(acc, pairs, v_ring, count, W: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def _single(pairs, BLOCK_N: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights of `paired` as the left side of a product."""
+    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([ROWS, BLOCK_N])
+    return gl.convert_layout(both.to(dtype, bitcast=True), LAYOUT)
+
+
+@gluon.jit
+def _begin_values(acc, pairs, v_ring, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Begins to add the values of the `count`-th tile by their weights; waits for the tile."""
     tiles, full, _empty, _boxes = v_ring
-    stage = count % W.stages
-    mbarrier.wait(full.index(stage), (count // W.stages) & 1)
-    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([ROWS, W.keys])
-    weights = gl.convert_layout(both.to(dtype, bitcast=True), gl.DotOperandLayout(0, LAYOUT, 2))
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    weights = _single(pairs, BLOCK_N, dtype, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
     return warpgroup_mma(weights, tiles.index(stage), acc, is_async=True), weights
 
 
 @gluon.jit
 def add_tile(  # type: ignore[no-untyped-def]
     state, q, rings, count, scale, bounds, MASKED: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr,
-    W: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Takes the weights of the `count`-th tile while the values of the one before are added.
 
@@ -173,43 +192,45 @@ def add_tile(  # type: ignore[no-untyped-def]
     """
     acc, m, l, pairs = state
     k_ring, v_ring, turns = rings
-    s = begin_scores(q, k_ring, turns, count, WHICH, W, S_LAYOUT)
-    added, weights = _begin_values(acc, pairs, v_ring, count - 1, W, O_LAYOUT, dtype)
-    if W.alternate:
-        mbarrier.arrive(turns.index((WHICH + 1) % W.groups))
+    s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    added, weights = _begin_values(acc, pairs, v_ring, count - 1, BLOCK_N, STAGES, O_LAYOUT, dtype)
+    if ALTERNATE:
+        mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_ring[2].index(count % W.stages))
+    mbarrier.arrive(k_ring[2].index(count % STAGES))
     if MASKED:
-        s = gl.where(seen(bounds, LEFT, W, S_LAYOUT), s, float("-inf"))
+        s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
     w, m, l, decay = weights_of(s, m, l, scale, MASKED)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
-    mbarrier.arrive(v_ring[2].index((count - 1) % W.stages))
+    mbarrier.arrive(v_ring[2].index((count - 1) % STAGES))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return acc, m, l, paired(w, W.keys, dtype)
+    return acc, m, l, paired(w, BLOCK_N, dtype)
 
 
 @gluon.jit
 def first_tile(  # type: ignore[no-untyped-def]
-    m, l, q, rings, count, scale, bounds, WHICH: gl.constexpr, W: gl.constexpr, S_LAYOUT: gl.constexpr, dtype: gl.constexpr
+    m, l, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """The weights of an item's first tile: maximum, sum and weights, behind which no values wait."""
     k_ring, _v_ring, turns = rings
-    s = begin_scores(q, k_ring, turns, count, WHICH, W, S_LAYOUT)
-    if W.alternate:
-        mbarrier.arrive(turns.index((WHICH + 1) % W.groups))
+    s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    if ALTERNATE:
+        mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_ring[2].index(count % W.stages))
-    s = gl.where(seen(bounds, W.window or W.close, W, S_LAYOUT), s, float("-inf"))
+    mbarrier.arrive(k_ring[2].index(count % STAGES))
+    s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
     w, m, l, _decay = weights_of(s, m, l, scale, True)
-    return m, l, paired(w, W.keys, dtype)
+    return m, l, paired(w, BLOCK_N, dtype)
 
 
 @gluon.jit
-def last_values(acc, pairs, v_ring, count, W: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def last_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Adds the values of an item's last tile, which is the `count`-th."""
-    added, weights = _begin_values(acc, pairs, v_ring, count, W, O_LAYOUT, dtype)
+    added, weights = _begin_values(acc, pairs, v_ring, count, BLOCK_N, STAGES, O_LAYOUT, dtype)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
-    mbarrier.arrive(v_ring[2].index(count % W.stages))
+    mbarrier.arrive(v_ring[2].index(count % STAGES))
     return acc
 
 
