@@ -144,6 +144,19 @@ class Loading(Source):
 
 
 @dataclass(frozen=True)
+class Masking:
+    """How a masked-language model is read.
+
+    Attributes:
+        mask_share: Share of the tokens that a masked LM is asked for at a time.
+        maskings: Times that each sequence is masked anew, for a masked LM.
+    """
+
+    mask_share: float = 0.15
+    maskings: int = 4
+
+
+@dataclass(frozen=True)
 class Text:
     """The corpora of an evaluation.
 

@@ -41,7 +41,7 @@ from adaattn_hf.backends.triton import (
     step,
     storing,
 )
-from adaattn_hf.calibration.arms import over_codes
+from adaattn_hf.eval.arms import over_codes
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 WINDOWS = HeadRules((128, 0), (16, 0), ("model",) * 2)

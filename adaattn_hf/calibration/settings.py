@@ -57,19 +57,6 @@ def _windows() -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Masking:
-    """How a masked-language model is read.
-
-    Attributes:
-        mask_share: Share of the tokens that a masked LM is asked for at a time.
-        maskings: Times that each sequence is masked anew, for a masked LM.
-    """
-
-    mask_share: float = 0.15
-    maskings: int = 4
-
-
-@dataclass(frozen=True)
 class Judged:
     """By which text and limits a plan is judged; who verifies it again says so anew.
 

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from adaattn_hf.eval.progress import beating, tell
-from adaattn_hf.eval.settings import DTYPE, Source
+from adaattn_hf.eval.settings import DTYPE, Masking, Source
 
-from ..calibration.settings import CalibrationSettings, Masking
+from ..calibration.settings import CalibrationSettings
 from ..errors import ModelUnavailable, UsageError
 from .fields import with_options
 from .interrupt import ending
@@ -86,13 +86,13 @@ def calibrate(
     passed for a budget, so it stays exact; 6 out of memory; 130 interrupted.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
+    from adaattn_hf.eval.team import join, leave
+    from adaattn_hf.eval.texts import refuse_repeats
     from adaattn_hf.patches.checkpoint import load, resolve_device
     from adaattn_hf.patches.plans.positions import stated_positions
 
     from ..calibration.inputs import refuse_longer
     from ..calibration.state import kept_in, refuse_interrupted
-    from ..calibration.team import join, leave
-    from ..calibration.texts import refuse_repeats
     from ..plans.wording import allowed
     from .calibration_job import job_of, out_of_memory, run, scoring_of
     from .fit import fit_to_text, opened

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
+from adaattn_hf.eval.objectives import NEXT_TOKEN, MaskedTokens, Objective
 from adaattn_hf.eval.progress import duration, shown_progress, tell
+from adaattn_hf.eval.settings import Masking
+from adaattn_hf.eval.team import Team
 from adaattn_hf.patches.checkpoint import Checkpoint, placed, resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
 from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
-from ..calibration.benefit import Benefit
-from ..calibration.inputs import OutOfTime
-from ..calibration.measure import Measurement
-from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
-from ..calibration.settings import Calibration, CalibrationSettings, Masking
-from ..calibration.state import RISKS_FILE, CalibrationState, Known, kept_in
-from ..calibration.team import Team
+from ..calibration.assemble import save_plan
+from ..calibration.inputs import OutOfTime, Run
+from ..calibration.layers import Measurement
+from ..calibration.measure import measured
+from ..calibration.passes import Benefit
+from ..calibration.settings import Calibration, CalibrationSettings
+from ..calibration.state import RISKS_FILE, Known, forget, kept_in
 from ..plans.limits import unproven
 from ..plans.plan import Plan, PlanError
 from ..plans.store import PLAN_FILE
@@ -104,7 +107,7 @@ def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, targe
     )
 
 
-def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
+def scoring_of(loaded: Checkpoint, masking: Masking) -> Objective:
     """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read like `masking`."""
     if loaded.objective == "masked":
         return MaskedTokens.of(loaded.tokenizer, masking.mask_share, masking.maskings)
@@ -112,7 +115,7 @@ def scoring_of(loaded: Checkpoint, masking: Masking) -> Scoring:
 
 
 def run(
-    job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int
+    job: Job, loaded: Checkpoint, scoring: Objective, console: Console, team: Team, rank: int
 ) -> tuple[int, dict[str, Any]]:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
@@ -150,7 +153,7 @@ def run(
                 return out_of_memory(job, device, progress.stage.partition(" for ")[0], said)
 
             with room_or_sentence(no_room):
-                measurement = calibration.measured(
+                measurement = measured(
                     Subject(placed(loaded.model, wanted)),
                     loaded.encode,
                     job.data,
@@ -158,13 +161,7 @@ def run(
                     verify_data=job.verify_data,
                     scoring=scoring,
                     prices=job.prices,
-                    directory=job.target,
-                    resume=job.asked.resume,
-                    known=job.known,
-                    progress=step,
-                    say=say,
-                    expect=expect,
-                    opened=job.began,
+                    run=Run(job.target, job.asked.resume, job.known, step, say, expect, job.began),
                 )
                 state = measurement.state
                 for place, budget in job.budgets.items():
@@ -191,7 +188,7 @@ def run(
         for show in shown:
             show()
     if team.leads:
-        CalibrationState.forget(job.target)
+        forget(job.target)
     return worst, every if several else next(iter(every.values()))
 
 
@@ -233,7 +230,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     write_atomically(picture, plan_page(result.plan, buys))
     measurement.state.save(job.target, RISKS_FILE)
     subject = measurement.inputs.subject
-    calibration.save_plan(subject, result, job.target)
+    save_plan(subject, result, job.target)
     (job.target / FAILED_FILE).unlink(missing_ok=True)
     subject.remove_plan()  # what follows is measured beside exact attention
     passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]

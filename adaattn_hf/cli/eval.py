@@ -85,10 +85,9 @@ def _run(
     output: Output,
     console: Console,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    from adaattn_hf.eval import bounds, report, runner, showcase
+    from adaattn_hf.eval import bounds, report, runner, showcase, team
     from adaattn_hf.patches.checkpoint import resolve_device
 
-    from ..calibration import team
     from .memory import room_or_sentence
 
     resolve_device(loading.device)
@@ -141,11 +140,9 @@ def _run(
 def _runs(model: str, text: Text, settings: Settings, loading: Loading, output: Output) -> Iterator[Run]:
     import torch
 
-    from adaattn_hf.eval import corpora, tasks
+    from adaattn_hf.eval import corpora, tasks, team
     from adaattn_hf.eval.runner import Run
     from adaattn_hf.patches.checkpoint import load, read_config
-
-    from ..calibration import team
 
     read_config(model, **loading.source())  # a wrong name is told before text is looked for
     texts = [corpora.load(s, split=text.split, separator=text.document_separator) for s in text.data or ("wikitext",)]

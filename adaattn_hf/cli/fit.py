@@ -11,11 +11,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from adaattn_hf.errors import ModelUnavailable
+from adaattn_hf.eval.texts import read_documents
+from adaattn_hf.eval.windows import Encode
 from adaattn_hf.patches import checkpoint
 
-from ..calibration.corpus import Encode
 from ..calibration.settings import CalibrationSettings
-from ..calibration.texts import read_documents
 
 LENGTHS = (4096, 2048, 1024, 512, 256, 128)
 """Lengths that are tried where none is asked for, longest first."""

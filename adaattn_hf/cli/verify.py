@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from adaattn_hf.eval.progress import tell
-from adaattn_hf.eval.settings import Source
+from adaattn_hf.eval.settings import Masking, Source
 
-from ..calibration.settings import Judged, Masking
+from ..calibration.settings import Judged
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json

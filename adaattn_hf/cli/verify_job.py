@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from adaattn_hf.eval.arms import ModelArms, stored_tap
+from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import shown_progress
+from adaattn_hf.eval.settings import Masking
+from adaattn_hf.eval.texts import refuse_repeats
+from adaattn_hf.eval.windows import TokenSequence, draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.attach import programs_for
 from adaattn_hf.patches.plans.subject import Subject
 
-from ..calibration import corpus
-from ..calibration.arms import ModelArms, stored_tap
-from ..calibration.corpus import TokenSequence
 from ..calibration.inputs import Inputs, LengthSample, refuse_longer
+from ..calibration.passes import stock_distance
 from ..calibration.pricing import machine
-from ..calibration.scoring import Scoring
-from ..calibration.settings import CalibrationSettings, Judged, Masking
-from ..calibration.stock import stock_distance
-from ..calibration.texts import refuse_repeats
-from ..calibration.verify import Evidence, activation, gather, judge
+from ..calibration.proof import Evidence, activation, gather, judge
+from ..calibration.settings import CalibrationSettings, Judged
 from ..plans.evidence import LEVEL
 from ..plans.limits import Gates, most_rounding, unproven, words
 from ..plans.plan import Plan, Verified
@@ -79,7 +79,7 @@ def prove(model: str, asked: Proved, judged: Judged, masking: Masking, console: 
 
 
 def _verdicts(
-    plan: Plan, loaded: Checkpoint, scoring: Scoring, asked: Proved, judged: Judged, console: Console
+    plan: Plan, loaded: Checkpoint, scoring: Objective, asked: Proved, judged: Judged, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(judged))
     subject = Subject(placed(loaded.model, asked.device))
@@ -110,7 +110,7 @@ def _verdicts(
 
 
 def held_out(
-    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Checkpoint, scoring: Scoring
+    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Checkpoint, scoring: Objective
 ) -> tuple[tuple[TokenSequence, ...], bool]:
     """Returns the sequences of a text that decide, drawn as in a calibration, and whether each source must pass.
 
@@ -119,7 +119,7 @@ def held_out(
     """
     s, length = settings, scoring.content(plan.max_length)
     own = s.sequences + s.joint
-    sample = corpus.draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.most_held_out - 2)
+    sample = draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.most_held_out - 2)
     drawn = sample.parts["held_out"]
     text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.cli.pictures.grid import differences, heat_map
 from adaattn_hf.cli.pictures.page import plan_page
 from adaattn_hf.patches.plans import attach

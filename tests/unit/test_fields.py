@@ -10,13 +10,13 @@ import typer
 from typer.testing import CliRunner
 
 from adaattn_hf.attention.stored import FORMATS
-from adaattn_hf.calibration.settings import CalibrationSettings, Masking
+from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.cli import fields, main
 from adaattn_hf.cli.bench import Bench
 from adaattn_hf.cli.calibrate import Asked
 from adaattn_hf.cli.fields import declared, described, with_options
 from adaattn_hf.cli.place import Place
-from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
+from adaattn_hf.eval.settings import Limits, Loading, Masking, Output, Settings, Text
 from adaattn_hf.patches.checkpoint import DTYPES
 from adaattn_hf.policy.candidates import FAMILIES, known_families
 
