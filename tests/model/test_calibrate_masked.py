@@ -216,9 +216,9 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
 
 
 def test_candidates_that_look_both_ways() -> None:
-    assert MaskedTokens(4).windows(WINDOWS) == WINDOWS_BOTH_WAYS
-    assert MaskedTokens(4).windows((40,)) == (40,)
-    assert NextToken().windows(WINDOWS) == WINDOWS
+    assert MaskedTokens(4).spans(WINDOWS) == WINDOWS_BOTH_WAYS
+    assert MaskedTokens(4).spans((40,)) == (40,)
+    assert NextToken().spans(WINDOWS) == WINDOWS
     found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
     assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 32, 64, 128]
     found = candidates(512, 32, "float32", ("window",), WINDOWS).choices
