@@ -28,7 +28,7 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.eval.windows import TokenSequence, draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
-from adaattn_hf.patches.plans.attach import programs_for
+from adaattn_hf.patches.plans.bound import BoundPlan
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.evidence import LEVEL
 from adaattn_hf.plans.limits import Gates, most_rounding, unproven, words
@@ -111,8 +111,8 @@ def _verdicts(
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(options.fill(Judged)))
     subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
-    programs = {index: one for index, (_, one) in found.items() if one is not None}
+    found = BoundPlan(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
+    programs = {index: one for index, one in found.items() if one is not None}
     pool, apart = held_out(plan, settings, options.data, loaded, scoring)
     samples = {}
     for length in plan.lengths:

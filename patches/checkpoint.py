@@ -17,7 +17,8 @@ from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
-from .plans.attach import carried_by, load_plan, remove_plan
+from .plans.attach import load_carried, load_plan, remove_plan
+from .plans.bound import carried_by
 from .plans.positions import trained_positions
 from .registry import NAMES
 
@@ -352,11 +353,16 @@ def arms(
 
 
 def give_plan(model: Any, plan: str | None) -> None:
-    """Gives a model a plan, takes its own away (`NO_PLAN`), or leaves it (None); ModelUnavailable for none."""
+    """Binds a plan to a model, or the one in its configuration (None), or takes that away (`NO_PLAN`).
+
+    ModelUnavailable: it cannot be read, or is that of another model.
+    """
     try:
         if plan == NO_PLAN:
             remove_plan(model)
-        elif plan is not None:
+        elif plan is None:
+            load_carried(model)
+        else:
             load_plan(model, plan)
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

@@ -39,7 +39,7 @@ from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
 from adaattn_hf.eval.windows import TokenSequence, draw
 from adaattn_hf.patches.checkpoint import load, resolve_device
-from adaattn_hf.patches.plans.attach import programs_for
+from adaattn_hf.patches.plans.bound import BoundPlan
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.store import PLAN_FILE
@@ -239,8 +239,7 @@ def passes(model: Any, ids: Tensor, plans: Mapping[str, Plan], rounds: int = 5) 
 def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, float]:
     """The device's seconds of all attention calls of a prefill, by arm."""
     model.set_attn_implementation("adaattn")
-    found = {name: programs_for(model, plan, unverified=False)[1] for name, plan in plans.items()}
-    arms = {name: {layer: program for layer, (_, program) in one.items()} for name, one in found.items()}
+    arms = {name: BoundPlan(model, plan).by_index for name, plan in plans.items()}
     return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms)
 
 

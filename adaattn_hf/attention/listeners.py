@@ -1,17 +1,16 @@
 """Who listens to attention calls: a listener notes a call, answers it in the model's place, or looks at the output.
 
 The listeners of a thread hear every attention call of its models. Calibration and monitoring answer calls; `explain`,
-`record`, spans and counts note them. Nothing of a model is patched, and nothing is left over. Plans that stand in for
-those of a model's configuration (`adaattn_hf.use_plan`) are known here, too.
+`record`, spans and counts note them. Nothing of a model is patched, and nothing is left over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -88,39 +87,3 @@ class Answers(Listener):
 def tapping(tap: Tap) -> AbstractContextManager[Answers]:
     """Lets a function answer the calls of this thread."""
     return listening(Answers(tap))
-
-
-@dataclass(frozen=True, eq=False)
-class Seat:
-    """A stand-in for the settings of a module: `raw` holds a plan or none, `slots` what was read from it."""
-
-    raw: Mapping[str, Any]
-    slots: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Seats(Listener):
-    """Other plans by which modules run in this thread."""
-
-    by_module: Mapping[nn.Module, Seat]
-
-
-class Seated:
-    """The mark of a module; copies and pickles of it are `False`, as those of a module are run by nobody yet."""
-
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        return bool, ()
-
-
-SEATED = "_adaattn_seated"
-"""Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced again."""
-
-
-def seats() -> Mapping[nn.Module, Seat] | None:
-    """The plans by which modules run in this thread, None where no block is open."""
-    return next((one.by_module for one in reversed(listeners()) if isinstance(one, Seats)), None)
-
-
-def seating(by_module: Mapping[nn.Module, Seat]) -> AbstractContextManager[Seats]:
-    """Lets modules run by other plans in this thread; modules that are not named keep what an outer block gave them."""
-    return listening(Seats({**(seats() or {}), **by_module}))

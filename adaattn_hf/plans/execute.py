@@ -24,9 +24,8 @@ from ..attention.tracing import tracing
 from ..backends import select
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
-from .choices.part import few_rows
 from .plan import PlanError
-from .program import PROGRAMS, Program, head_rules
+from .program import PROGRAMS, Program, all_within, head_rules
 
 
 def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[str, str]:
@@ -74,23 +73,23 @@ def attend(
         return AttentionResult(torch.where(alone[0].transpose(1, 2), exact, planned))
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
-    few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
+    few, speaks = program.speaks_for(structure)
     if isinstance(few, Tensor):
         kinds = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
         one, other = (attend(program, kind, backend) for kind in kinds)
         lse = None if one.lse is None or other.lse is None else _chosen(few, one.lse, other.lse, 2)
         return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
-    if few and program.exact_steps:
-        return select.attend(request, backend)
-    ranges = _ranges(structure, limit)
-    within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
+    ranges = None if speaks is not None else _ranges(structure, limit, few)
+    within = speaks
+    if within is None:
+        within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
         return select.attend(request, backend)
     if not (few or program.has_gradient) and request.checked_kind().needs_grad:
         return _one_way(program, request, backend)
     if within is True and (ranges is None or ranges[0] == rows):
-        return _planned(program, request, backend)
-    return _in_ranges(program, request, ranges or (0, rows), backend)
+        return _planned(program, request, few, backend)
+    return _in_ranges(program, request, few, ranges or (0, rows), backend)
 
 
 def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
@@ -98,13 +97,13 @@ def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
     return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
 
 
-def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
+def _ranges(structure: CallStructure, limit: int, few: bool) -> tuple[int, int] | None:
     """Returns up to which row of a causal call all are within a plan's lengths, and from which on none is.
 
     None where that is not known without a look at each row, where a step would have to ask a device, and where so few
     rows are within that a call of their own would compute them in another precision.
     """
-    padding, few = structure.key_padding, few_rows(structure) is True
+    padding = structure.key_padding
     padded = padding is not None
     if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
         return None
@@ -124,10 +123,10 @@ def _starts(structure: CallStructure) -> tuple[int, int]:
 
 
 def _in_ranges(
-    program: Program, request: AttentionRequest, ranges: tuple[int, int], backend: str | None
+    program: Program, request: AttentionRequest, few: bool, ranges: tuple[int, int], backend: str | None
 ) -> AttentionResult:
     (first, last), rows, device = ranges, request.query.shape[2], request.query.device
-    planned = _planned(program, request if last == rows else some_range(request, 0, last), backend)
+    planned = _planned(program, request if last == rows else some_range(request, 0, last), few, backend)
     exact = select.attend(request if first == 0 else some_range(request, first, rows), backend)
     within = None if first == last else rows_within(request.structure, program.max_length, device)
 
@@ -168,14 +167,13 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if alone := numbers_alone(request):
         return torch.where(alone[0], attention_weights(request), weights(program, alone[1]))
     request = _read_mask(program, request)
-    few = few_rows(request.structure) if program.counts_rows else False
+    few, within = program.speaks_for(request.structure)
     if isinstance(few, Tensor):
         kinds = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
         one, other = (weights(program, kind) for kind in kinds)
         return torch.where(few[:, None, :, None].to(one.device), one, other)
-    if few and program.exact_steps:
-        return attention_weights(request)
-    within = rows_within(request.structure, program.max_length, request.query.device)
+    if within is None:
+        within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
         return attention_weights(request)
     parts = [
@@ -187,16 +185,6 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if within is True:
         return planned
     return torch.where(within[:, None, :, None], planned, attention_weights(request))
-
-
-def all_within(structure: CallStructure, limit: int) -> bool | None:
-    """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
-    if structure.longest <= limit:
-        return True
-    if structure.causal and (places := structure.places) is not None:
-        first, last = places
-        return True if last <= limit else False if first >= limit else None
-    return None
 
 
 def rows_within(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -226,8 +214,8 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
     return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 
-def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    asked = program.requests[few_rows(request.structure) is True]
+def _planned(program: Program, request: AttentionRequest, few: bool, backend: str | None) -> AttentionResult:
+    asked = program.few if few else program.many
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
         together = replace(some_heads(request, asked.heads), per_head=asked.rules)
@@ -325,7 +313,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
         return None  # the rules end by places among the keys that are held
     if not _is_whole(program.handle, request.key.shape[1]):
         return None
-    asked = program.requests[True]
+    asked = program.few
     within = structure.kv_len <= program.max_length
     return replace(request, per_head=asked.rules if within else asked.ending)
 
@@ -333,7 +321,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
-    asked = PROGRAMS[handle].requests[True]
+    asked = PROGRAMS[handle].few
     return not asked.apart and len(asked.heads) == kv_heads
 
 

@@ -21,7 +21,7 @@ from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.program import Program
 
 from ..plans.attach import plan_of
-from ..plans.fit import program_of
+from ..plans.bound import checked_layer
 from .carrier import StoredTensor
 from .formats import SMOOTHED, Read, channels_of, check_channels
 from .groups import HeadGroup, Span, room_of, some_heads, starts_of, structure_of
@@ -269,7 +269,7 @@ class StreamingLayer(CachedLayer):
         return joined_heads(outs, order, groups, dim=2)
 
     def _checked(self, module: nn.Module) -> Program:
-        program = program_of(module)
+        program = checked_layer(module)
         if program is not None and program.handle == self.program:
             return program
         if program is None or not self.fits(program.plan):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +13,6 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tracing import any_autocast, transient
 
 from ..mask.structured_mask import StructuredMask, maskless, recall, remember
-
-
-class Call(NamedTuple):
-    """A call as Transformers makes it; `stored` and `streams` are what a cache's carriers said of their codes."""
-
-    backend: str | None
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attention_mask: Any
-    dropout: float
-    scaling: float | None
-    is_causal: bool | None
-    sliding_window: int | None
-    softcap: float | None
-    sink_logits: Tensor | None
-    position_bias: Tensor | None
-    kwargs: dict[str, Any]
-    stored: Any
-    streams: Any
 
 
 def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

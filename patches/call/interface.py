@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adaattn_hf.attention.listeners import SEATED
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_trace, transform_at_work
 
-from .arguments import Call
+from ..plans.slots import BLOCKS
 from .extended import attend_extended as attend_extended
 from .resolved import attend_ordinary
+
+UNREAD: Any = None
+"""In place of the structure and the scaling of a call that nobody has read yet."""
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
@@ -67,6 +70,10 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             key, value = carriers[0].codes, carriers[1].codes
             if prompt is not None and not compiling:
                 prompt.reread(query, key)  # its cache rounds the keys again, for these queries
+        call = AttentionRequest(
+            query, key, value, UNREAD, scaling, dropout, softcap, sinks if s_aux is None else s_aux, position_bias,
+            stored=stored,
+        )  # fmt: skip
         if (
             not (compiling or watched or dropout)
             and softcap is None
@@ -77,17 +84,11 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             and (sliding_window is None or attention_mask is not None)
             and (scaling is None or (type(scaling) is float and scaling > 0.0))
         ):
-            out = attend_ordinary(
-                module, query, key, value, attention_mask, is_causal, scaling, backend, stored, kwargs
-            )
+            out = attend_ordinary(module, call, attention_mask, is_causal, backend, kwargs)
             if out is not None:
                 return out.contiguous(), None
-        sink_logits = sinks if s_aux is None else s_aux
-        call = Call(
-            forced, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
-            sink_logits, position_bias, kwargs, stored, streams,
-        )  # fmt: skip
-        return attend_extended(call, compiling)
+            call.scaling = scaling
+        return attend_extended(module, call, attention_mask, is_causal, sliding_window, forced, streams, kwargs)
 
     return adaattn
 
@@ -105,7 +106,7 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
 
 def _outside_graphs(module: nn.Module, key: Any) -> AttentionFunction | None:
     outside: AttentionFunction | None = None
-    if getattr(module, SEATED, False):
+    if getattr(module, BLOCKS, False):
         outside = use_plan_runs_outside_graphs
     elif getattr(key, "streams", None) is not None:
         outside = streaming_heads_run_outside_graphs

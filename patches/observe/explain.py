@@ -27,7 +27,8 @@ from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
-from ..plans.attach import plan_of
+from ..plans.attach import plan_in, plan_of
+from ..plans.slots import LAYER
 
 _LENGTH = 8
 _FOREIGN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -175,7 +176,8 @@ def explain(
             "configuration; pass the model that it was made of"
         )
     given = None if plan is None else Plan.from_pretrained(plan)
-    plans = [plan_of(tower) if given is None else given for _, tower in towers]
+    own = plan_in if isinstance(model, (str, Path)) else plan_of
+    plans = [own(tower) if given is None else given for _, tower in towers]
     waiting = [(*tower, its) for tower, its in zip(towers, plans, strict=True)]
     layers: list[LayerChoice] = []
     memories: list[CacheMemory] = []
@@ -245,6 +247,7 @@ class _DryRun(Listener):
         self.names = {module: name for name, module in copied.named_modules()}
         self.calls: list[Call] = []
         for part in self.names:
+            vars(part)[LAYER] = None  # a plan is not missing here
             if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
                 vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
                 part.config.output_attentions = False

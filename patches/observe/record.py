@@ -27,7 +27,7 @@ from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
 from ..models.support import Holder, model_in, refuse_other_attention
-from ..plans.attach import programs_for
+from ..plans.bound import BoundPlan
 from .maps import head_map, plan_map
 
 ENERGIES = (0.95, 0.99, 0.999)
@@ -283,7 +283,6 @@ def record(
     refuse_other_attention(held)
     programs = None
     if against is not None:
-        _, found = programs_for(held, Plan.from_pretrained(against), unverified=True)
-        programs = {index: program for index, (_, program) in found.items()}
+        programs = BoundPlan(held, Plan.from_pretrained(against), unverified=True).by_index
     with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), programs)) as listener:
         yield listener

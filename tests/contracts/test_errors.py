@@ -3,6 +3,7 @@
 The messages themselves are recorded in docs/errors.md.
 """
 
+import copy
 import os
 import re
 import tempfile
@@ -51,7 +52,7 @@ from ..support.calibration import calibrate
 from ..support.choices import make_choice
 from ..support.families import models
 from ..support.models import config_of, fresh_pair, tokens
-from ..support.plans import PROVEN, plan_for
+from ..support.plans import PROVEN, give, plan_for
 from ..support.source_tree import ROOT
 
 TABLE = ROOT / "docs" / "errors.md"
@@ -95,9 +96,23 @@ def run_with(**settings: Any) -> Any:
 def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) -> Any:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=2)).to_dict()
-    model.config.adaattn = {"plan": {**plan, **changes}}
+    adaattn_hf.load_plan(model, Plan.from_dict({**plan, **changes}))
     with block or nullcontext(), torch.no_grad():
         return model(input_ids=tokens())
+
+
+def with_plan_taken_out_by_hand() -> Any:
+    model = fresh_pair("llama").ours
+    give(model, make_choice("window", window=2))
+    model.config.adaattn = {}
+    return model(input_ids=tokens())
+
+
+def with_layer_of_planned_model() -> Any:
+    model, other = fresh_pair("llama").ours, fresh_pair("llama").ours
+    give(model, make_choice("window", window=2))
+    other.model.layers[0] = copy.deepcopy(model.model.layers[0])
+    return other(input_ids=tokens())
 
 
 def step(*mask: Any, **keywords: Any) -> Any:
@@ -311,6 +326,10 @@ CASES: dict[str, tuple[Case, ...]] = {
          "autocast | computes in bfloat16 | calibrated in float32 | leave autocast"),
         ("run a plan on trained or merged weights", lambda: with_plan(weight_hash="model:another"),
          "weights of the model | fine-tuned, merged | calibrated on | remove_plan(model)"),
+        ("take the plan of a model out of its configuration by hand", with_plan_taken_out_by_hand,
+         "config.adaattn['plan'] | got another one | expected that one | remove_plan(model)"),
+        ("run a copied layer of a planned model in another one", with_layer_of_planned_model,
+         "LlamaAttention of layer 0 | taken from a model | checked for that model alone | load_plan(model)"),
         ("run a plan on another number of key/value heads", lambda: planned(make_choice(precision="bf16"), heads=4),
          "plan of layer 0 | got keys with 4 | made for 2 key/value heads | calibrate the model"),
         ("train under a plan with int8",

@@ -16,7 +16,6 @@ from rich.console import Console
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import level_here, library, missing
-from adaattn_hf.backends.select import by_name
 from adaattn_hf.eval import activation, bounds, corpora, provenance, report, runner, showcase, timing
 from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.metric_compute import compute, metric_path
@@ -24,6 +23,7 @@ from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.stats.stopwatch import timed
 
+from ..support.requests import attended
 from .conftest import OWN_PAGES, OWN_PASSAGES, PAGES, PASSAGES
 
 CPU = torch.device("cpu")
@@ -173,9 +173,8 @@ def test_peak_bytes_hold_the_native_kernels_buffers() -> None:
     heads, length = 4, 512
     query, key, value = (torch.randn(1, heads, length, 32) for _ in range(3))
     request = AttentionRequest(query, key, value, CallStructure(1, length, length, True), 1.0)
-    native = by_name("native")
-    native.attend(request)
-    peak, _ = timing.peak_bytes(lambda: native.attend(request), CPU)
+    attended("native", request)
+    peak, _ = timing.peak_bytes(lambda: attended("native", request), CPU)
     output, packed = query.nbytes, 2 * key.nbytes // heads  # at least one head's keys and values are copied
     assert peak >= output + packed
     # and not those of all heads: a thread packs one head over the other

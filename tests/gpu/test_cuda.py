@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, attend, choose, refusals_of
-from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import EXACT
 
 from ..support.choices import make_choice
@@ -348,7 +349,7 @@ def test_generation_as_transformers_compiles_it(name: str, plan: int, rows: int)
     if plan:  # one head of a window beside an exact one, whose keys are shared out by a table
         made = plan_for(ours, make_choice("window", 12, 4), lengths=(plan,))
         layers = [replace(layer, choices=(layer.choices[0], EXACT)) for layer in made.layers]
-        attach(ours, replace(made, layers=tuple(layers)), unverified=True)
+        load_plan(ours, replace(made, layers=tuple(layers)), unverified=True)
     ids = torch.randint(3, 64, (rows, 40), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, : 9 * (rows > 1)] = 0
@@ -526,8 +527,8 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
         grads = torch.autograd.grad((compute(r).out.double() * weight).sum(), tensors)
         return [grad.double() for grad in grads]
 
-    ours = gradients(BACKENDS["fa4"].attend, structure, *leaves)
-    eager = gradients(BACKENDS["eager"].attend, dense, *leaves)
+    ours = gradients(partial(attended, "fa4"), structure, *leaves)
+    eager = gradients(partial(attended, "eager"), dense, *leaves)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     true = gradients(reference.attention, structure, *doubles)
     for a, e, b in zip(ours, eager, true, strict=True):

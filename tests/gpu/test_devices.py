@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def small() -> Any:
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
     model.set_attn_implementation("adaattn")
     plan = plan_for(model, make_choice("window", 32, 4), layers=(0, 1, 2, 3), lengths=(512,))
-    attach.attach(model, plan)
+    attach.load_plan(model, plan)
     return model
 
 
@@ -274,7 +275,7 @@ def test_a_compiled_plan_on_the_second_device() -> None:
 def test_a_capture_on_the_second_device() -> None:
     """A graph is captured and replayed where its tensors lie; the first device is current before and behind."""
     asked = draw(causal(), 64, WINDOWS)
-    attend = BACKENDS["triton"].attend
+    attend = partial(attended, "triton")
     attend(asked)
     with torch.cuda.device(1):
         graph = torch.cuda.CUDAGraph()

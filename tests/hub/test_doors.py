@@ -1,18 +1,25 @@
 """The kernels' functions refuse and serve what the package's do: one guard stands at every door."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 from torch.autograd import forward_ad
+from transformers.masking_utils import AttentionMaskInterface
 
 import adaattn_hf
 from adaattn_hf.patches.call.interface import attention_function
 
+from ..support.choices import make_choice
+from ..support.kernels import kernel
 from ..support.malformed import Layer
+from ..support.models import fresh_pair, logits
+from ..support.plans import give
 
 assert adaattn_hf.NAMES  # the package at one door, the kernel at the other
 
@@ -267,3 +274,27 @@ def test_a_call_without_memory_is_not_taken_for_one_with_it(flash: Any) -> None:
     for _ in range(2):
         assert type(flash.flash_attn_func(*tensors, causal=True)) is Tensor
         assert isinstance(flash.flash_attn_func(*fake, causal=True), FakeTensor)
+
+
+def test_the_first_layer_binds_the_plan_in_a_configuration_to_the_model() -> None:
+    """As Transformers calls the kernel, which nobody hands a model: the package computes the same by `load_plan`."""
+    name = "adaattn_kernel_under_test"
+    tf.AttentionInterface.register(name, kernel("adaattn").flash_attn_forward)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    package, model = fresh_pair("llama").ours, fresh_pair("llama").ours
+    exact = logits(package)
+    plan = give(package, make_choice("window", window=2))
+    model.set_attn_implementation(name)
+    model.config.adaattn = {"plan": plan.to_dict()}
+    for _ in range(2):
+        torch.testing.assert_close(logits(model), logits(package), atol=2e-6, rtol=0)
+    assert not torch.allclose(logits(model), exact, atol=1e-4)
+    torch.testing.assert_close(logits(copy.deepcopy(model)), logits(package), atol=2e-6, rtol=0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="weights of the model are not those"):
+        logits(model)
+    model.config.adaattn = {}
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.div_(1.01)
+    torch.testing.assert_close(logits(model), exact, atol=1e-4, rtol=0)

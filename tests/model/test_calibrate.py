@@ -236,7 +236,7 @@ def test_a_limit_that_is_none_is_refused(name: str, value: float) -> None:
 
 def test_another_major_version_and_lost_or_changed_tensors_are_refused(result: Calibration, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="another major version"):
-        attach.attach(lettered_llama(), replace(result.plan, transformers="4.57.0"))
+        attach.load_plan(lettered_llama(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
         store.tensors_of(needs.tensors, str(tmp_path))
@@ -259,7 +259,7 @@ def test_int8_tensors_are_stored_and_read(
     with torch.no_grad():
         wanted = fresh(tokens).logits
     monkeypatch.setattr(store, "_tensors", {})
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    loaded = attach.load_plan(LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
 
@@ -275,7 +275,7 @@ def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Cho
 
 def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
     model = lettered_llama()
-    attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
+    attach.load_plan(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weights = model(tokens, output_attentions=True).attentions

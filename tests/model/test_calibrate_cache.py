@@ -25,8 +25,8 @@ from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.eval.arms import FIRST, stored_tap
 from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches.cache.caches import AdaAttnCache
-from adaattn_hf.patches.plans.fit import program_of
 from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
 from adaattn_hf.policy.prices import PriceTable
@@ -54,7 +54,7 @@ def test_the_tap_answers_what_decoding_over_the_cache_answers(stored: str) -> No
     with torch.no_grad():
         pieces = [(0, FIRST), (FIRST, 100), *((at, at + 1) for at in range(100, 120))]
         over_cache = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pieces]
-        programs = {i: program_of(m) for i, m in attention_modules(model, "llama")}
+        programs = {i: layer_of(m) for i, m in attention_modules(model, "llama")}
         with tapping(stored_tap(programs, stored)):  # type: ignore[arg-type]
             tapped = model(tokens, use_cache=False).logits
         exact = model(tokens, use_cache=False).logits
@@ -84,7 +84,7 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     model.save_pretrained(tmp_path)
     save_plan(model, result, tmp_path)
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
-    adaattn_hf.prepare(loaded, unpad=False)
+    adaattn_hf.prepare(adaattn_hf.load_plan(loaded), unpad=False)
     seen = Recorder()
     with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)

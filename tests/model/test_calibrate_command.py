@@ -146,12 +146,12 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
         assert torch.equal(planned, loaded(inputs).logits) == (not ROUNDS_BF16), "the plan is one of bf16"
     half = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn", dtype=torch.bfloat16)
     with pytest.raises(PlanError, match="calibrated in float32, the model is loaded in bfloat16"):
-        half(inputs)
+        adaattn_hf.load_plan(half)
     tuned = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
     with torch.no_grad():
         tuned.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
     with pytest.raises(PlanError, match="weights of layer 1 are not those"):
-        tuned(inputs)
+        adaattn_hf.load_plan(tuned)
 
 
 def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_printed(

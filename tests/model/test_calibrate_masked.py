@@ -40,7 +40,7 @@ from adaattn_hf.eval.arms import ModelArms, compare, plan_tap
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.objectives import MaskedTokens, NextToken
 from adaattn_hf.eval.windows import TokenWindow
-from adaattn_hf.patches.plans import attach, fit, hashes
+from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
@@ -332,7 +332,8 @@ def stored(result: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def load(auto: Any, directory: Path) -> Any:
-    return auto.from_pretrained(directory, attn_implementation="adaattn", dtype=torch.float32).eval()
+    model = auto.from_pretrained(directory, attn_implementation="adaattn", dtype=torch.float32).eval()
+    return adaattn_hf.load_plan(model)
 
 
 def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
@@ -340,7 +341,7 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
 ) -> None:
     tokens = torch.tensor([ids])
     expected = bert()
-    attach.attach(expected, result.plan)
+    attach.load_plan(expected, result.plan)
     bare = bert()
     with torch.no_grad():
         wanted = expected.bert(tokens).last_hidden_state
@@ -353,10 +354,9 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
         torch.testing.assert_close(classifier.bert(tokens).last_hidden_state, wanted)
         assert adaattn_hf.plan_of(classifier) == result.plan
         classifier.bert.encoder.layer[1].attention.self.query.weight.mul_(1.01)
-    for module in classifier.modules():
-        module.__dict__.pop(fit.PROGRAM_SLOT, None)
-    with pytest.raises(PlanError, match=r"weights of (the model|layer 1) are not those"):
-        classifier(tokens)
+    for read in (lambda: classifier(tokens), lambda: adaattn_hf.load_plan(classifier)):
+        with pytest.raises(PlanError, match=r"weights of (the model|layer 1) are not those"):
+            read()
 
 
 @torch.no_grad()
@@ -380,7 +380,7 @@ def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(model: 
     modules = dict(attention_modules(watched, "bert"))
     layer = LayerPlan(2, hashes.weight_hash(modules[2]), (window, *[EXACT] * 4))
     plan = replace(result.plan, layers=(layer,), units=(), tensors="")
-    attach.attach(watched, plan, unverified=True)
+    attach.load_plan(watched, plan, unverified=True)
     tokens = torch.randint(5, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), adaattn_hf.monitoring(watched) as monitor:
         watched(tokens)

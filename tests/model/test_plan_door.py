@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf.patches.plans import door
+from adaattn_hf.patches.plans.bound import bound_plan
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
@@ -186,4 +186,6 @@ def test_a_pass_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.model.norm, "forward", len)
     with pytest.raises(TypeError, match="subscriptable"):
         logits(model)
-    assert door.running() == (None, None)
+    bound = bound_plan(model)
+    assert bound is not None
+    assert not bound.threads

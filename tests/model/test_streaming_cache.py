@@ -50,7 +50,7 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.f
 
 def give(model: Any, layers: Any, limit: int = LIMIT, protocol: Any = None) -> None:
     own = dict(enumerate(layers[: model.config.num_hidden_layers]))
-    attach.attach(model, plan_for(model, own, lengths=(limit,), protocol=protocol or {}))
+    attach.load_plan(model, plan_for(model, own, lengths=(limit,), protocol=protocol or {}))
 
 
 def model_for(stored: str) -> Any:

@@ -24,9 +24,9 @@ from adaattn_hf.patches.cache import formats as cache_formats
 from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
-from adaattn_hf.patches.plans import door, fit, hashes
+from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.plans.weights import Weights
-from adaattn_hf.patches.unpad import check
+from adaattn_hf.patches.unpad import check as unpad_check
 from adaattn_hf.patches.unpad.layout import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -282,19 +282,16 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = interface.launch_of
+    real = interface.attend_ordinary
 
-    def launch_of(*given: Any) -> Any:
-        found = real(*given)
-        if found is None:
-            return None
-        launch, structure = found
-        hidden = structure.key_padding
-        if hidden is None or structure.q_len != structure.kv_len:
-            return found
-        return (lambda *told: launch(*told) * hidden[:, :, None, None]), structure
+    def attend_ordinary(module: Any, query: Any, key: Any, value: Any, mask: Any, *given: Any) -> Any:
+        out, structure = real(module, query, key, value, mask, *given), getattr(mask, "structure", None)
+        hidden = None if structure is None else structure.key_padding
+        if out is None or hidden is None or structure.q_len != structure.kv_len:
+            return out
+        return out * hidden[:, :, None, None]
 
-    monkeypatch.setattr(interface, "launch_of", launch_of)
+    monkeypatch.setattr(interface, "attend_ordinary", attend_ordinary)
 
     def padded(case: whole.Whole) -> bool:
         return case.given.words["mask"] == "right" and case.implementation == "adaattn" and not case.prepared
@@ -319,9 +316,10 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("change", ["columns", "buffers", "adapter merged", "settings"])
 def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     if change == "settings":
-        monkeypatch.setattr(fit, "refuse_other_configuration", lambda *_: None)
+        monkeypatch.setattr(bound, "refuse_other_configuration", lambda *_: None)
+        monkeypatch.setattr(check, "refuse_other_configuration", lambda *_: None)
     elif change == "adapter merged":
-        monkeypatch.setattr(door, "inner_of", lambda *_: None)
+        monkeypatch.setattr(snapshot, "inner_of", lambda *_: None)
     else:
         monkeypatch.setattr(Weights, "same", lambda weights: True)
 
@@ -459,8 +457,8 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
     def without_layers(cache: Any, target: Any, packed: Any) -> None:
         cache.target, cache.layout, cache.layers, cache.layer_class_to_replicate = target, packed, [], None
 
-    real = check._shown_by_code
-    monkeypatch.setattr(check, "_shown_by_code", lambda *of: [why for why in real(*of) if "indexer" not in why])
+    real = unpad_check._shown_by_code
+    monkeypatch.setattr(unpad_check, "_shown_by_code", lambda *of: [why for why in real(*of) if "indexer" not in why])
     monkeypatch.setattr(PackedPrefill, "__init__", without_layers)
     with pytest.raises(AssertionError, match="prepare: raw: "):
         twins.judge_family("deepseek_v32")

@@ -30,7 +30,7 @@ from ..model import test_streaming_cache as streaming
 from . import cached
 from .choices import make_choice
 from .models import fresh_pair, padding, tokens
-from .requests import ON_CPU, leaves
+from .requests import ON_CPU, attended, leaves
 
 LENGTH = 40
 
@@ -68,10 +68,10 @@ def attention() -> Iterator[tuple[str, Any]]:
             asked = request(structure, dtype)
             yield f"reference {name} {dtype}", reference.attention(asked)
             for backend, serve in ON_CPU.items():
-                yield f"{backend} {name} {dtype}", serve.attend(asked)
+                yield f"{backend} {name} {dtype}", attended(serve, asked)
         for backend, serve in ON_CPU.items():
             asked, inputs = leaves(request(structure))
-            serve.attend(asked).out.square().sum().backward()
+            attended(serve, asked).out.square().sum().backward()
             yield f"{backend} {name} gradients", [tensor.grad for tensor in inputs]
 
 

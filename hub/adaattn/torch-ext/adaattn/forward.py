@@ -11,12 +11,12 @@ from .attention.request import AttentionRequest, check_tensors
 from .attention.structure import CallStructure
 from .attention.tracing import transform_at_work
 from .backends import select
+from .bind import layer_by
 from .config import settings_in
 from .mask import structure_of
 from .patches.call.arguments import one_dtype, restored, with_selected_keys
 from .patches.call.refusals import check_call, check_dense, check_paged, check_square, check_transform, with_bias
 from .patches.mask.documents import with_documents
-from .patches.plans.fit import program_of
 from .plans import execute
 from .plans.plan import PlanError
 
@@ -115,7 +115,7 @@ def flash_attn_forward(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
     request.check()
-    program = program_of(module, compiling)
+    program = None if settings.plan is None else layer_by(module, settings.plan)
     if program is None:
         out = select.attend(request, backend).out
     else:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import nn
 
-from adaattn_hf.attention.listeners import SEATED, Seat, Seated, seating
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..models.support import Holder, model_in, refuse_other_attention
-from .attach import programs_for
-from .door import door_of
+from .bound import BoundPlan, doors
+from .hashes import base_of
+from .slots import BLOCKS, PLAN, instead, instead_of
 
 MOST = 8
-"""Plans per model whose checks are remembered, the newest ones."""
-_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, object, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
-_open: Counter[nn.Module] = Counter()
+"""Plans per model whose checks are remembered, the newest ones: their doors stay open."""
 _lock = Lock()
+
+
+class Blocks:
+    """How many blocks are open for a model. Copies and pickles are `False`: nobody runs a copy in a block yet."""
+
+    open = 0
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
 
 
 @contextmanager
@@ -50,41 +56,46 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
     """
     held = model_in(model)
     refuse_other_attention(held, PlanError)
-    seats = _seats(held, plan, unverified)
-    with _marked(seats), seating(seats):
-        yield
+    trunk = base_of(held)
+    modules: dict[Any, Any] = {module: None for module in trunk.modules() if hasattr(module, "config")}
+    if plan is not None:
+        bound = _bound(held, trunk, Plan.from_pretrained(plan), unverified)
+        modules |= {**bound.layers, trunk: bound}
+    outer = instead()
+    with _marked(trunk, modules):
+        instead_of.set({**(outer or {}), **modules})
+        try:
+            yield
+        finally:
+            instead_of.set(outer)
 
 
-def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -> Mapping[nn.Module, Seat]:
-    seats = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
-    if plan is None:
-        return seats
-    plan = Plan.from_pretrained(plan)
-    known, stamp = _checked.setdefault(model, []), door_of(model).now().stamp
-    for checked, allowed, at, planned in known:
-        if checked is plan and allowed is unverified and at is stamp:
-            return seats | planned
-    raw, programs = programs_for(model, plan, unverified=unverified)
-    planned = {module: Seat(raw) for module, _ in programs.values()}
-    known.append((plan, unverified, stamp, planned))
-    del known[:-MOST]
-    return seats | planned
+def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:
+    own, known = trunk.__dict__.get(PLAN), [*doors(trunk)]
+    for bound in known:
+        if bound.plan is plan and bound.unverified is unverified:
+            if bound.seen is None or not bound.seen.same():
+                bound.check_model(trunk)
+            return bound
+    bound = BoundPlan(model, plan, unverified=unverified)
+    for oldest in [one for one in known if one is not own][: 1 - MOST]:
+        oldest.close(trunk)
+    bound.open(trunk)
+    return bound
 
 
 @contextmanager
-def _marked(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _marked(trunk: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Marks modules, for compiled graphs, as having a block open in some thread; the last block removes the mark."""
-    marked = list(modules)
     with _lock:
-        _open.update(marked)
-        for module in marked:
-            module.__dict__[SEATED] = Seated()
+        blocks = trunk.__dict__.get(BLOCKS) or Blocks()
+        blocks.open += 1
+        for module in (trunk, *modules):
+            module.__dict__[BLOCKS] = blocks
     try:
         yield
     finally:
         with _lock:
-            for module in marked:
-                _open[module] -= 1
-                if not _open[module]:
-                    del _open[module]
-                    module.__dict__.pop(SEATED, None)
+            blocks.open -= 1
+            for module in (trunk, *modules) if not blocks.open else ():
+                module.__dict__.pop(BLOCKS, None)

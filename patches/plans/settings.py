@@ -14,7 +14,8 @@ from adaattn_hf.errors import warn
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.presets import load_preset
 
-from .models.support import Model, configs_of, model_in, refuse_no_model
+from ..models.support import Model, configs_of, model_in, refuse_no_model
+from .bound import bound_plan, unbind
 
 
 def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
@@ -55,6 +56,8 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
             tensors = next((found for one in present if (found := one.get("tensors")) is not None), None)
             chosen = replace(chosen, plan=plan, tensors=tensors)
     data = chosen.to_dict()
+    if (bound := bound_plan(held)) is not None and data["plan"] != bound.data:
+        unbind(held)
     for config in configs:
         config.adaattn = data
     settings_of(data)  # parsed now, so that its warnings come here
