@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.calibration.benefit import Benefit
-from adaattn_hf.calibration.calibrate import save_plan
-from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.assemble import save_plan
+from adaattn_hf.calibration.layers import Measurement
+from adaattn_hf.calibration.passes import Benefit
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.state import RISKS_FILE
 from adaattn_hf.eval.progress import tell

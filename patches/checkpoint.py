@@ -71,15 +71,6 @@ class Checkpoint:
                 return int(token)
         return 0
 
-    def special_tokens(self) -> tuple[list[int], list[int]]:
-        """Returns the special tokens that the tokenizer puts before and after a text."""
-        whole = self.tokenizer.encode("a", verbose=False)
-        body = self.tokenizer.encode("a", add_special_tokens=False, verbose=False)
-        for at in range(len(whole) - len(body) + 1):
-            if whole[at : at + len(body)] == body:
-                return whole[:at], whole[at + len(body) :]
-        raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
-
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
     """Returns the token ids of a text, without special tokens."""

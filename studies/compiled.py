@@ -34,7 +34,7 @@ from adaattn_hf.backends.capability import Capability, of_sm
 from adaattn_hf.backends.triton import TritonBackend, backward, forward, step, storing, tiling
 from adaattn_hf.backends.triton import launch as launching
 from adaattn_hf.backends.triton.ops import traced_step
-from adaattn_hf.calibration.arms import over_codes
+from adaattn_hf.eval.arms import over_codes
 
 TRITON = TritonBackend()
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))

@@ -37,7 +37,7 @@ from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable
-from ..stats.stopwatch import on_device, quartiles, timed
+from ..stats.stopwatch import in_turn, on_device, quartiles
 from .layers import Layers
 
 PHASES = ("prefill", "decode")
@@ -132,11 +132,9 @@ def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tupl
     if on_cuda:
         runs = on_device(calls, host=phase == "decode" and not captured)
         return {key: quartiles(own) for key, own in runs.items()}
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            elapsed = timed(call, torch.device("cpu"), 1 if phase == "prefill" else STEPS)[1]
-            best[key] = min(best[key], elapsed.process)
+    repeats = dict.fromkeys(calls, 1 if phase == "prefill" else STEPS)
+    found = in_turn(calls, torch.device("cpu"), ROUNDS, repeats)
+    best = {key: min(one.process for one in own) for key, own in found.items()}
     return {key: (least, least, least) for key, least in best.items()}
 
 

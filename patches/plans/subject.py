@@ -19,7 +19,7 @@ from .positions import learned_positions, stated_positions
 
 
 class Subject:
-    """A model as `calibration.subject.Subject` describes it, which runs our attention (else a ValueError).
+    """A model to calibrate, which runs our attention (else a ValueError).
 
     Layers that the model does not number are numbered here.
     """

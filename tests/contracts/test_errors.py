@@ -32,11 +32,11 @@ from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import by_name
-from adaattn_hf.calibration.calibrate import CalibrationSettings
-from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import Known
-from adaattn_hf.calibration.texts import text_of
+from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.eval.provenance import commit
+from adaattn_hf.eval.texts import text_of
 from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.call.interface import attention_function

@@ -18,12 +18,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (f"{P}.plans",),
     # deciding
     (f"{P}.policy",),
-    # a model over text; Transformers
-    (f"{P}.calibration", f"{P}.patches"),
+    # Transformers
+    (f"{P}.patches",),
     # the face
     (P,),
-    # evidence
+    # a model over text: evidence
     (f"{P}.eval",),
+    # making and verifying plans
+    (f"{P}.calibration",),
     # the command line
     ("adaattn_cli", f"{P}.__main__"),
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from adaattn_hf.eval import compare
+from adaattn_hf.eval import summary as compare
 
 
 def test_with_equal_documents_the_interval_is_student_s() -> None:

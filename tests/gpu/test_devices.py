@@ -19,7 +19,8 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS, refusals_of
-from adaattn_hf.calibration.calibrate import decided, measured
+from adaattn_hf.calibration.calibrate import decided
+from adaattn_hf.calibration.measure import measured
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.patches.checkpoint import placed
 from adaattn_hf.patches.plans import attach

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from adaattn_hf.attention.listeners import Answers, listeners
-from adaattn_hf.calibration import benefit
-from adaattn_hf.calibration.arms import exact_tap, silent
+from adaattn_hf.calibration import passes as benefit
+from adaattn_hf.calibration.inputs import Run
+from adaattn_hf.eval.arms import exact_tap
 
 from ..support.models import fresh_pair, tokens
 
@@ -19,14 +20,13 @@ from ..support.models import fresh_pair, tokens
 def bench(model: Any, length: int, batch: int = 1) -> Any:
     ids = tokens(1, length)
     sample = SimpleNamespace(joint=[None])
-    reading = SimpleNamespace(tokens=ids)
     settings = SimpleNamespace(batch=batch)
     return SimpleNamespace(
-        arms=SimpleNamespace(model=model),
+        arms=SimpleNamespace(model=model, tokens=lambda _: ids),
         samples={length: sample},
-        readings=lambda _: [reading],
+        windows=lambda _: [None],
         settings=settings,
-        progress=silent,
+        run=Run(),
         refuse_late=lambda together: None,
     )
 

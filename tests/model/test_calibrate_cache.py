@@ -14,14 +14,16 @@ import adaattn_hf
 from adaattn_cli.pictures.grid import notes
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.attention.listeners import listening, tapping
-from adaattn_hf.calibration.arms import FIRST, stored_tap
-from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
-from adaattn_hf.calibration.campaign import Campaign
-from adaattn_hf.calibration.measure import Measurement, measure
+from adaattn_hf.calibration.calibrate import Campaign, choose_and_verify, searched
+from adaattn_hf.calibration.layers import Measurement
+from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.proof import prove
-from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.search import TOLERANCE, seek, solve
+from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import choose_storage
+from adaattn_hf.eval.arms import FIRST, stored_tap
+from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
@@ -178,13 +180,18 @@ def flat(*labels: str) -> PriceTable:
 
 
 def campaign(measured: Measurement, **changes: Any) -> Campaign:
-    return Campaign(replace(measured, inputs=measured.inputs.with_settings(replace(MEMORY, **changes))))
+    inputs = measured.inputs.with_settings(replace(MEMORY, **changes))
+    return Campaign(replace(measured, inputs=inputs), stock_distance(inputs))
+
+
+def ended(measured: Measurement, **changes: Any) -> Calibration:
+    last, state = searched(campaign(measured, **changes))
+    return last.result(state)
 
 
 def test_windows_are_sought_beside_the_format_of_the_smallest_cache(measured: Measurement) -> None:
-    tight, wide = campaign(measured, budget=1.5e-3), campaign(measured)
-    result = tight.run()
-    wide.choose_format()
+    (tight, state), wide = searched(campaign(measured, budget=1.5e-3)), campaign(measured)
+    result, wide = tight.result(state), wide.with_format(wide.start())
     costs = {one.stored: one.kl[MEMORY.lengths[0]] for one in tight.roundings}
     assert costs["k8v4"] > 1.5e-3 > costs["int8"] > 0
     assert tight.format is not None
@@ -193,10 +200,9 @@ def test_windows_are_sought_beside_the_format_of_the_smallest_cache(measured: Me
     # without windows the format is proved alone, and the one that cannot pass costs no text
     assert result.plan.protocol["cache"]["stored"] == "int8"
     assert result.plan.protocol["cache"]["verified"]["upper"] <= 1.5e-3
-    assert tight.aim(8).beside == tight.format.kl
+    assert tight.aim(state, 8).beside == tight.format.kl
     asked = campaign(measured, kv_bytes=0.9)
-    asked.choose_format()
-    assert asked.format is None  # numbers reach it
+    assert asked.with_format(asked.start()).format is None  # numbers reach it
 
 
 def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
@@ -209,7 +215,7 @@ def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
         return tap if stored == "model" else lambda module, request: -3.0 * tap(module, request)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
-    result = campaign(measured).run()
+    result = ended(measured)
     assert result.met
     assert result.plan.verified is not None
     assert result.plan.verified.passed
@@ -226,9 +232,9 @@ def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, mo
     sought: list[float] = []
 
     def seen(*words: Any) -> Any:
-        found, alpha = seek(*words)
+        found, *more = seek(*words)
         sought.append(0.0 if found is None else found.joint[MEMORY.lengths[0]].added)
-        return found, alpha
+        return found, *more
 
     def dear(*words: Any) -> Any:
         proof = prove(*words)
@@ -240,9 +246,9 @@ def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, mo
     def failed(verdict: Verified) -> Verified:
         return replace(verdict, passed=False, upper=1.0, sentence="failed: the test says so")
 
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.prove", dear)
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.seek", seen)
-    result = campaign(measured).run()
+    monkeypatch.setattr("adaattn_hf.calibration.calibrate.prove", dear)
+    monkeypatch.setattr("adaattn_hf.calibration.calibrate.seek", seen)
+    result = ended(measured)
     assert 0.25 * sought[0] < sought[1] <= 0.5 * sought[0] * (1 + TOLERANCE), sought
     assert result.met
     assert result.plan.protocol["cache"]["streaming"]
@@ -271,9 +277,9 @@ def test_formats_that_are_tested_when_every_plan_has_failed_spend_what_is_left(
         verdicts = {length: replace(one, passed=False) for length, one in proof.verdicts.items()}
         return replace(proof, verdicts=verdicts)
 
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.prove", fails)
+    monkeypatch.setattr("adaattn_hf.calibration.calibrate.prove", fails)
     monkeypatch.setattr("adaattn_hf.calibration.storage.prove", fails)
-    result = campaign(measured).run()
+    result = ended(measured)
     assert not result.met
     plans = measured.inputs.settings.tries
     assert len(levels) > plans, "formats were tested, too"

@@ -26,11 +26,12 @@ from adaattn_cli.on_text import Calibrate
 from adaattn_cli.options import tokens
 from adaattn_cli.place import Place
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
-from adaattn_hf.calibration import arms, fisher, inputs, layers, pricing, search, team
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration.pace import seconds_at
+from adaattn_hf.calibration import fisher, inputs, layers, pricing, search
+from adaattn_hf.calibration.inputs import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, MOMENTS_FILE, RISKS_FILE, CalibrationState
+from adaattn_hf.eval import arms, team
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
 from adaattn_hf.plans.plan import PlanError
@@ -449,7 +450,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
         ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
         ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
-        ("calibration.verify.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
+        ("calibration.proof.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
     ],
 )
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(

@@ -11,8 +11,9 @@ import pytest
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
-from adaattn_hf.calibration.measure import Measurement, measure
-from adaattn_hf.calibration.search import picks_of, solve
+from adaattn_hf.calibration.layers import Measurement, picks_of
+from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.search import solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
 from adaattn_hf.policy.table import SolverTable

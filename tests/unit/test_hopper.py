@@ -83,12 +83,8 @@ def test_heavy_calls_are_dealt_out(
     attend(drawn(causal(), dim, heads, per_head=rules))
     ((name, programs, constants, arguments),) = launched
     assert (name, programs, constants["TOGETHER"]) == ("specialised", (PROGRAMS,), together)
-    told = sorted(items_of(arguments[9]))
-    assert told == [
-        [0, row, part]
-        for row in range(0, N, 64 * constants["GROUPS_OF_WARPS"] // together)
-        for part in range(heads // together)
-    ]
+    told, rows = sorted(items_of(arguments[9])), range(0, N, 64 * constants["GROUPS_OF_WARPS"] // together)
+    assert told == [[0, row, part] for row in rows for part in range(heads // together)]
     # with windows TMA brings halves of tiles
     keys = constants["BLOCK_N"]
     expected = [keys, dim] if rules is None else [keys // 2, 64]

@@ -134,8 +134,8 @@ def test_every_option_has_a_help() -> None:
 
 SETTINGS: list[tuple[type[Options], Any]] = [
     (Eval, evaluation.Settings), (Eval, evaluation.Text), (Eval, evaluation.Loading), (Eval, evaluation.Limits),
-    (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, calibration.Masking),
-    (Verify, calibration.Judged), (Verify, calibration.Masking),
+    (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
+    (Verify, calibration.Judged), (Verify, evaluation.Masking),
 ]  # fmt: skip
 PROGRAMS = {"haystacks", "needles", "windows", "alpha", "rounds"}
 """Settings of a calibration that are no options."""

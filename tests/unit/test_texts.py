@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adaattn_hf.calibration.texts import CHARS, read_documents, refuse_repeats
 from adaattn_hf.errors import DataUnavailable
 from adaattn_hf.eval import corpora
+from adaattn_hf.eval.texts import CHARS, read_documents, refuse_repeats
 
 
 def calibrated(path: Path) -> list[str]:

@@ -37,13 +37,14 @@ MAGIC: tuple[tuple[bytes, str, str], ...] = (
 """First bytes of files that are often given for text: what they are, and what makes text of them."""
 
 
-def text_files(path: Path) -> list[Path]:
+def text_files(path: Path, tables: tuple[str, ...] = ()) -> list[Path]:
     """Returns the file of a path, or the text and `.jsonl` files in a directory and in those below it, by their names.
 
-    A path that does not exist is refused, a directory without such a file, and a table, a pipe or a device.
+    A path that does not exist is refused, a directory without such a file, a pipe or a device, and a table of a kind
+    that is not among `tables`.
     """
     if path.is_dir():
-        known = (*TEXT_SUFFIXES, ".jsonl")
+        known = (*TEXT_SUFFIXES, ".jsonl", *tables)
         found = sorted(file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
         if not found:
             raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(known)}")
@@ -54,8 +55,10 @@ def text_files(path: Path) -> list[Path]:
         raise ValueError(
             f"data: got {path}, a pipe or device, which is read but once; expected a file or a directory of them"
         )
-    if path.suffix.lower() in (*TABLE_SUFFIXES, *OTHER_TABLES):
-        raise ValueError(no_table(path))
+    if path.suffix.lower() in {*TABLE_SUFFIXES, *OTHER_TABLES}.difference(tables):
+        raise ValueError(
+            f"data: {path} is a table, expected plain text or a .jsonl with a field 'text'; write its texts as one"
+        )
     return [path]
 
 
@@ -63,11 +66,6 @@ BINARY = (
     "data: {} is a binary file (it holds zero bytes), expected text in UTF-8: .txt or .jsonl files or directories of "
     "them; convert it, or leave it out"
 )
-
-
-def no_table(path: Path) -> str:
-    """Returns the sentence for a table."""
-    return f"data: {path} is a table, expected plain text or a .jsonl with a field 'text'; write its texts as one"
 
 
 def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path] | None) -> None:

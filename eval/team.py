@@ -1,6 +1,6 @@
-"""Data-parallel calibration: process r of n takes sequences r, r + n, …; gathered in order, so n changes no result.
+"""Several processes share the work: process r of n takes items r, r + n, …; gathered in order, so n changes no result.
 
-Results are gathered per sequence and added in the order of the sequences, so that the sums, and with them the plan, are
+Results are gathered per item and added in the order of the items, so that the sums, and with them a plan, are
 those of a single process bit for bit (with as many threads per process: torch's own sums depend on them). Objects
 travel through the default process group, which must carry CPU data (gloo does).
 """
@@ -8,12 +8,13 @@ travel through the default process group, which must carry CPU data (gloo does).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -29,18 +30,20 @@ class Team:
         """Whether this is the process that writes files and messages."""
         return self.rank == 0
 
-    def mine(self, count: int, start: int = 0) -> range:
-        """Returns the indices from `start` to `count` that this process works on."""
-        return range(start + (self.rank - start) % self.size, count, self.size)
+    def work(self, items: Sequence[S], do: Callable[[S], T]) -> Iterator[T]:
+        """Yields the results for some items in their order, in every process; each works on every `size`-th.
 
-    def gather(self, own: Sequence[T], count: int, start: int = 0) -> list[T]:
-        """Returns the results of all processes for the indices from `start` to `count`, each its own as by `mine`."""
-        if self.size == 1:
-            return list(own)
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, list(own))
-        taken = [iter(part) for part in parts]
-        return [next(taken[index % self.size]) for index in range(start, count)]
+        All come together once every `size` items, so that what is yielded can be kept.
+        """
+        for start in range(0, len(items), self.size):
+            stop = min(start + self.size, len(items))
+            own = [do(item) for item in items[start + self.rank : stop : self.size]]
+            if self.size == 1:
+                yield from own
+                continue
+            parts: list[Any] = [None] * self.size
+            dist.all_gather_object(parts, own)
+            yield from (parts[index % self.size][0] for index in range(start, stop))
 
     def tell(self, value: T) -> T:
         """Returns the first process's value in all processes."""

@@ -17,16 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..attention.listeners import Tap, tapping
-from ..attention.request import AttentionRequest
-from ..attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
-from ..backends import select
-from ..plans import execute
-from ..plans.plan import Plan
-from ..plans.program import Program
-from ..plans.tensors import LayerTensors
-from ..stats.paired import TokenScores, joined, score_tokens
-from .scoring import Input, reading_of
+from adaattn_hf.attention.listeners import Tap, tapping
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
+from adaattn_hf.backends import select
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
+
+from .windows import TokenWindow
 
 CHUNK = 256
 """Positions projected to the vocabulary at a time."""
@@ -104,21 +105,24 @@ class ModelArms:
             handle.remove()
         return logits
 
-    def hidden(self, given: Input) -> Tensor:
+    def tokens(self, window: TokenWindow) -> Tensor:
+        """Returns the token ids of a window `[1, length]` on the device of the model."""
+        return torch.from_numpy(window.input_ids)[None].to(self.device)
+
+    def hidden(self, window: TokenWindow) -> Tensor:
         """Returns the last hidden states of the predictions `[1, predictions, width]`, logits if no head was found."""
-        reading = reading_of(given)
         whole = self._body if self._head is not None else self.model
         assert whole is not None
         options = {"use_cache": False} if "use_cache" in signature(whole.forward).parameters else {}
-        output = whole(input_ids=reading.tokens, **options)
+        output = whole(input_ids=self.tokens(window), **options)
         states: Tensor = output.logits if self._head is None else output.last_hidden_state
-        return states if reading.places is None else states[:, reading.places.to(states.device)]
+        return states if window.positions is None else states[:, torch.from_numpy(window.positions).to(states.device)]
 
     @torch.no_grad()
-    def exact(self, given: Input) -> Tensor:
+    def exact(self, window: TokenWindow) -> Tensor:
         """Returns `hidden` under exact attention, ignoring the model's plan."""
         with tapping(exact_tap):
-            return self.hidden(given)
+            return self.hidden(window)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the fp32 logits of some hidden states."""
@@ -150,6 +154,16 @@ def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Modu
 def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:
     """Computes exact attention, ignoring the module's plan."""
     return select.attend(request).out
+
+
+def layer_of(module: nn.Module, request: AttentionRequest) -> int:
+    """Returns the number of the layer that makes a request, and refuses a layer without one."""
+    if request.layer is None:
+        raise ValueError(
+            f"{type(module).__name__} has no layer_idx: a plan could not name its layer; plans serve models whose "
+            "attention modules are numbered (LLaMA, GPT-2, BERT and their kin)"
+        )
+    return request.layer
 
 
 def plan_tap(programs: Mapping[int, Program]) -> Tap:
@@ -194,21 +208,20 @@ def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Pr
 
 
 @torch.no_grad()
-def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None) -> TokenScores:
-    """Returns the paired scores of a sequence under exact attention and under a tap, which must all be finite.
+def compare(arms: ModelArms, window: TokenWindow, tap: Tap, exact: Tensor | None = None) -> TokenScores:
+    """Returns the paired scores of a window under exact attention and under a tap, which must all be finite.
 
     `exact` are hidden states of the first arm, computed if absent.
     """
-    reading = reading_of(given)
     if exact is None:
-        exact = arms.exact(reading)
+        exact = arms.exact(window)
     with tapping(tap):
-        planned = arms.hidden(reading)
-    target = reading.targets
+        planned = arms.hidden(window)
+    targets = torch.from_numpy(window.targets).to(planned.device)
     scores = joined(
         [
-            score_tokens((left[0], right[0]), target[start : start + left.shape[1]].to(left.device))
-            for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)])
+            score_tokens((left[0], right[0]), targets[start : start + left.shape[1]].to(left.device))
+            for start, (left, right) in arms.chunks(exact[:, : len(targets)], planned[:, : len(targets)])
         ]
     )
     for name, nll in zip(("exact attention", "the plan"), scores.nll, strict=True):
@@ -224,11 +237,3 @@ def refuse_infinite(finite: NDArray[np.bool_], name: str) -> None:
             "ones: no difference of them can be kept inside a budget; load the model in bfloat16 or float32, or leave "
             "out the text that it cannot read"
         )
-
-
-Progress = Callable[[str, int, int], None]
-"""Callback with the name of a stage, the steps done and the number of steps."""
-
-
-def silent(*words: object) -> None:
-    """Ignores progress and messages."""

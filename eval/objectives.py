@@ -1,8 +1,7 @@
-"""How a model is scored: which tokens it reads, which predictions count, and what the true tokens are.
+"""What a model is scored on: which tokens it reads, which predictions count, and what the true tokens are.
 
 A causal model predicts every next token of a sequence in one pass. A masked-language model predicts tokens at masked
-positions, which are drawn by a seed, in several passes (readings) over each sequence. The rest of calibration is the
-same for both.
+positions, which are drawn by a seed, in several passes over each sequence. All else is the same for both.
 """
 
 from __future__ import annotations
@@ -12,38 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
+from adaattn_hf.errors import ModelUnavailable
+from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
+
 from .settings import Masking
+from .windows import TokenWindow, next_token
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """One pass over a sequence: its token ids `[1, n]`, and the true tokens `[scored]` of its predictions.
-
-    `places` `[scored]` are the positions of these predictions; `None` if every position predicts the next token (the
-    last one has no target).
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    places: Tensor | None = None
-
-    @property
-    def rows_per_prediction(self) -> float:
-        """Query rows per scored prediction; converts a loss per row into a loss per predicted token."""
-        return 1.0 if self.places is None else self.tokens.shape[1] / len(self.places)
-
-
-Input = Tensor | Reading
-"""Input of a model: `[1, n]` token ids that each predict the next one, or a reading."""
-
-
-def reading_of(given: Input) -> Reading:
-    """Returns the reading itself, or for token ids `[1, n]` the reading that predicts every next token."""
-    return given if isinstance(given, Reading) else Reading(given, given[0, 1:])
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Returns the special tokens that a tokenizer puts before and after a text."""
+    whole = tokenizer.encode("a", verbose=False)
+    body = tokenizer.encode("a", add_special_tokens=False, verbose=False)
+    for at in range(len(whole) - len(body) + 1):
+        if whole[at : at + len(body)] == body:
+            return whole[:at], whole[at + len(body) :]
+    raise ModelUnavailable(
+        f"tokenizer: that of {tokenizer.name_or_path!r} gives {whole} for 'a', expected {body} with special tokens "
+        "before and behind"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,13 +49,13 @@ class NextToken:
         """Returns how many tokens of text a sequence of `length` tokens holds: all of them."""
         return length
 
-    def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the windows to consider: those asked for."""
+    def spans(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the windows of attention to consider: those asked for."""
         return asked
 
-    def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
-        """Returns the one reading of a sequence, whatever the seed."""
-        return [reading_of(torch.tensor([tokens], dtype=torch.int64, device=device))]
+    def windows(self, tokens: Sequence[int], seed: int) -> list[TokenWindow]:
+        """Returns the one window of a sequence, whatever the seed."""
+        return [next_token(tokens)]
 
     def words(self) -> dict[str, Any]:
         """Returns the protocol as a plan keeps it."""
@@ -78,9 +67,9 @@ NEXT_TOKEN = NextToken()
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Masked-language models: true tokens at a `share` of masked positions, in `count` readings of each sequence.
+    """Masked-language models: true tokens at a `share` of masked positions, in `count` windows of each sequence.
 
-    The masked positions of different readings are disjoint as long as there are positions left. Special tokens before a
+    The masked positions of different windows are disjoint as long as there are positions left. Special tokens before a
     text (`prefix`) and after it (`suffix`) are never masked.
     """
 
@@ -112,37 +101,33 @@ class MaskedTokens:
                 "trained with: a masked-language model is scored on masked tokens; set tokenizer.mask_token, or give "
                 "the tokenizer that belongs to the model"
             )
-        whole = list(tokenizer("a").input_ids)
-        body = list(tokenizer("a", add_special_tokens=False).input_ids)
-        for at in range(len(whole) - len(body) + 1):
-            if whole[at : at + len(body)] == body:
-                return cls(int(mask), tuple(whole[:at]), tuple(whole[at + len(body) :]), share, count)
-        raise ValueError(f"tokenizer: it gives {whole} for 'a', expected {body} with special tokens before and behind")
+        prefix, suffix = special_tokens(tokenizer)
+        return cls(int(mask), tuple(prefix), tuple(suffix), share, count)
 
     def content(self, length: int) -> int:
         """Returns `length` less the special tokens."""
         return length - len(self.prefix) - len(self.suffix)
 
-    def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+    def spans(self, asked: tuple[int, ...]) -> tuple[int, ...]:
         """Returns windows for bidirectional attention instead of the default ones, which are for causal attention."""
         return WINDOWS_BOTH_WAYS if asked == WINDOWS else asked
 
-    def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
-        """Returns the readings of a sequence; every masked token is replaced by the mask token."""
+    def windows(self, tokens: Sequence[int], seed: int) -> list[TokenWindow]:
+        """Returns the windows of a sequence; every masked token is replaced by the mask token."""
         digest = hashlib.sha256(f"{seed}:{','.join(map(str, tokens))}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        whole = torch.tensor([*self.prefix, *tokens, *self.suffix], dtype=torch.int64, device="cpu")
+        whole = np.array([*self.prefix, *tokens, *self.suffix], np.int64)
         size = max(1, round(self.share * len(tokens)))
-        found: list[Reading] = []
+        found: list[TokenWindow] = []
         pieces: list[Tensor] = []
         for _ in range(self.count):
             if not pieces:
                 order = torch.randperm(len(tokens), generator=generator, device="cpu")
                 pieces = list(order[: len(tokens) // size * size].split(size))
-            places = pieces.pop(0).sort().values + len(self.prefix)
-            masked = whole.clone()
-            masked[places] = self.mask_token
-            found.append(Reading(masked[None].to(device), whole[places].to(device), places.to(device)))
+            positions = pieces.pop(0).sort().values.numpy() + len(self.prefix)
+            masked = whole.copy()
+            masked[positions] = self.mask_token
+            found.append(TokenWindow("", masked, positions, whole[positions]))
         return found
 
     def words(self) -> dict[str, Any]:
@@ -157,5 +142,5 @@ class MaskedTokens:
         }
 
 
-Scoring = NextToken | MaskedTokens
-"""How one kind of model is scored."""
+Objective = NextToken | MaskedTokens
+"""What one kind of model is scored on."""

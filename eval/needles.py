@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.listeners import Tap, tapping
+from adaattn_hf.attention.listeners import Tap, tapping
+
 from .arms import ModelArms
-from .scoring import Reading
+from .windows import TokenWindow
 
 KEY = 6
 VALUE = 4
@@ -35,11 +37,12 @@ class Haystack:
     answers: tuple[int, ...]
     likely: tuple[tuple[int, ...], ...]
 
-    def asked(self, device: torch.device) -> Reading:
-        """Returns the reading that is scored where values are asked for, and nowhere else."""
+    @property
+    def asked(self) -> TokenWindow:
+        """The window that is scored where values are asked for, and nowhere else."""
         asked = [answer + step - 1 for answer in self.answers for step in range(VALUE)]
-        places = torch.tensor(asked, dtype=torch.int64, device="cpu")
-        return Reading(self.tokens[None].to(device), self.tokens[places + 1].to(device), places.to(device))
+        positions, tokens = np.array(asked, np.int64), self.tokens.numpy()
+        return TokenWindow("", tokens, positions, tokens[positions + 1])
 
 
 def most(length: int) -> int:
@@ -95,6 +98,6 @@ def compared(found: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
 def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap) -> tuple[bool, ...]:
     """Returns for each needle whether the model's likeliest tokens, teacher-forced, are its value."""
     with tapping(tap):
-        hidden = arms.hidden(haystack.asked(arms.device))
+        hidden = arms.hidden(haystack.asked)
     likeliest = arms.logits(hidden)[0].argmax(-1).view(-1, VALUE).tolist()
     return tuple(is_found(haystack, needle, values) for needle, values in enumerate(likeliest))
