@@ -215,7 +215,7 @@ def reloaded(call: Changed, model: Any, source: torch.Generator) -> Any:
 
 def planned(call: Changed, model: Any) -> Tensor:
     """What the model computes under its plan; what left no trace for a forward pass is for `load_plan` to find."""
-    if call.loads or call.change == "columns unseen":
+    if call.loads or call.change in ASKED_BY_LOAD:
         adaattn_hf.load_plan(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=call.change == "autocast"):
         return logits(model)
