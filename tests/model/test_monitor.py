@@ -57,9 +57,7 @@ def test_a_quiet_plan_is_sampled_and_left_alone(caplog: pytest.LogCaptureFixture
 
 
 @torch.no_grad()
-def test_a_plan_that_drops_more_than_calibrated_turns_exact_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plan_that_drops_more_than_calibrated_turns_exact_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = _planned(p95=1e-4)
     assert adaattn_hf.plan_of(model) is not None
     with caplog.at_level(logging.WARNING, logger="adaattn_hf"):

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import (
-    COMPILING,
-    DROPOUT,
-    GRAD,
-    HEAD_INT8,
-    HEAD_WINDOWS,
-    OPAQUE,
-    PER_HEAD,
-    STORED,
-)
+from adaattn_hf.attention.kind import COMPILING, DROPOUT, GRAD, HEAD_INT8, HEAD_WINDOWS, OPAQUE, PER_HEAD, STORED
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import (
-    BIAS,
-    COMPILING,
-    DROPOUT,
-    GRAD,
-    LSE,
-    SINKS,
-    WINDOW,
-    WINDOW_SINKS,
-    CallSpec,
-)
+from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import Backend
