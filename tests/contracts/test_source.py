@@ -172,13 +172,11 @@ PLANTED = {
     "allocator": ["torch.cuda.empty_cache()\n", "torch.cuda.set_per_process_memory_fraction(0.7)\n"],
     "device": ["table = torch.tensor(rows, dtype=torch.int64)\n"],
     "dtype": [
-        "table = torch.zeros(3, device=d)\n",
-        "rows = torch.tensor(rows, device=d)\n",
-        "sign = torch.where(x > 0, 1.0, -1.0)\n",
-        "steps = torch.arange(0, 1, 0.1, device=d)\n",
+        "table = torch.zeros(3, device=d)\n", "rows = torch.tensor(rows, device=d)\n",
+        "sign = torch.where(x > 0, 1.0, -1.0)\n", "steps = torch.arange(0, 1, 0.1, device=d)\n",
     ],
     "advice": ["raise ValueError('call adaattn_hf.repair(model)')\n", "# written by `adaattn mend`\n"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", list(CHECKS))

@@ -97,26 +97,17 @@ class Stand:
                             self.tiles += 1
                             keys = torch.arange(block * n, min(block * n + block, kv_len))
                             seen = mask(
-                                [b],
-                                [h],
-                                rows[:, None].as_subclass(Lane),
-                                keys[None].as_subclass(Lane),
-                                lengths,
-                                kw["aux_tensors"],
-                            )
+                                [b], [h], rows[:, None].as_subclass(Lane), keys[None].as_subclass(Lane),
+                                lengths, kw["aux_tensors"],
+                            )  # fmt: skip
                             visible[b, h, rows[:, None], keys[None]] |= seen.as_subclass(Tensor)
         structure = CallStructure(batch, q_len, kv_len, mask=visible)
         made = reference.attention(
             AttentionRequest(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                structure,
-                kw["softmax_scale"],
-                softcap=kw["softcap"] or None,
-                sink_logits=kw["learnable_sink"],
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), structure, kw["softmax_scale"],
+                softcap=kw["softcap"] or None, sink_logits=kw["learnable_sink"],
             )
-        )
+        )  # fmt: skip
         assert heads % kv_heads == 0
         return made.out.to(q.dtype), made.lse.float() if kw["return_lse"] else None
 

@@ -22,11 +22,9 @@ from ..support.processor import ROUNDS_BF16
 
 KV, GROUP, D, N = 2, 2, 16, 300
 CHOICES = [
-    make_choice("window", 48, 4),
-    make_choice(precision="int8"),
-    make_choice(rank=8),
+    make_choice("window", 48, 4), make_choice(precision="int8"), make_choice(rank=8),
     make_choice("window", 48, 4, rank=8, precision="int8"),
-]
+]  # fmt: skip
 # kernels of int8 products round the weights, too: tests/native/test_plans.py compares them with the definition
 ROUNDED = {"int8": "eager"}
 LOOSE = [make_choice(precision="bf16"), make_choice("window", 48, 4, precision="bf16")]
