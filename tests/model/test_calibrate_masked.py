@@ -301,14 +301,9 @@ def test_decode_is_neither_timed_nor_asked_for(
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
-    model: Any,
-    encode: Any,
-    text: list[Path],
-    scoring: MaskedTokens,
-    result: Calibration,
-    tmp_path: Path,
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     calls = failing(fisher.measure, 6, KeyboardInterrupt())  # the second reading of the second sequence
     monkeypatch.setattr(fisher, "measure", calls)
     given: dict[str, Any] = {"prices": prices(), "directory": tmp_path}
@@ -449,30 +444,17 @@ def test_a_table_without_the_prices_asked_for_is_refused(
         measure(open_inputs(gpt2, encode, text, replace(few, families=("bf16",))), prices=prices())
 
 
-def test_positions_of_tables_that_count_from_behind_padding() -> None:
-    config = RobertaConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=66,
-    )  # fmt: skip
-    roberta = RobertaForMaskedLM(config)
-    assert learned_positions(roberta) == trained_positions(config) == 64
-    with torch.no_grad():
-        roberta(torch.full((1, 64), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            roberta(torch.full((1, 65), 5))
-
-
-def test_positions_that_start_at_an_offset_count_less() -> None:
-    config = OPTConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2,
-        max_position_embeddings=64, word_embed_proj_dim=16,
-    )  # fmt: skip
-    opt = OPTForCausalLM(config).eval()
-    assert learned_positions(opt) == 64
-    with torch.no_grad():
-        opt(torch.full((1, 64), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            opt(torch.full((1, 65), 5))
+def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(**small, intermediate_size=32, max_position_embeddings=66)
+    opt = OPTConfig(**small, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=32)
+    assert trained_positions(config) == 64
+    for model in (RobertaForMaskedLM(config).eval(), OPTForCausalLM(opt).eval()):
+        assert learned_positions(model) == 64
+        with torch.no_grad():
+            model(torch.full((1, 64), 5))
+            with pytest.raises((IndexError, RuntimeError)):
+                model(torch.full((1, 65), 5))
 
 
 # ---------------------------------------------------------------------- the command
