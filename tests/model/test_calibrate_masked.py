@@ -282,8 +282,7 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
     assert verified.retrieval_plan is None
     assert 0.0 < verified.activation <= 1.0
     words = result.plan.protocol["scoring"]
-    assert words["mask_share"] == 0.15
-    assert words["maskings"] == 4
+    assert (words["mask_share"], words["maskings"]) == (0.15, 4)
     assert words["retrieval"] == "does not apply: nothing is generated"
     assert result.plan.protocol["settings"]["windows"] == [32, 64]
     assert Plan.from_json(result.plan.to_json()) == result.plan
@@ -445,7 +444,7 @@ def test_a_table_without_the_prices_asked_for_is_refused(
 
 
 def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = RobertaConfig(**small, intermediate_size=32, max_position_embeddings=66)
     opt = OPTConfig(**small, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=32)
     assert trained_positions(config) == 64
@@ -471,8 +470,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
         says=("scored on tokens at masked positions", "retrieval: does not apply"),
     )  # fmt: skip
     plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory)))
-    assert plan.protocol["scoring"]["maskings"] == 3
-    assert plan.protocol["scoring"]["mask_share"] == 0.2
+    assert (plan.protocol["scoring"]["maskings"], plan.protocol["scoring"]["mask_share"]) == (3, 0.2)
     # without lengths: the model's positions, for which this table has no prices
     says = "measured at 256 to 256 tokens, expected prices around 512"
     adaattn(*words, *small.split(), code=2, says=says)

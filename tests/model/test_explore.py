@@ -78,8 +78,7 @@ def test_the_heading_names_the_model(directory: Path) -> None:
     words = ["plan", "explore", str(directory), "--html", str(target), "--name", "Small <1>"]
     adaattn(*words)
     named, typed = embedded(target.read_text(encoding="utf-8")), embedded(page(directory))
-    assert named["title"] == "Small <1>"
-    assert typed["title"] == "LlamaForCausalLM"
+    assert (named["title"], typed["title"]) == ("Small <1>", "LlamaForCausalLM")
     assert {**named, "title": ""} == {**typed, "title": ""}
 
 

@@ -122,10 +122,6 @@ class Stand:
         return torch.cat(parts), None
 
 
-def scalar(value: Any, kind: Any) -> Any:
-    return value
-
-
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     """The package and the compiler's names that the masks import."""
@@ -134,7 +130,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     sparsity = types.ModuleType("flash_attn.cute.block_sparsity")
     cutlass.cute = types.SimpleNamespace(jit=lambda f: f)  # type: ignore[attr-defined]
     cutlass.Int32 = int  # type: ignore[attr-defined]
-    utils.scalar_to_ssa = scalar  # type: ignore[attr-defined]
+    utils.scalar_to_ssa = lambda value, kind: value  # type: ignore[attr-defined]
     sparsity.BlockSparseTensorsTorch = lambda *tables, block_size: (*tables, block_size)  # type: ignore[attr-defined]
     for module in (cutlass, utils, sparsity, made.module):
         monkeypatch.setitem(sys.modules, module.__name__, module)
