@@ -41,12 +41,8 @@ def run(options: Eval) -> Done:
 
 
 def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    settings, loading, limits, directory = (
-        options.fill(Settings),
-        options.fill(Loading),
-        options.fill(Limits),
-        options.directory,
-    )
+    settings, loading, limits = options.fill(Settings), options.fill(Loading), options.fill(Limits)
+    directory = options.directory
     resolve_device(loading.device)
     writable(directory, "output_dir")
     if options.model is None:

@@ -95,8 +95,7 @@ def test_the_packages_text_is_for_its_model_alone(llama: Path, tmp_path: Path, m
     profile(shutil.copytree(llama, tmp_path / "model-of-mine"), code=3)
     assert asked == ["wikitext"]
     own = profile("--length", 16, "--sequences", 1, "--decode", 0, "--json")
-    assert len(asked) == 1
-    assert json.loads(own.stdout)["text"] == "the package's held-out pages"
+    assert (len(asked), json.loads(own.stdout)["text"]) == (1, "the package's held-out pages")
 
 
 @pytest.mark.parametrize(

@@ -115,15 +115,12 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
 @pytest.mark.parametrize(
     ("content", "spec", "says"),
     [
-        (None, "{path}", "no file or directory here"),
-        (None, "wikitext:{path}", "does not exist"),
-        (None, "lambada:{path}", "does not exist"),
-        ("", "{path}", "no text"),
-        ("\n", "wikitext:{path}", "no text"),
-        ("word\n", "lambada:{path}", "at least two words"),
+        (None, "{path}", "no file or directory here"), (None, "wikitext:{path}", "does not exist"),
+        (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
+        ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
         (b"caf\xe9", "{path}", "as UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
     path = tmp_path / "text.txt"
     if content is not None:

@@ -103,11 +103,9 @@ def test_an_arm_against_itself_differs_by_exactly_nothing(
     request: pytest.FixtureRequest, kind: str, implementation: str
 ) -> None:
     settings = {
-        "attn_implementation": implementation,
-        "baseline": implementation,
-        "batch_size": 3,
+        "attn_implementation": implementation, "baseline": implementation, "batch_size": 3,
         "mask_fraction": 0.1,
-    }
+    }  # fmt: skip
     result = measured(request.getfixturevalue(kind), OWN_PAGES, **settings)
     compared = result.report["quality"]["comparisons"][0]
     assert compared["delta_nll"]["mean"] == 0.0

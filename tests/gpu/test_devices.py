@@ -88,16 +88,14 @@ def left() -> Tensor:
 
 
 CALLS: dict[str, Callable[[], AttentionRequest]] = {
-    "prefill": lambda: draw(causal(), 64),
-    "prefill of large heads": lambda: draw(causal(), 128),
+    "prefill": lambda: draw(causal(), 64), "prefill of large heads": lambda: draw(causal(), 128),
     "windows per head": lambda: draw(causal(), 64, WINDOWS),
     "windows of large heads": lambda: draw(causal(), 128, WINDOWS),
-    "left padding": lambda: draw(causal(key_padding=left()), 64),
-    "a step": lambda: draw(causal(q_len=1), 64),
+    "left padding": lambda: draw(causal(key_padding=left()), 64), "a step": lambda: draw(causal(q_len=1), 64),
     "a long step": lambda: draw(causal(9000, q_len=1, batch=1), 128),
     "a padded step": lambda: draw(causal(q_len=1, key_padding=left()), 64),
     "a step of windows": lambda: draw(causal(q_len=1), 64, WINDOWS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("native", "eager")])

@@ -39,11 +39,9 @@ def together(model: Any, prompts: list[list[int]], new: int = NEW, **engine: Any
     settings = tf.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     engine = {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 16, **engine}
     found = model.generate_batch(
-        inputs=prompts,
-        generation_config=settings,
-        continuous_batching_config=tf.ContinuousBatchingConfig(**engine),
-        progress_bar=False,
-    ).values()
+        inputs=prompts, generation_config=settings,
+        continuous_batching_config=tf.ContinuousBatchingConfig(**engine), progress_bar=False,
+    ).values()  # fmt: skip
     assert not [answer.error for answer in found if answer.error]
     return [answer.generated_tokens for answer in found]
 

@@ -22,13 +22,9 @@ def bench(model: Any, length: int, batch: int = 1) -> Any:
     sample = SimpleNamespace(joint=[None])
     settings = SimpleNamespace(batch=batch)
     return SimpleNamespace(
-        arms=SimpleNamespace(model=model, tokens=lambda _: ids),
-        samples={length: sample},
-        windows=lambda _: [None],
-        settings=settings,
-        run=Run(),
-        refuse_late=lambda together: None,
-    )
+        arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample},
+        windows=lambda _: [None], settings=settings, run=Run(), refuse_late=lambda together: None,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -59,11 +59,9 @@ def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
             logits = []
             for end in (9, 11):  # one token, then two at once
                 state = model(
-                    input_ids=ids[:, (8 if end == 9 else 9) : end],
-                    attention_mask=left[:, :end],
-                    past_key_values=state.past_key_values,
-                    use_cache=True,
-                )
+                    input_ids=ids[:, (8 if end == 9 else 9) : end], attention_mask=left[:, :end],
+                    past_key_values=state.past_key_values, use_cache=True,
+                )  # fmt: skip
                 logits.append(state.logits)
         steps.append(torch.cat(logits, dim=1))
     assert_near(*steps)
@@ -264,16 +262,12 @@ def test_rows_of_padding_stay_out_of_the_way_of_gemma3n() -> None:
     config = configured(
         "gemma3n_text",
         dict(
-            num_hidden_layers=4,
-            num_kv_shared_layers=2,
+            num_hidden_layers=4, num_kv_shared_layers=2,
             layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
-            sliding_window=4,
-            vocab_size_per_layer_input=64,
-            hidden_size_per_layer_input=4,
-            laurel_rank=4,
+            sliding_window=4, vocab_size_per_layer_input=64, hidden_size_per_layer_input=4, laurel_rank=4,
             activation_sparsity_pattern=[0.0] * 4,
         ),
-    )
+    )  # fmt: skip
     model = tf.Gemma3nForCausalLM._from_config(config, attn_implementation="adaattn").train()
     ids, mask = tokens(), padding("right")
     assert mask is not None

@@ -275,13 +275,10 @@ def test_a_cache_that_holds_tokens_is_not_changed() -> None:
 
 # ---------------- through models
 FLOWS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beam": {"num_beams": 3, "num_return_sequences": 2},
-    "sample": {"do_sample": True, "num_return_sequences": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "chunked prefill": {"prefill_chunk_size": 4},
-    "drafts of an assistant": {},
-}
+    "greedy": {}, "beam": {"num_beams": 3, "num_return_sequences": 2},
+    "sample": {"do_sample": True, "num_return_sequences": 2}, "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked prefill": {"prefill_chunk_size": 4}, "drafts of an assistant": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flow", FLOWS)

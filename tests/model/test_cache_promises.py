@@ -223,11 +223,9 @@ def test_tokens_that_a_user_chose_are_the_ones_that_are_read() -> None:
 
 
 FLOWS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "greedy": {}, "beams": {"num_beams": 3}, "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "drafts": {"assistant_model": None},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flow", FLOWS)

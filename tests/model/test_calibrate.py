@@ -142,8 +142,7 @@ def test_several_sources_give_as_many_sequences_each(tmp_path: Path) -> None:
     short.write_text("b" * 640)
     sample = draw([long, short], encode, 64, {"own": 6}, 0, spare=4)
     sources = [sequence.source for sequence in sample.parts["own"]]
-    assert len(sources) == 10
-    assert sources.count(str(short)) == 5
+    assert (len(sources), sources.count(str(short))) == (10, 5)
     assert len(draw([short], encode, 64, {"own": 6}, 0, spare=40).parts["own"]) == 10, "what there is"
 
 

@@ -99,14 +99,10 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     model: Path, run: Run, material: tuple[str, str]
 ) -> None:
     says = (
-        "risk: done after",
-        "bf16: products in bfloat16",
-        "perplexity ",
-        ", allowed +1 % (95 %, held-out text) · whole model ",
-        f"plan: {model}",
-        "load_plan(model, ",
+        "risk: done after", "bf16: products in bfloat16", "perplexity ",
+        ", allowed +1 % (95 %, held-out text) · whole model ", f"plan: {model}", "load_plan(model, ",
         f"adaattn eval {model} --plan {model} --data {material[0]}",
-    )
+    )  # fmt: skip
     done = run(model, "--budget", "1%", says=says)
     assert ", \n" not in done.output
     assert done.output.count(", at most ") == 1
@@ -434,11 +430,9 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
     says = (
         f"measuring risks on sequences of {LENGTH} tokens",
         "(CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which",
-        "1.00 GiB is free)",
-        f"shorter lengths (--lengths {LENGTH // 2})",
-        "fewer rows (--rows 8)",
+        "1.00 GiB is free)", f"shorter lengths (--lengths {LENGTH // 2})", "fewer rows (--rows 8)",
         f"what was measured before is kept in {target}/{FILE}: the same command with --resume goes on",
-    )
+    )  # fmt: skip
     run(model, "--budget", "1%", "--output-dir", target, code=6, says=says)
     run(model, "--budget", "1%", "--output-dir", target, "--resume")
     assert calls.call_count == 4
@@ -552,19 +546,17 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--lengths", "9k"), "lengths is [9216], expected at most the "),
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--dtype", "float33"), "Invalid value for '--dtype'"),
-        (("--families", "windows"), "Did you mean 'window'"),
-        (("--families", ","), "expected some of window,"),
+        (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
         (("--threads", "0"), "threads is 0, expected at least 1"),
         (("--decode-tokens", "-1"), "decode_tokens is -1, expected at least 0"),
         (("--prices", "nowhere.json"), "nowhere.json is no file"),
-        (("--output-dir", __file__), "cannot be made"),
-        (("--budget", "lots"), "budget is 'lots'"),
+        (("--output-dir", __file__), "cannot be made"), (("--budget", "lots"), "budget is 'lots'"),
         (("--budget", ""), "budget is '', expected a rise of the perplexity"),
         (("--budget", " "), "expected a rise of the perplexity"),
         (("--budget", "1%", "--budget", "0.1%"), "in_place: got 2 budgets, expected one"),
         (("--budget", "1%", "--budget", "1.0%"), "expected each once; leave the second 1.0% out"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str, ...], words: str) -> None:
     run(model, *more, code=2, says=words)
 

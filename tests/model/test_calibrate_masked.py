@@ -282,8 +282,7 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
     assert verified.retrieval_plan is None
     assert 0.0 < verified.activation <= 1.0
     words = result.plan.protocol["scoring"]
-    assert words["mask_share"] == 0.15
-    assert words["maskings"] == 4
+    assert (words["mask_share"], words["maskings"]) == (0.15, 4)
     assert words["retrieval"] == "does not apply: nothing is generated"
     assert result.plan.protocol["settings"]["windows"] == [32, 64]
     assert Plan.from_json(result.plan.to_json()) == result.plan
@@ -301,14 +300,9 @@ def test_decode_is_neither_timed_nor_asked_for(
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
-    model: Any,
-    encode: Any,
-    text: list[Path],
-    scoring: MaskedTokens,
-    result: Calibration,
-    tmp_path: Path,
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     calls = failing(fisher.measure, 6, KeyboardInterrupt())  # the second reading of the second sequence
     monkeypatch.setattr(fisher, "measure", calls)
     given: dict[str, Any] = {"prices": prices(), "directory": tmp_path}
@@ -449,30 +443,17 @@ def test_a_table_without_the_prices_asked_for_is_refused(
         measure(open_inputs(gpt2, encode, text, replace(few, families=("bf16",))), prices=prices())
 
 
-def test_positions_of_tables_that_count_from_behind_padding() -> None:
-    config = RobertaConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=66,
-    )  # fmt: skip
-    roberta = RobertaForMaskedLM(config)
-    assert learned_positions(roberta) == trained_positions(config) == 64
-    with torch.no_grad():
-        roberta(torch.full((1, 64), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            roberta(torch.full((1, 65), 5))
-
-
-def test_positions_that_start_at_an_offset_count_less() -> None:
-    config = OPTConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2,
-        max_position_embeddings=64, word_embed_proj_dim=16,
-    )  # fmt: skip
-    opt = OPTForCausalLM(config).eval()
-    assert learned_positions(opt) == 64
-    with torch.no_grad():
-        opt(torch.full((1, 64), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            opt(torch.full((1, 65), 5))
+def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> None:
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(**small, intermediate_size=32, max_position_embeddings=66)
+    opt = OPTConfig(**small, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=32)
+    assert trained_positions(config) == 64
+    for model in (RobertaForMaskedLM(config).eval(), OPTForCausalLM(opt).eval()):
+        assert learned_positions(model) == 64
+        with torch.no_grad():
+            model(torch.full((1, 64), 5))
+            with pytest.raises((IndexError, RuntimeError)):
+                model(torch.full((1, 65), 5))
 
 
 # ---------------------------------------------------------------------- the command
@@ -489,8 +470,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
         says=("scored on tokens at masked positions", "retrieval: does not apply"),
     )  # fmt: skip
     plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory)))
-    assert plan.protocol["scoring"]["maskings"] == 3
-    assert plan.protocol["scoring"]["mask_share"] == 0.2
+    assert (plan.protocol["scoring"]["maskings"], plan.protocol["scoring"]["mask_share"]) == (3, 0.2)
     # without lengths: the model's positions, for which this table has no prices
     says = "measured at 256 to 256 tokens, expected prices around 512"
     adaattn(*words, *small.split(), code=2, says=says)

@@ -57,9 +57,7 @@ def test_a_quiet_plan_is_sampled_and_left_alone(caplog: pytest.LogCaptureFixture
 
 
 @torch.no_grad()
-def test_a_plan_that_drops_more_than_calibrated_turns_exact_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plan_that_drops_more_than_calibrated_turns_exact_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = _planned(p95=1e-4)
     assert adaattn_hf.plan_of(model) is not None
     with caplog.at_level(logging.WARNING, logger="adaattn_hf"):
@@ -80,8 +78,7 @@ def test_decode_is_sampled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     tokens = _tokens(length=48)
     model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=17, do_sample=False, pad_token_id=0)
     first = adaattn_hf.statistics(model)[0]
-    assert first["calls"] == 17
-    assert first["rows"] == 4
+    assert (first["calls"], first["rows"]) == (17, 4)
 
 
 @torch.no_grad()

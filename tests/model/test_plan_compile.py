@@ -40,12 +40,9 @@ pytestmark = needs_tracing
 
 LENGTH = 200
 CHOICES = [
-    make_choice("window", 32, 4),
-    make_choice(precision="int8"),
-    make_choice(precision="bf16"),
-    make_choice(rank=6),
-    make_choice("window", 32, 4, rank=6, precision="int8"),
-]
+    make_choice("window", 32, 4), make_choice(precision="int8"), make_choice(precision="bf16"),
+    make_choice(rank=6), make_choice("window", 32, 4, rank=6, precision="int8"),
+]  # fmt: skip
 LLAMA: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,

@@ -35,9 +35,7 @@ def swapped_in_place(layers: Any) -> None:
 MOVES: dict[str, Change] = {
     "swapped in place": swapped_in_place,
     "swapped by index": lambda layers: (
-        first := layers[0],
-        layers.__setitem__(0, layers[1]),
-        layers.__setitem__(1, first),
+        first := layers[0], layers.__setitem__(0, layers[1]), layers.__setitem__(1, first),
     ),
     "swapped in the dictionary": lambda layers: layers._modules.update({"0": layers[1], "1": layers[0]}),
     "the first dropped": lambda layers: layers.pop(0),
@@ -45,7 +43,7 @@ MOVES: dict[str, Change] = {
     "the last dropped": lambda layers: layers.pop(2),
     "appended again": lambda layers: layers.append(layers[0]),
     "inserted again": lambda layers: layers.insert(1, layers[0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("move", MOVES)

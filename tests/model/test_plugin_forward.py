@@ -52,11 +52,9 @@ def cross_attention_inputs() -> dict[str, Any]:
     encoder_mask[2, :] = 0  # an example without any encoder token: its rows see nothing
     states = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(3))
     return dict(
-        input_ids=tokens(),
-        attention_mask=padding("left"),
-        encoder_hidden_states=states,
+        input_ids=tokens(), attention_mask=padding("left"), encoder_hidden_states=states,
         encoder_attention_mask=encoder_mask,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-decoder"])

@@ -56,12 +56,9 @@ def composite() -> tf.LlavaConfig:
         projection_dim=32,
     )  # fmt: skip
     return tf.LlavaConfig(
-        text_config=tf.LlamaConfig(**text),
-        vision_config=tf.CLIPVisionConfig(**vision),
-        image_token_index=70,
-        vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-    )
+        text_config=tf.LlamaConfig(**text), vision_config=tf.CLIPVisionConfig(**vision), image_token_index=70,
+        vision_feature_select_strategy="default", vision_feature_layer=-1,
+    )  # fmt: skip
 
 
 def composite_inputs() -> dict[str, torch.Tensor]:

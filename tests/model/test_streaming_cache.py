@@ -66,15 +66,11 @@ def caches(model: Any, stored: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "lengths",
     [
-        (120, *[1] * 60),
-        (20, *[1] * 40),
-        (*[1] * 70,),
-        (100, 90, 1, 1, 50, 3, 1),
-        (2, 60, 1, 2, 100),
+        (120, *[1] * 60), (20, *[1] * 40), (*[1] * 70,), (100, 90, 1, 1, 50, 3, 1), (2, 60, 1, 2, 100),
         (33, 2, 2, 2, 2, 2),
     ],
     ids=["prompt", "short-prompt", "single", "chunks", "uneven", "at-the-brim"],
-)
+)  # fmt: skip
 def test_decode_and_chunks_are_those_of_a_full_cache(lengths: tuple[int, ...], stored: str) -> None:
     model, tokens = model_for(stored), ids(2, 300)
     streaming, full = caches(model, stored)
@@ -347,10 +343,8 @@ def test_tokens_are_taken_back_while_the_past_is_recorded(stored: str, before: t
         assert ours.get_seq_length() == straight.get_seq_length() == at + kept
         torch.testing.assert_close(
             run(model, tokens, copy.deepcopy(ours), 1, 9, mask=mask),
-            run(model, tokens, copy.deepcopy(straight), 1, 9, mask=mask),
-            atol=NEAR,
-            rtol=0,
-        )
+            run(model, tokens, copy.deepcopy(straight), 1, 9, mask=mask), atol=NEAR, rtol=0,
+        )  # fmt: skip
     run(model, tokens, ours, 1, 1, mask=mask)
     ours.batch_select_indices(torch.tensor([1]))
     with pytest.raises(RuntimeError, match=r"call activate_past_recording\(\) before"):

@@ -42,13 +42,9 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
     way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf", "calibrate"]
     two = subprocess.Popen(
-        [*way, str(models[1]), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [*way, str(models[1]), *options], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     adaattn("calibrate", models[0], *options)
     said, errors = two.communicate(timeout=600)
     assert two.returncode == 0, errors

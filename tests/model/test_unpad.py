@@ -194,12 +194,10 @@ def test_a_row_of_nothing_but_padding_is_zero_and_disturbs_nobody() -> None:
 
 
 MORE_HEADS = {
-    tf.RobertaForMaskedLM: "roberta",
-    tf.RobertaForSequenceClassification: "roberta",
-    tf.DistilBertForSequenceClassification: "distilbert",
-    tf.ElectraForTokenClassification: "electra",
+    tf.RobertaForMaskedLM: "roberta", tf.RobertaForSequenceClassification: "roberta",
+    tf.DistilBertForSequenceClassification: "distilbert", tf.ElectraForTokenClassification: "electra",
     tf.ModernBertForMaskedLM: "modernbert",
-}
+}  # fmt: skip
 
 
 def head_of(cls: Any) -> Pair:

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import (
-    COMPILING,
-    DROPOUT,
-    GRAD,
-    HEAD_INT8,
-    HEAD_WINDOWS,
-    OPAQUE,
-    PER_HEAD,
-    STORED,
-)
+from adaattn_hf.attention.kind import COMPILING, DROPOUT, GRAD, HEAD_INT8, HEAD_WINDOWS, OPAQUE, PER_HEAD, STORED
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
@@ -65,13 +56,11 @@ def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extr
 @pytest.mark.parametrize(
     "extra",
     [
-        {},
-        {"softcap": 2.0},
-        {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {}, {"softcap": 2.0}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
         {"bias": torch.randn(1, 4, 1, 1, generator=torch.Generator().manual_seed(1))},
     ],
     ids=["plain", "softcap", "sinks", "bias"],
-)
+)  # fmt: skip
 def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
     asked = request(STRUCTURES[name], **extra)
     result, truth = attended(NativeBackend(), asked), reference.attention(asked)

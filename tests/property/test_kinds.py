@@ -89,12 +89,9 @@ SAME_KIND: dict[str, Change] = {
     "one row for all": lambda call: replace(call, query=call.query[:1]),
 }  # fmt: skip
 WRONG: dict[str, Change] = {
-    "dtype of the key": in_dtype(torch.float64, "key"),
-    "dtype of the value": in_dtype(torch.bfloat16, "value"),
-    "whole numbers": in_dtype(torch.int64, *TENSORS),
-    "device of the query": on_meta("query"),
-    "device of the key": on_meta("key"),
-    "device of the value": on_meta("value"),
+    "dtype of the key": in_dtype(torch.float64, "key"), "dtype of the value": in_dtype(torch.bfloat16, "value"),
+    "whole numbers": in_dtype(torch.int64, *TENSORS), "device of the query": on_meta("query"),
+    "device of the key": on_meta("key"), "device of the value": on_meta("value"),
     "a sparse value": lambda call: replace(call, value=call.value.to_sparse()),
     "three dimensions": lambda call: replace(call, key=call.key[0]),
     "heads that do not divide": lambda call: replace(call, query=call.query[:, :3]),
@@ -111,7 +108,7 @@ WRONG: dict[str, Change] = {
     "sinks on another device": lambda call: replace(call, sink_logits=torch.zeros(H, device="meta")),
     "a bias of other rows": lambda call: replace(call, bias=torch.zeros(3, 1, N, N)),
     "rules of other heads": lambda call: replace(call, per_head=HeadRules((3,) * 3, (0,) * 3, ("model",) * 3)),
-}
+}  # fmt: skip
 
 
 def served(call: AttentionRequest, backend: str | None) -> bool:
@@ -202,14 +199,12 @@ def test_settings_of_the_process_are_heard(backend: str | None) -> None:
     tensors = call.query, call.key, call.value
     truth = reference.attention(replace(call, structure=CallStructure(B, N, N))).out.float()
     contexts: dict[str, Callable[[], Any]] = {
-        "plain": nullcontext,
-        "one thread": partial(behind, torch.set_num_threads, 1),
+        "plain": nullcontext, "one thread": partial(behind, torch.set_num_threads, 1),
         "two threads": partial(behind, torch.set_num_threads, 2),
         "deterministic": partial(behind, torch.use_deterministic_algorithms, True),
-        "training": partial(behind, module.train),
-        "gradients off": torch.no_grad,
+        "training": partial(behind, module.train), "gradients off": torch.no_grad,
         "inference": torch.inference_mode,
-    }
+    }  # fmt: skip
     for name in (*contexts, "plain"):
         with contexts[name]():
             out, _ = attend(module, *tensors, None, scaling=call.scaling, is_causal=False)

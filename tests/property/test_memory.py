@@ -44,21 +44,18 @@ def documents(n: int) -> CallStructure:
 
 
 KNOWN: dict[str, Callable[[int], CallStructure]] = {
-    "none": lambda n: CallStructure(1, n, n),
-    "causal": lambda n: CallStructure(1, n, n, causal=True),
+    "none": lambda n: CallStructure(1, n, n), "causal": lambda n: CallStructure(1, n, n, causal=True),
     "window": lambda n: CallStructure(1, n, n, causal=True, window=n // 8),
     "window with sinks": lambda n: CallStructure(1, n, n, causal=True, window=n // 8, sinks=4),
     "window both ways": lambda n: CallStructure(1, n, n, window=n // 16),
-    "chunks": lambda n: CallStructure(1, n, n, causal=True, chunk=n // 4),
-    "padding": padded,
+    "chunks": lambda n: CallStructure(1, n, n, causal=True, chunk=n // 4), "padding": padded,
     "padding with holes": lambda n: padded(n, holes=True),
     "padding and window": lambda n: padded(n).with_changes(window=n // 8),
-    "keys padded": lambda n: padded(n).with_changes(causal=False),
-    "documents": documents,
+    "keys padded": lambda n: padded(n).with_changes(causal=False), "documents": documents,
     "documents and window": lambda n: documents(n).with_changes(window=64),
     "static cache": lambda n: CallStructure(1, 64, n, causal=True, q_offset=torch.tensor(n // 2)),
     "chunked prefill": lambda n: CallStructure(1, n // 2, n, causal=True, q_offset=n // 2),
-}
+}  # fmt: skip
 
 
 def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:

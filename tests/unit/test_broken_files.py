@@ -52,8 +52,7 @@ def test_no_planted_name_is_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / f".plan.json.{os.getpid()}").symlink_to(victim)
     write_atomically(tmp_path / "plan.json", "new")
-    assert victim.read_text() == "precious"
-    assert (tmp_path / "plan.json").read_text() == "new"
+    assert (victim.read_text(), (tmp_path / "plan.json").read_text()) == ("precious", "new")
     plain = tmp_path / "plain"
     plain.write_text("")
     assert (tmp_path / "plan.json").stat().st_mode == plain.stat().st_mode

@@ -45,12 +45,9 @@ def over_codes(asked: AttentionRequest) -> AttentionRequest:
 
 
 CALLS = {
-    "prefill": call(),
-    "windows per head": call(rules=WINDOWS),
-    "a step": call(1),
-    "a step over codes": over_codes(call(1)),
-    "gradients": call(rules=WINDOWS, grad=True),
-}
+    "prefill": call(), "windows per head": call(rules=WINDOWS), "a step": call(1),
+    "a step over codes": over_codes(call(1)), "gradients": call(rules=WINDOWS, grad=True),
+}  # fmt: skip
 
 
 class Noted:

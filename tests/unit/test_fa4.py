@@ -97,26 +97,17 @@ class Stand:
                             self.tiles += 1
                             keys = torch.arange(block * n, min(block * n + block, kv_len))
                             seen = mask(
-                                [b],
-                                [h],
-                                rows[:, None].as_subclass(Lane),
-                                keys[None].as_subclass(Lane),
-                                lengths,
-                                kw["aux_tensors"],
-                            )
+                                [b], [h], rows[:, None].as_subclass(Lane), keys[None].as_subclass(Lane),
+                                lengths, kw["aux_tensors"],
+                            )  # fmt: skip
                             visible[b, h, rows[:, None], keys[None]] |= seen.as_subclass(Tensor)
         structure = CallStructure(batch, q_len, kv_len, mask=visible)
         made = reference.attention(
             AttentionRequest(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                structure,
-                kw["softmax_scale"],
-                softcap=kw["softcap"] or None,
-                sink_logits=kw["learnable_sink"],
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), structure, kw["softmax_scale"],
+                softcap=kw["softcap"] or None, sink_logits=kw["learnable_sink"],
             )
-        )
+        )  # fmt: skip
         assert heads % kv_heads == 0
         return made.out.to(q.dtype), made.lse.float() if kw["return_lse"] else None
 
@@ -131,10 +122,6 @@ class Stand:
         return torch.cat(parts), None
 
 
-def scalar(value: Any, kind: Any) -> Any:
-    return value
-
-
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     """The package and the compiler's names that the masks import."""
@@ -143,7 +130,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     sparsity = types.ModuleType("flash_attn.cute.block_sparsity")
     cutlass.cute = types.SimpleNamespace(jit=lambda f: f)  # type: ignore[attr-defined]
     cutlass.Int32 = int  # type: ignore[attr-defined]
-    utils.scalar_to_ssa = scalar  # type: ignore[attr-defined]
+    utils.scalar_to_ssa = lambda value, kind: value  # type: ignore[attr-defined]
     sparsity.BlockSparseTensorsTorch = lambda *tables, block_size: (*tables, block_size)  # type: ignore[attr-defined]
     for module in (cutlass, utils, sparsity, made.module):
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import (
-    BIAS,
-    COMPILING,
-    DROPOUT,
-    GRAD,
-    LSE,
-    SINKS,
-    WINDOW,
-    WINDOW_SINKS,
-    CallSpec,
-)
+from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallSpec
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import Backend
@@ -84,16 +74,11 @@ def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.Module
         check(kw)
         pieces = [
             dense(
-                q[None, a:b],
-                k[None, c:d],
-                v[None, c:d],
-                kw["softmax_scale"],
-                kw["causal"],
-                kw["window_size"],
+                q[None, a:b], k[None, c:d], v[None, c:d], kw["softmax_scale"], kw["causal"], kw["window_size"],
                 kw["softcap"],
             )[0][0]
             for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
-        ]
+        ]  # fmt: skip
         return torch.cat(pieces).to(q.dtype)
 
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]

@@ -195,11 +195,8 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
     for ours in ({}, {"head_dim": 64, "head_dim_v": 64}):
         assert order_of(**ours) == (*flash, "triton", "sdpa", "eager")
     others: list[dict[str, Any]] = [
-        {"head_dim": 96, "head_dim_v": 96},
-        {"head_dim": 64},
-        {"shape": "full"},
-        {"keys": 1024},
-    ]
+        {"head_dim": 96, "head_dim_v": 96}, {"head_dim": 64}, {"shape": "full"}, {"keys": 1024},
+    ]  # fmt: skip
     for other in others:
         assert order_of(**other) == (*flash, "sdpa", "eager")
     assert order_of(GRAD) == (*flash, "sdpa", "eager")

@@ -25,12 +25,9 @@ def documents_of(lengths: list[int]) -> Tensor:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    causal=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 4)),
-    dense=st.booleans(),
-    known=st.booleans(),
-)
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 4)), dense=st.booleans(), known=st.booleans(),
+)  # fmt: skip
 def test_no_query_sees_another_document(
     lengths: list[int], causal: bool, window: int | None, dense: bool, known: bool
 ) -> None:
@@ -95,13 +92,10 @@ def test_positions_that_fall_back_are_borders(rows: list[list[int]], shared: boo
 @pytest.mark.parametrize(
     "positions",
     [
-        [0, 1, 2, 20, 21, 22],
-        [0, 2, 4, 6, 8, 10],
-        [0, 0, 1, 1, 2, 2],
-        [7, 7, 7, 7, 7, 7],
+        [0, 1, 2, 20, 21, 22], [0, 2, 4, 6, 8, 10], [0, 0, 1, 1, 2, 2], [7, 7, 7, 7, 7, 7],
         [0.0, 0.5, 1.0, 1.5, 2.0, 2.5],
     ],
-)
+)  # fmt: skip
 def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -> None:
     structure = CallStructure(1, 6, 6, causal=True)
     assert with_restarts(structure, torch.tensor([positions])) is structure
@@ -153,12 +147,10 @@ def test_causal_documents_whose_lengths_do_not_fit_are_refused(past: int, keys: 
 
 
 @given(
-    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    past=st.integers(0, 5),
-    cut=st.integers(0, 3),
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), past=st.integers(0, 5), cut=st.integers(0, 3),
     way=st.sampled_from(["one object", "two objects", "the first continues the cache"]),
     window=st.sampled_from([None, 3]),
-)
+)  # fmt: skip
 def test_documents_behind_a_cache_see_it_and_themselves(
     lengths: list[int], past: int, cut: int, way: str, window: int | None
 ) -> None:

@@ -62,13 +62,11 @@ CODES: dict[str, Any] = STEP | {"features": ONE_QUERY | STORED}
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"features": GRAD | LOOKED, "shape": "ragged"},
-        {"features": GRAD, "head_dim": 256, "head_dim_v": 256},
-        STEP | {"dtype": torch.float32, "groups": 8},
+        {}, {"features": GRAD | LOOKED, "shape": "ragged"},
+        {"features": GRAD, "head_dim": 256, "head_dim_v": 256}, STEP | {"dtype": torch.float32, "groups": 8},
         CODES | {"groups": 8},
     ],
-)
+)  # fmt: skip
 def test_devices_since_ampere_are_served(
     monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], changes: dict[str, Any]
 ) -> None:

@@ -147,11 +147,9 @@ def cost(n: int, item: list[int], warps: Warps, windows: HeadWindows) -> int:
 @interpreted
 @settings(max_examples=15)
 @given(
-    st.integers(1, 3000),
-    st.integers(1, 3),
-    st.sampled_from([1, 5, 24, 132]),
+    st.integers(1, 3000), st.integers(1, 3), st.sampled_from([1, 5, 24, 132]),
     st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 99)) | st.just((ALL, 0)), min_size=1, max_size=4),
-)
+)  # fmt: skip
 def test_every_item_is_dealt_out_once_and_programs_end_together(
     n: int, parts: int, programs: int, windows: list[tuple[int, int]]
 ) -> None:

@@ -40,7 +40,8 @@ def attend_few(request: AttentionRequest) -> Tensor | None:
         return operator(query, key[:, :, low:high], value[:, :, low:high], scaling).transpose(1, 2)
     lone = heads == kv_heads and query.dtype.itemsize == 2
     alike = all(span == spans[0] for span in spans)
-    if lone and alike and _flat(key, value) and high > FEW_KEYS_HALF:
+    flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
+    if lone and alike and flat and high > FEW_KEYS_HALF:
         products = _two_products(query, key[:, :, low:high], value[:, :, low:high], scaling)
         if products is not None:
             return products
@@ -50,10 +51,6 @@ def attend_few(request: AttentionRequest) -> Tensor | None:
         folded = folded.expand(batch, kv_heads, 2, dim)
     out = _folded(structure, folded, key, value, scaling, spans)
     return (out[:, :, :1] if lone else out).reshape(batch, 1, heads, dim)
-
-
-def _flat(key: Tensor, value: Tensor) -> bool:
-    return key.shape[0] == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
 
 
 def _two_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor | None:
