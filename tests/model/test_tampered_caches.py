@@ -75,7 +75,7 @@ def answer(kind: str, data: bytes) -> str:
         path = Path(directory) / "cache"
         path.write_bytes(data)
         try:
-            read = adaattn_hf.load_cache(path, model)
+            read: Any = adaattn_hf.load_cache(path, model)
         except ValueError as error:
             read = error
     if isinstance(read, ValueError):

@@ -123,8 +123,9 @@ def exact(model: Any) -> Tensor:
         return logits(twin)
 
 
-def logits(model: Any) -> Any:
-    return model(tokens(2, 11), use_cache=False).logits
+def logits(model: Any) -> Tensor:
+    out: Tensor = model(tokens(2, 11), use_cache=False).logits
+    return out
 
 
 def spoilt(weight: Tensor, source: torch.Generator) -> None:
