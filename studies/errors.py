@@ -77,10 +77,9 @@ def results(asked: AttentionRequest, stage: str, backend: str | None, dtype: tor
     """
 
     def attend(one: AttentionRequest) -> Tensor:
-        if backend is None:
-            return reference.attention(one).out
-        # asked itself, as Triton's interpreter computes on CPUs, which the backend refuses
-        return BACKENDS[backend].kernel(one.checked_kind(named=True), None)(one).out
+        # whether it refuses is not asked: Triton's interpreter computes on CPUs
+        kind = one.checked_kind(named=True)
+        return (reference.attention(one) if backend is None else BACKENDS[backend].kernel(kind, None)(one)).out
 
     if stage != "backward":
         with torch.no_grad():
