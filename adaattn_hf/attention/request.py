@@ -155,14 +155,16 @@ class AttentionRequest:
         """Whether there is no row, no query, no key or no channel: kernels divide by each of them."""
         return not (self.query.numel() and self.key.numel() and self.value.numel())
 
-    def kind(self, named: bool = False) -> CallSpec | None:
+    def kind(self, named: bool = False, compiling: bool | None = None) -> CallSpec | None:
         """The kind of the call; None where its tensors do not fit one another and the structure as kernels take them.
 
         `check` then puts that right, or refuses it. Padding is looked at where that is worth it, and where a backend
-        is `named` always. Every call comes here, so that each attribute is read once.
+        is `named` always. Every call comes here, so that each attribute is read once, and torch is not asked whether a
+        graph is traced where `compiling` says so.
         """
         query, key, value, structure = self.query, self.key, self.value, self.structure
-        compiling = torch.compiler.is_compiling()
+        if compiling is None:
+            compiling = torch.compiler.is_compiling()
         device = query.device
         try:
             batch, heads, q_len, dim = query.shape

@@ -115,12 +115,13 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
     return kernel(request)
 
 
-def kernel_of(request: AttentionRequest, backend: str | None = None) -> Kernel | None:
+def kernel_of(request: AttentionRequest, backend: str | None = None, compiling: bool | None = None) -> Kernel | None:
     """The kernel of a call, made once per kind; None where all backends that may be asked refuse the kind.
 
-    A ValueError as of `attend`. In traced graphs, which guard whatever they read, nothing is remembered.
+    A ValueError as of `attend`. In traced graphs, which guard whatever they read, nothing is remembered; `compiling`
+    says whether one is traced, for those who know.
     """
-    kind = request.kind(backend is not None)
+    kind = request.kind(backend is not None, compiling)
     if kind is None or kind.features & _LOOK_CLOSER:
         return _looked_up(request, backend)
     rules = request.per_head

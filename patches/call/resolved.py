@@ -47,27 +47,28 @@ def attend_ordinary(
     `call` has no structure yet, which the mask gives, and no rules per head, which a plan does.
     """
     fields, query, key, value = module.__dict__, call.query, call.key, call.value
+    q_shape, k_shape = query.shape, key.shape  # each is made anew when it is asked for
     if (
         not IDLE.issuperset(kwargs)
         or listeners()
         or any_autocast()
         or fields.get("reorder_and_upcast_attn")
         or ((collector := collecting()) is not None and "attentions" in collector)
-        or not query.dim() == key.dim() == value.dim() == 4
-        or not query.shape[0] == key.shape[0] == value.shape[0]
+        or not len(q_shape) == len(k_shape) == value.dim() == 4
+        or q_shape[0] != k_shape[0]
         or not (call.stored is not None or query.dtype is key.dtype is value.dtype)
     ):
         return None
     if type(attention_mask) is StructuredMask:
         structure: CallStructure | None = attention_mask.structure
     elif attention_mask is None:
-        structure = recall(maskless(module, query.shape, key.shape, is_causal))
+        structure = recall(maskless(module, q_shape, k_shape, is_causal))
     else:
         structure = None
-    if structure is None or structure.q_len != query.shape[2] or structure.kv_len != key.shape[2]:
+    if structure is None or structure.q_len != q_shape[2] or structure.kv_len != k_shape[2]:
         return None
-    if structure.batch != query.shape[0]:
-        structure = structure.expanded(query.shape[0])
+    if structure.batch != q_shape[0]:
+        structure = structure.expanded(q_shape[0])
     if structure.key_padding is not None or type(structure.q_offset) is not int:
         structure = structure.settled()
     config = fields.get("config")
@@ -84,8 +85,8 @@ def attend_ordinary(
             return None
         (call.per_head,) = rules
     if call.scaling is None:
-        call.scaling = (query.shape[3] or 1) ** -0.5
-    kernel = kernel_of(call, backend)
+        call.scaling = (q_shape[3] or 1) ** -0.5
+    kernel = kernel_of(call, backend, compiling=False)
     # where nobody serves the rules of all heads at once, the long way asks for them apart
     return None if kernel is None else kernel(call).out
 

@@ -22,6 +22,7 @@ from .library import CALL, DTYPES, HEADS, LAYOUT, loaded
 from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules
 
 _FIND_RULES = (find_rules,)
+_new = tuple.__new__
 
 _EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 
@@ -75,7 +76,7 @@ def kernel_of(kind: CallSpec, rules: HeadRules | None) -> Kernel:
         )  # fmt: skip
         if status := native.forward(asked):
             raise call.error_of(status)
-        return AttentionResult(out)
+        return _new(AttentionResult, (out, None))  # without a call of Python for each layer
 
     return launch
 
