@@ -22,19 +22,22 @@ def run(options: Run) -> Done:
     """Runs the program in this process; its arguments are those behind it."""
     words = list(options.command)
     try:
-        bind_when_loaded(None if options.plan is None else Plan.from_pretrained(options.plan))
+        end = bind_when_loaded(None if options.plan is None else Plan.from_pretrained(options.plan))
     except (PlanError, OSError) as error:
         leave(UsageError(f"plan: {error}"))
-    if words[0] == "-m" and len(words) > 1:
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif Path(words[0]).is_file():
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).resolve().parent))  # as `python FILE.py` does
-        runpy.run_path(words[0], run_name="__main__")
-    else:
-        sys.argv = words
-        raise SystemExit(_console_script(words[0])())
+    try:
+        if words[0] == "-m" and len(words) > 1:
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif Path(words[0]).is_file():
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))  # as `python FILE.py` does
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            sys.argv = words
+            raise SystemExit(_console_script(words[0])())
+    finally:
+        end()
     return Done()
 
 

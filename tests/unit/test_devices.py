@@ -147,7 +147,8 @@ def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(index: 
         assert bool(reasons) is not able
     assert kernels.steps_by_flash(kind) is able
     heavy = kind._replace(head_dim=128, head_dim_v=128, shape="causal", pairs=1 << 31, keys=4096)
-    assert ("triton" in select.order(heavy)) is able
+    with_gluon = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    assert ("triton" in select.order(heavy)) is (able and with_gluon)
 
 
 def test_a_kind_says_which_device_holds_the_tensors() -> None:
