@@ -10,14 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import team as processes
-from adaattn_hf.calibration.inputs import OutOfTime, refuse_longer
-from adaattn_hf.calibration.scoring import Scoring
-from adaattn_hf.calibration.state import CalibrationState, kept_in, refuse_interrupted
-from adaattn_hf.calibration.team import Team
-from adaattn_hf.calibration.texts import refuse_repeats
+from adaattn_hf.calibration.inputs import OutOfTime, Run, refuse_longer
+from adaattn_hf.calibration.measure import measured
+from adaattn_hf.calibration.state import forget, kept_in, refuse_interrupted
 from adaattn_hf.errors import ModelUnavailable, UsageError
+from adaattn_hf.eval import team as processes
+from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import beating, shown_progress, tell
+from adaattn_hf.eval.team import Team
+from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.positions import stated_positions
 from adaattn_hf.patches.plans.subject import Subject
@@ -89,7 +90,7 @@ def run(options: Calibrate) -> Done:
 
 
 def calibrated(
-    job: Job, loaded: Checkpoint, scoring: Scoring, console: Console, team: Team, rank: int
+    job: Job, loaded: Checkpoint, scoring: Objective, console: Console, team: Team, rank: int
 ) -> tuple[int, dict[str, Any]]:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
@@ -127,7 +128,7 @@ def calibrated(
                 return out_of_memory(job, device, progress.stage.partition(" for ")[0], said)
 
             with room_or_sentence(no_room):
-                measurement = calibration.measured(
+                measurement = measured(
                     Subject(placed(loaded.model, wanted)),
                     loaded.encode,
                     job.data,
@@ -135,13 +136,7 @@ def calibrated(
                     verify_data=job.verify_data,
                     scoring=scoring,
                     prices=job.prices,
-                    directory=job.target,
-                    resume=job.options.resume,
-                    known=job.known,
-                    progress=step,
-                    say=say,
-                    expect=expect,
-                    opened=job.began,
+                    run=Run(job.target, job.options.resume, job.known, step, say, expect, job.began),
                 )
                 state = measurement.state
                 for place, budget in job.budgets.items():
@@ -168,5 +163,5 @@ def calibrated(
         for show in shown:
             show()
     if team.leads:
-        CalibrationState.forget(job.target)
+        forget(job.target)
     return worst, every if several else next(iter(every.values()))

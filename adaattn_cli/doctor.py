@@ -145,7 +145,7 @@ def backends() -> Iterator[Finding]:
             lacking = backend.missing()
         except UsageError as error:
             lacking = (str(error),)
-        if backend.device == "cuda" and not torch.cuda.is_available():
+        if backend.supports.device == "cuda" and not torch.cuda.is_available():
             lacking = ("CUDA only, no GPU here", *lacking)
         state = f"not here: {'; '.join(lacking)}" if lacking else "installed"
         yield Finding("backends", name, state, brief="" if lacking else name)

@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 
 from adaattn_hf._files import write_atomically
-from adaattn_hf.calibration import team
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval import bounds, corpora, report, runner, showcase, tasks
+from adaattn_hf.eval import bounds, corpora, report, runner, showcase, tasks, team
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.settings import Limits, Loading, Settings, Text
 from adaattn_hf.patches.checkpoint import load, read_config, resolve_device
@@ -42,12 +41,8 @@ def run(options: Eval) -> Done:
 
 
 def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    settings, loading, limits, directory = (
-        options.fill(Settings),
-        options.fill(Loading),
-        options.fill(Limits),
-        options.directory,
-    )
+    settings, loading, limits = options.fill(Settings), options.fill(Loading), options.fill(Limits)
+    directory = options.directory
     resolve_device(loading.device)
     writable(directory, "output_dir")
     if options.model is None:

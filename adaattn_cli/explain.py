@@ -12,6 +12,7 @@ from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.patches.models.support import unloaded
 from adaattn_hf.patches.observe.explain import Explanation
+from adaattn_hf.patches.plans.attach import plan_in
 
 from .commands import Explain
 from .ending import ending
@@ -58,7 +59,8 @@ def _explanation(options: Explain) -> Explanation:
     try:
         ghost = unloaded(config, options.attn_implementation)
         how: dict[str, Any] = {"cache": options.cache, "streaming": options.streaming, "verbose": options.verbose}
-        return adaattn_hf.explain(ghost, device=where.type, dtype=kind, plan=options.plan, **how)
+        plan = plan_in(ghost) if options.plan is None else options.plan  # the checkpoint's, as after `load_plan`
+        return adaattn_hf.explain(ghost, device=where.type, dtype=kind, plan=plan, **how)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(
             f"model: cannot explain {options.model!r} with {options.attn_implementation!r}: "

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from adaattn_hf.calibration.corpus import Encode
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.errors import ModelUnavailable
+from adaattn_hf.eval.texts import read_documents
+from adaattn_hf.eval.windows import Encode
 from adaattn_hf.patches import checkpoint
 
 LENGTHS = (4096, 2048, 1024, 512, 256, 128)

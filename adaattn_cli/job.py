@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adaattn_hf.calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import Known, kept_in
 from adaattn_hf.eval.demo import demo_model_path, pages_path
+from adaattn_hf.eval.objectives import NEXT_TOKEN, MaskedTokens, Objective
 from adaattn_hf.eval.progress import duration
 from adaattn_hf.patches.checkpoint import Checkpoint
 from adaattn_hf.policy.candidates import refuse_unknown
@@ -76,7 +76,7 @@ def job_of(options: Calibrate, target: Path, places: Sequence[Path]) -> Job:
     )
 
 
-def scoring_of(loaded: Checkpoint, options: Judged) -> Scoring:
+def scoring_of(loaded: Checkpoint, options: Judged) -> Objective:
     """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read as the options say."""
     if loaded.objective == "masked":
         return MaskedTokens.of(loaded.tokenizer, options.mask_share, options.maskings)

@@ -10,8 +10,8 @@ from typing import Any
 
 import adaattn_hf  # noqa: F401 - registers the names
 from adaattn_hf.errors import UsageError
-from adaattn_hf.patches.plans.everywhere import give
-from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.patches.plans.everywhere import bind_when_loaded
+from adaattn_hf.plans.plan import Plan, PlanError
 
 from .commands import Run
 from .ending import leave
@@ -21,21 +21,23 @@ from .options import Done
 def run(options: Run) -> Done:
     """Runs the program in this process; its arguments are those behind it."""
     words = list(options.command)
-    if options.plan is not None:
-        try:
-            give(options.plan)
-        except (PlanError, OSError) as error:
-            leave(UsageError(f"plan: {error}"))
-    if words[0] == "-m" and len(words) > 1:
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif Path(words[0]).is_file():
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).resolve().parent))  # as `python FILE.py` does
-        runpy.run_path(words[0], run_name="__main__")
-    else:
-        sys.argv = words
-        raise SystemExit(_console_script(words[0])())
+    try:
+        end = bind_when_loaded(None if options.plan is None else Plan.from_pretrained(options.plan))
+    except (PlanError, OSError) as error:
+        leave(UsageError(f"plan: {error}"))
+    try:
+        if words[0] == "-m" and len(words) > 1:
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif Path(words[0]).is_file():
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))  # as `python FILE.py` does
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            sys.argv = words
+            raise SystemExit(_console_script(words[0])())
+    finally:
+        end()
     return Done()
 
 

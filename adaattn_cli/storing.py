@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.calibration.benefit import Benefit
-from adaattn_hf.calibration.calibrate import save_plan
-from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.assemble import save_plan
+from adaattn_hf.calibration.layers import Measurement
+from adaattn_hf.calibration.passes import Benefit
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.state import RISKS_FILE
 from adaattn_hf.eval.progress import tell
@@ -46,11 +46,8 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     if not result.met and _proven(job.target, result.plan.weight_hash):
         failed = job.target / FAILED_FILE
         write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
-        return found, partial(
-            _tell_all,
-            console,
-            [result.sentence, f"kept: the plan in {job.target}, which was verified before", f"report: {failed}"],
-        )
+        kept = f"kept: the plan in {job.target}, which was verified before"
+        return found, partial(_tell_all, console, [result.sentence, kept, f"report: {failed}"])
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
     buys = Bought.of(json.loads(report))
@@ -118,6 +115,4 @@ def evaluation(job: Job, dtype: str) -> str:
     for name, value in job.options.source().items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
     words += ["--windows", "strided"] if job.options.gguf_file else []
-    for text in job.verify_data or job.data:
-        words += ["--data", str(text)]
-    return shlex.join(words)
+    return shlex.join([*words, *(word for text in job.verify_data or job.data for word in ("--data", str(text)))])

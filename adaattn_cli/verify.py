@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from adaattn_hf.calibration import corpus
-from adaattn_hf.calibration.arms import ModelArms, stored_tap
-from adaattn_hf.calibration.corpus import TokenSequence
 from adaattn_hf.calibration.inputs import Inputs, LengthSample, refuse_longer
+from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.pricing import machine
-from adaattn_hf.calibration.scoring import Scoring
+from adaattn_hf.calibration.proof import Evidence, activation, gather, judge
 from adaattn_hf.calibration.settings import CalibrationSettings, Judged
-from adaattn_hf.calibration.stock import stock_distance
-from adaattn_hf.calibration.texts import refuse_repeats
-from adaattn_hf.calibration.verify import Evidence, activation, gather, judge
+from adaattn_hf.eval.arms import ModelArms, stored_tap
+from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import shown_progress, tell
+from adaattn_hf.eval.texts import refuse_repeats
+from adaattn_hf.eval.windows import TokenSequence, draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
-from adaattn_hf.patches.plans.attach import programs_for
+from adaattn_hf.patches.plans.bound import BoundPlan
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.evidence import LEVEL
 from adaattn_hf.plans.limits import Gates, most_rounding, unproven, words
@@ -107,13 +106,13 @@ def prove(options: Verify, console: Console) -> dict[str, Any]:
 
 
 def _verdicts(
-    plan: Plan, loaded: Checkpoint, scoring: Scoring, options: Verify, console: Console
+    plan: Plan, loaded: Checkpoint, scoring: Objective, options: Verify, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(options.fill(Judged)))
     subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    _, found = programs_for(loaded.model, plan, unverified=True)  # the verdict is what is asked for
-    programs = {index: one for index, (_, one) in found.items() if one is not None}
+    found = BoundPlan(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
+    programs = {index: one for index, one in found.items() if one is not None}
     pool, apart = held_out(plan, settings, options.data, loaded, scoring)
     samples = {}
     for length in plan.lengths:
@@ -138,7 +137,7 @@ def _verdicts(
 
 
 def held_out(
-    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Checkpoint, scoring: Scoring
+    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Checkpoint, scoring: Objective
 ) -> tuple[tuple[TokenSequence, ...], bool]:
     """Returns the sequences of a text that decide, drawn as in a calibration, and whether each source must pass.
 
@@ -147,7 +146,7 @@ def held_out(
     """
     s, length = settings, scoring.content(plan.max_length)
     own = s.sequences + s.joint
-    sample = corpus.draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.most_held_out - 2)
+    sample = draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.most_held_out - 2)
     drawn = sample.parts["held_out"]
     text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint

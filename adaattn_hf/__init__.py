@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.observe.record import AttentionRecord, record
     from adaattn_hf.patches.observe.trainer import AdaAttnCallback
     from adaattn_hf.patches.plans.attach import load_plan, plan_of, remove_plan
-    from adaattn_hf.patches.plans.seats import use_plan
+    from adaattn_hf.patches.plans.block import use_plan
+    from adaattn_hf.patches.plans.settings import configure
     from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
-    from adaattn_hf.patches.settings import configure
 
     from .config import AdaAttnConfig, ConfigError
     from .plans.plan import Plan, PlanError
@@ -61,12 +61,12 @@ _LATE = {
     "adaattn_hf.patches.plans.attach": ("load_plan", "plan_of", "remove_plan"),
     "adaattn_hf.patches.prepare": ("PrepareError", "prepare", "restore", "unpad_calls"),
     "adaattn_hf.patches.observe.record": ("AttentionRecord", "record"),
-    "adaattn_hf.patches.settings": ("configure",),
+    "adaattn_hf.patches.plans.settings": ("configure",),
     "adaattn_hf.patches.models.families": ("UnsupportedModel",),
     "adaattn_hf.patches.models.support": ("check",),
     "adaattn_hf.patches.observe.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
-    "adaattn_hf.patches.plans.seats": ("use_plan",),
+    "adaattn_hf.patches.plans.block": ("use_plan",),
     "adaattn_hf.presets": ("load_preset", "preset_names"),
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names}

@@ -142,20 +142,7 @@ def raw_settings(config: Any) -> Any:
     """
     if config is None or torch.compiler.is_compiling():
         return getattr(config, "adaattn", None)
-    found = object.__getattribute__(config, "__dict__").get("adaattn")
-    return _given_to(config) if found is None and GIVEN else found
-
-
-GIVEN: dict[str, Mapping[str, Any]] = {}
-"""Settings of all models of a type that carry none, by `model_type`: what `adaattn run --plan` gives a program."""
-
-
-def _given_to(config: Any) -> Any:
-    """Gives a configuration the settings of its type, if there are some: from then on it carries them."""
-    settings = GIVEN.get(str(getattr(config, "model_type", None)))
-    if settings is not None:
-        config.adaattn = settings
-    return settings
+    return object.__getattribute__(config, "__dict__").get("adaattn")
 
 
 def settings_in(config: Any) -> AdaAttnConfig:
@@ -164,8 +151,11 @@ def settings_in(config: Any) -> AdaAttnConfig:
     return EXACT if raw is None else settings_of(raw)
 
 
-def settings_of(raw: Any) -> AdaAttnConfig:
-    """The settings in what lies in `config.adaattn`; parsed once per dictionary and change of a value."""
+def settings_of(raw: Any, bound: bool = False) -> AdaAttnConfig:
+    """The settings in what lies in `config.adaattn`; parsed once per dictionary and change of a value.
+
+    A plan is `bound` to the model, so that none is missing: one that it is trained under is not in its configuration.
+    """
     if torch.compiler.is_compiling():
         # without the plan: a graph that holds it would be guarded by each of its numbers
         rest = {name: value for name, value in raw.items() if name not in ("plan", "tensors")}
@@ -179,7 +169,7 @@ def settings_of(raw: Any) -> AdaAttnConfig:
         _parsed.clear()
     # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
     _parsed[id(raw)] = (raw, dict(raw), settings)
-    if settings.plan is None and (settings.budget > 0 or settings.monitor):
+    if settings.plan is None and (settings.budget > 0 or settings.monitor) and not bound:
         warn(_without_plan(settings))
     return settings
 

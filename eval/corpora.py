@@ -9,18 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adaattn_hf.calibration.texts import (
-    OTHER_TABLES,
-    TABLE_SUFFIXES,
-    TEXT_SUFFIXES,
-    json_lines,
-    no_table,
-    pieces,
-    text_of,
-)
 from adaattn_hf.errors import DataUnavailable, UsageError
 
 from . import wikitext
+from .texts import TABLE_SUFFIXES, TEXT_SUFFIXES, json_lines, pieces, text_files, text_of
 
 Kind = Literal["pages", "lastword"]
 
@@ -186,23 +178,10 @@ def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
 
 def _files(path: Path) -> list[Path]:
     """The files that a path stands for; what `datasets` saved is read as one."""
-    if path.is_dir() and any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
         return [path]
-    if path.is_file():
-        if path.suffix.lower() in OTHER_TABLES:
-            raise DataUnavailable(no_table(path))
-        return [path]
-    if path.exists() and not path.is_dir():
-        raise DataUnavailable(
-            f"data: got {path}, a pipe or device, which is read but once; expected a file or a directory of them"
-        )
-    files = sorted(f for f in path.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file())
-    if not files:
-        raise DataUnavailable(
-            f"data: got the directory {path} without a readable file, expected "
-            f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}"
-        )
-    return files
+    with _reading(path):
+        return text_files(path, TABLE_SUFFIXES)
 
 
 @contextmanager

@@ -20,6 +20,12 @@ EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 TELLING = 0.05
 """Share of the work that tells how long the rest takes."""
+Progress = Callable[[str, int, int], None]
+"""Told of a stage: its name, the steps done and the number of steps."""
+
+
+def silent(*words: object) -> None:
+    """Ignores progress and messages."""
 
 
 def duration(seconds: float) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
-from adaattn_hf.calibration import team
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.cache.caches import check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint
@@ -25,44 +23,77 @@ from adaattn_hf.patches.plans.hashes import weight_hash
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.stats.stopwatch import timed
 
-from . import activation, scoring, summary, tasks, timing
+from . import activation, scoring, summary, tasks, team, timing
 from .corpora import Corpus
 from .journal import NAME as JOURNAL
 from .journal import BatchRecord, Journal
+from .progress import silent
 from .provenance import provenance
 from .settings import Settings
-from .windows import Window
+from .windows import TokenWindow
 
 FORMAT = 1
 REPORT = "report.json"
-Collate = Callable[[Sequence[Window]], scoring.Batch]
-Forward = Callable[..., torch.Tensor]
-"""An arm: inputs to logits, with the keywords of `scoring.forward`."""
-Progress = Callable[[int, int], None]
+Told = Callable[[int, int], object]
 """Called with (scored tokens done, scored tokens in all) at the start and after each batch."""
 
 
-def _quiet(done: int, total: int) -> None:
-    """No progress display."""
-
-
 class Arm(NamedTuple):
-    """One model under test: its role in the report, how it is called, and the plan's entry in the report if any."""
+    """One model under test: its role in the report, its cache, and its plan's entry in the report, if any."""
 
     role: str
     implementation: str
     model: Any
-    call: Forward
+    cache: str | None
     plan: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class _Work:
-    arms: Sequence[Arm]
-    task: tasks.Task
+class _Work(NamedTuple):
+    """The same batches for every arm; `batches` holds numbers of windows."""
+
+    checkpoint: Checkpoint
+    settings: Settings
+    windows: Sequence[TokenWindow]
     batches: Sequence[Sequence[int]]
-    collate: Collate
-    device: torch.device
+    arms: Sequence[Arm]
+
+    def inputs(self, batch: Sequence[int]) -> scoring.Batch:
+        """What every arm reads of a batch."""
+        one, padding = self.checkpoint, self.settings.padding
+        return scoring.collate([self.windows[w] for w in batch], one.device, padding, one.pad_token())
+
+    def call(self, arm: Arm, inputs: scoring.Batch, streaming: bool) -> Callable[[], torch.Tensor]:
+        """What computes the logits of an arm."""
+        piece = self.settings.cache_piece
+        return lambda: scoring.forward(arm.model, inputs, arm.cache, piece, streaming)
+
+    def record(self, index: int) -> BatchRecord:
+        """Runs all arms in turn on one batch."""
+        inputs, s, device = self.inputs(self.batches[index]), self.settings, self.checkpoint.device
+        logits, elapsed = [list[Any]([None]) * len(self.arms) for _ in range(2)]
+        for arm in timing.turn(len(self.arms), index):
+            logits[arm], elapsed[arm] = timed(self.call(self.arms[arm], inputs, s.streaming), device)
+        watched = activation.is_watched(index, len(self.batches))
+        counts = tuple(
+            activation.watch(arm.model, self.call(arm, inputs, False)) if arm.plan and watched else None
+            for arm in self.arms
+        )
+        windows = [self.windows[w] for w in self.batches[index]]
+        return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Peak bytes of each arm on the largest batch, which warms it up; ModelUnavailable if it refuses the call."""
+        largest = max(self.batches, key=lambda batch: len(batch) * max(len(self.windows[w].input_ids) for w in batch))
+        inputs, entries = self.inputs(largest), []
+        for arm in self.arms:
+            call = self.call(arm, inputs, self.settings.streaming)
+            try:
+                peak, how = timing.peak_bytes(call, self.checkpoint.device)
+            except (BackendRefusal, PlanError) as error:
+                raise ModelUnavailable(f"attention implementation: {error}") from error
+            shape = list(inputs.keywords["input_ids"].shape)
+            entries.append({"peak_bytes": peak, "counted": how, "batch_shape": shape})
+        return entries
 
 
 class Measured(NamedTuple):
@@ -91,7 +122,7 @@ def measure(
     output: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress = _quiet,
+    progress: Told = silent,
 ) -> Measured:
     """Measure an attention implementation against stock, on the same tokens in the same batches.
 
@@ -122,15 +153,20 @@ def measure(
     if output is not None and overwrite and crew.leads:
         (output / JOURNAL).unlink(missing_ok=True)
     batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    collate = partial(
-        scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
-    )
-    work = _Work(arms, task, batches, collate, checkpoint.device)
+    work = _Work(checkpoint, settings, task.windows, batches, arms)
+    sizes = [sum(len(task.windows[w].targets) for w in batch) for batch in batches]
     with Journal(output if crew.leads else None, fingerprint, resume=resume) as journal:
-        memory = _memory(work)
+        memory = work.memory()
         journal.records = crew.tell(journal.records)
-        _run(work, journal, progress, crew)
-        records = tuple(journal.records[i] for i in range(len(batches)))
+        done = sum(sizes[index] for index in journal.records)
+        progress(done, sum(sizes))
+        # of several processes each runs every n-th batch, all know every record
+        missing = [index for index in range(len(batches)) if index not in journal.records]
+        for index, record in zip(missing, crew.work(missing, work.record), strict=True):
+            journal.append(index, record)
+            done += sizes[index]
+            progress(done, sum(sizes))
+        records = tuple(journal.records[index] for index in range(len(batches)))
     tokens = summary.gather(task, batches, records)
     roles = [(arm.role, arm.implementation) for arm in arms]
 
@@ -196,57 +232,10 @@ def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[
                 f"streaming: got windows of {task.context} tokens and a plan that speaks for {limit}, expected "
                 f"--context {limit} or less"
             )
-    forward = partial(scoring.forward, piece=settings.cache_piece, streaming=settings.streaming)
     return [
-        Arm(role, name, model, partial(forward, model, cache=cache), _plan_entry(model, name, plan))
+        Arm(role, name, model, cache, _plan_entry(model, name, plan))
         for model, (role, name, plan, cache) in zip(models, settings.arms, strict=True)
     ]
-
-
-def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> None:
-    """Run every batch that is not yet recorded; of several processes each runs every n-th, all know every record."""
-    count = len(work.batches)
-    sizes = [sum(len(work.task.windows[w].targets) for w in batch) for batch in work.batches]
-    done, total = sum(sizes[i] for i in records.records), sum(sizes)
-    progress(done, total)
-    missing = [index for index in range(count) if index not in records.records]
-    for start in range(0, len(missing), crew.size):
-        stop = min(start + crew.size, len(missing))
-        share = [_measured(work, missing[place]) for place in crew.mine(stop, start)]
-        for index, record in zip(missing[start:stop], crew.gather(share, stop, start), strict=True):
-            records.append(index, record)
-            done += sizes[index]
-        progress(done, total)
-
-
-def _measured(work: _Work, index: int) -> BatchRecord:
-    windows = [work.task.windows[w] for w in work.batches[index]]
-    inputs = work.collate(windows)
-    logits: list[Any] = [None] * len(work.arms)
-    elapsed: list[Any] = [None] * len(work.arms)
-    for arm in timing.turn(len(work.arms), index):
-        logits[arm], elapsed[arm] = timed(partial(work.arms[arm].call, inputs), work.device)
-    watched = activation.is_watched(index, len(work.batches))
-    counts = tuple(
-        activation.watch(arm.model, partial(arm.call, inputs, streaming=False)) if arm.plan and watched else None
-        for arm in work.arms
-    )
-    return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
-
-
-def _memory(work: _Work) -> list[dict[str, Any]]:
-    """Peak bytes of each arm on the largest batch, its warm-up, too; ModelUnavailable if an arm refuses the call."""
-    windows = work.task.windows
-    largest = max(work.batches, key=lambda b: len(b) * max(len(windows[w].input_ids) for w in b))
-    inputs = work.collate([windows[w] for w in largest])
-    shape, entries = list(inputs.keywords["input_ids"].shape), []
-    for arm in work.arms:
-        try:
-            peak, how = timing.peak_bytes(partial(arm.call, inputs), work.device)
-        except (BackendRefusal, PlanError) as error:
-            raise ModelUnavailable(f"attention implementation: {error}") from error
-        entries.append({"peak_bytes": peak, "counted": how, "batch_shape": shape})
-    return entries
 
 
 def _plan_entry(model: Any, implementation: str, path: str | None) -> dict[str, Any] | None:
@@ -257,10 +246,10 @@ def _plan_entry(model: Any, implementation: str, path: str | None) -> dict[str, 
     return {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}
 
 
-def _digest(windows: Sequence[Window]) -> str:
+def _digest(windows: Sequence[TokenWindow]) -> str:
     digest = hashlib.sha256()
     for window in windows:
-        for part in (window.input_ids, window.positions, window.targets):
+        for part in (window.input_ids, window.rows, window.targets):
             digest.update(np.asarray(part, "<i8").tobytes())
     return digest.hexdigest()
 

@@ -12,7 +12,7 @@ import torch
 
 from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 
-from .windows import Window
+from .windows import TokenWindow
 
 _ROWS = 64
 """Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
@@ -27,7 +27,7 @@ class Batch:
     offsets: tuple[int, ...]
 
 
-def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "none") -> list[list[int]]:
+def plan_batches(windows: Sequence[TokenWindow], batch_size: int, padding: str = "none") -> list[list[int]]:
     """Indices of the windows of each batch.
 
     Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing
@@ -47,7 +47,7 @@ def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "non
     return batches
 
 
-def collate(windows: Sequence[Window], device: torch.device, padding: str = "none", pad_token: int = 0) -> Batch:
+def collate(windows: Sequence[TokenWindow], device: torch.device, padding: str = "none", pad_token: int = 0) -> Batch:
     """The inputs of a batch. Windows of one length are stacked; others need `padding` `left` or `right`."""
     lengths = [len(w.input_ids) for w in windows]
     longest = max(lengths)
@@ -92,13 +92,13 @@ def forward(
         return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]
 
 
-def score(logits: Sequence[torch.Tensor], windows: Sequence[Window], offsets: Sequence[int]) -> TokenScores:
+def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offsets: Sequence[int]) -> TokenScores:
     """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
 
     See `adaattn_hf.stats.paired.score_tokens`, which takes them a few rows at a time.
     """
-    rows = [np.full(len(w.positions), i) for i, w in enumerate(windows)]
-    columns = [w.positions + o for w, o in zip(windows, offsets, strict=True)]
+    rows = [np.full(len(w.targets), i) for i, w in enumerate(windows)]
+    columns = [w.rows + o for w, o in zip(windows, offsets, strict=True)]
     found = (rows, columns, [w.targets for w in windows])
     row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in found)
     parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)

@@ -90,6 +90,14 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Masking:
+    """How a masked-language model is read: the share of tokens that it is asked for at a time, and how often anew."""
+
+    mask_share: float = 0.15
+    maskings: int = 4
+
+
+@dataclass(frozen=True)
 class Text:
     """The corpora of an evaluation."""
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.checkpoint import Checkpoint, prefix_token
 
-from . import lambada, windows
+from . import windows
 from .corpora import Corpus
+from .objectives import special_tokens
 from .settings import Settings
-from .windows import Window
+from .windows import TokenWindow
 
 
 @dataclass(frozen=True)
 class Task:
     """What is scored; words and bytes are None where a document was cut short or only sampled."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[TokenWindow, ...]
     protocol: str
     words: int | None
     bytes: int | None
@@ -133,7 +134,7 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
 def _special(checkpoint: Checkpoint, settings: Settings) -> str:
     if checkpoint.objective == "masked":
         return ""
-    first, last = checkpoint.special_tokens()
+    first, last = special_tokens(checkpoint.tokenizer)
     if settings.add_bos is False or not (first or last):
         return "; the tokenizer adds no special tokens"
     return f"; the tokenizer adds {first} before and {last} after each document, which count as its tokens"
@@ -141,8 +142,8 @@ def _special(checkpoint: Checkpoint, settings: Settings) -> str:
 
 def _masked_pages(
     checkpoint: Checkpoint, encoded: Sequence[Sequence[int]], settings: Settings, context: int
-) -> Iterator[Window]:
-    first, last = checkpoint.special_tokens()
+) -> Iterator[TokenWindow]:
+    first, last = special_tokens(checkpoint.tokenizer)
     mask = checkpoint.tokenizer.mask_token_id
     for i, tokens in enumerate(encoded):
         yield from windows.masked(
@@ -154,13 +155,13 @@ def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, cont
     tokenizer = checkpoint.tokenizer
     texts = [d.text for d in corpus.documents]
     if checkpoint.objective == "masked":
-        first, last = checkpoint.special_tokens()
-        made = [lambada.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
+        first, last = special_tokens(checkpoint.tokenizer)
+        made = [windows.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
         how = "all tokens of the last word masked at once"
     else:
         prefix = settings.prefix_token
         made = [
-            lambada.causal_window(tokenizer, text, context, i, prefix, settings.add_bos) for i, text in enumerate(texts)
+            windows.causal_window(tokenizer, text, context, i, prefix, settings.add_bos) for i, text in enumerate(texts)
         ]
         how = "the passage without its last word is the prompt, a space and the last word the target"
     protocol = (

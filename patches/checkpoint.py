@@ -17,7 +17,8 @@ from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
-from .plans.attach import carried_by, load_plan, remove_plan
+from .plans.attach import load_carried, load_plan, remove_plan
+from .plans.bound import carried_by
 from .plans.positions import trained_positions
 from .registry import NAMES
 
@@ -69,15 +70,6 @@ class Checkpoint:
             if token is not None:
                 return int(token)
         return 0
-
-    def special_tokens(self) -> tuple[list[int], list[int]]:
-        """Returns the special tokens that the tokenizer puts before and after a text."""
-        whole = self.tokenizer.encode("a", verbose=False)
-        body = self.tokenizer.encode("a", add_special_tokens=False, verbose=False)
-        for at in range(len(whole) - len(body) + 1):
-            if whole[at : at + len(body)] == body:
-                return whole[:at], whole[at + len(body) :]
-        raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
@@ -361,11 +353,16 @@ def arms(
 
 
 def give_plan(model: Any, plan: str | None) -> None:
-    """Gives a model a plan, takes its own away (`NO_PLAN`), or leaves it (None); ModelUnavailable for none."""
+    """Binds a plan to a model, or the one in its configuration (None), or takes that away (`NO_PLAN`).
+
+    ModelUnavailable: it cannot be read, or is that of another model.
+    """
     try:
         if plan == NO_PLAN:
             remove_plan(model)
-        elif plan is not None:
+        elif plan is None:
+            load_carried(model)
+        else:
             load_plan(model, plan)
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

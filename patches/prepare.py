@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from adaattn_hf.attention.tap import tracing
+from adaattn_hf.attention.tracing import tracing
 
 from .cache.caches import GrowingCache, check_stored, convert, holds_tokens, stored_as
-from .models.cache_keyword import cache_in, cache_keyword
+from .models.cache_keyword import arguments_of, cache_in, cache_keyword
 from .models.support import Holder, Model, model_in, refuse_no_model, towers_of
-from .unpad import Unpadding, probe, refusals, trunk_of
-from .unpad.call import arguments_of, has_cache, makes_cache
-from .unpad.direct import DirectForward, called_directly
+from .unpad.check import unpadding_of
+from .unpad.hooks import DirectForward, Unpadding, called_directly
+from .unpad.packing import has_cache, makes_cache
 
 _SLOT = "_adaattn_prepared"
 """Attribute in which a model keeps what was put on it, in this order; it is copied with the model."""
@@ -119,26 +119,19 @@ def prepare(
             if caches:
                 parts.append(_CacheHook(tower, caches, stored, streams).handle)
             if unpad:
-                unpadding = _unpadded(tower, on_padded)
+                unpadding, reasons = unpadding_of(tower)
+                if unpadding is None:
+                    raise PrepareError(
+                        f"unpad: {type(tower).__name__} cannot run without its padding: {'; '.join(reasons)}. Use "
+                        "prepare(model, unpad=False), or leave it unprepared: its attention skips padding in any case"
+                    )
+                unpadding.on_padded = on_padded
+                unpadding.install()
                 parts.append(unpadding)
                 if any(tower is module for module in called_directly(held)):
-                    parts.append(DirectForward(tower, unpadding))
+                    parts.append(DirectForward(tower))
         on_error.pop_all()
     return model
-
-
-def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
-    reasons = refusals(model)
-    if not reasons:
-        unpadding = Unpadding(model, trunk_of(model), "run")
-        if not (reasons := probe(unpadding)):
-            unpadding.on_padded = on_padded
-            unpadding.install()
-            return unpadding
-    raise PrepareError(
-        f"unpad: {type(model).__name__} cannot run without its padding: {'; '.join(reasons)}. "
-        "Use prepare(model, unpad=False), or leave it unprepared: its attention skips padding in any case"
-    )
 
 
 def restore(model: Model) -> Model:

@@ -26,8 +26,7 @@ NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name i
 
 
 def _budget_of(preset: str) -> float:
-    """Budget of a preset, whose file is read when settings first name it."""
-    from adaattn_hf.presets import budget_of
+    from adaattn_hf.presets import budget_of  # reads a file: when settings first name a preset
 
     return budget_of(preset)
 
@@ -43,23 +42,21 @@ def register(*, impossible: bool = False) -> None:
     """
     use_presets(_budget_of)
     for name, backend in NAMES.items():
-        if not (impossible or backend is None or possible(backend)):
-            continue
-        AttentionInterface.register(name, attention_function(backend))
-        # without a mask function under the same name Transformers silently ignores padding
-        AttentionMaskInterface.register(name, adaattn_mask)
-        # no mask function under this name: the engine's requests are told apart by their lengths
-        AttentionInterface.register(engine_name(name), _for_engine(backend))
+        if impossible or backend is None or possible(backend):
+            AttentionInterface.register(name, attention_function(backend))
+            # without a mask function under the same name Transformers silently ignores padding
+            AttentionMaskInterface.register(name, adaattn_mask)
+            # no mask function under this name: the engine's requests are told apart by their lengths
+            AttentionInterface.register(engine_name(name), _for_engine(backend))
 
 
 def _for_engine(backend: str | None) -> AttentionFunction:
     """The function that the engine of continuous batching calls; few processes need what it imports."""
 
     def adaattn_batch(*given: Any, **told: Any) -> tuple[Tensor, None]:
-        from .call import batching
+        from .call.batching import attend_requests, continuous_batching_runs_outside_graphs
 
-        compiling = torch.compiler.is_compiling()
-        attend = batching.continuous_batching_runs_outside_graphs if compiling else batching.attend_requests
+        attend = continuous_batching_runs_outside_graphs if torch.compiler.is_compiling() else attend_requests
         return attend(backend, *given, **told)
 
     return adaattn_batch
@@ -117,7 +114,6 @@ def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
 
 def unregister() -> None:
     """Remove the names again; models that are set to one of them can no longer run."""
-    for name in NAMES:
+    for name in (*NAMES, *map(engine_name, NAMES)):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-        AttentionInterface._global_mapping.pop(engine_name(name), None)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaattn_hf.calibration.needles import KEY, VALUE, build, is_found, most
+from adaattn_hf.eval.needles import KEY, VALUE, build, is_found, most
 from adaattn_hf.stats.paired import clustered_ratio, score_tokens
 
 STOCK = "DynamicCache"

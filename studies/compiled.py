@@ -27,22 +27,16 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability
 from adaattn_hf.backends.capability import Capability, of_sm
-from adaattn_hf.backends.triton import (
-    TritonBackend,
-    descriptors,
-    hopper,
-    launch,
-    prefill,
-    sizes,
-    step,
-    storing,
-)
-from adaattn_hf.calibration.arms import over_codes
+from adaattn_hf.backends.triton import TritonBackend, backward, forward, step, storing, tiling
+from adaattn_hf.backends.triton import launch as launching
+from adaattn_hf.backends.triton.ops import traced_step
+from adaattn_hf.eval.arms import over_codes
 
+TRITON = TritonBackend()
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 WINDOWS = HeadRules((128, 0), (16, 0), ("model",) * 2)
 KINDS = ("plain", "padded", "packed", "windowed", "full")
@@ -108,12 +102,12 @@ def on(sm: int, believed: int | None = None) -> list[Launch]:
     driver.set_active(NoDevice(sm))
     vars(capability).update(_has_devices=lambda: True, _of_device=lambda index: facts)
     torch.cuda.current_device = lambda: 0
-    vars(sizes)["shared_memory"] = lambda device: facts.shared_memory  # tensors are a processor's here
-    vars(descriptors)["_has_tma"] = lambda device: facts.tiles
-    vars(hopper)["usable"] = lambda device: facts.sm == hopper._SM
+    # tensors are a processor's here
+    assumed = launching.DeviceFacts(True, facts.shared_memory, 132, facts.tiles, facts.sm == (9, 0))
+    for module in (launching, forward, backward, step):
+        vars(module)["device_facts"] = lambda device: assumed
     # calls are small here, and large ones shall be shown
-    vars(prefill)["_LEAST_PRODUCTS"] = vars(hopper)["_LEAST_OF_WINDOWS"] = vars(hopper)["_LEAST_OF_ROWS"] = 0
-    vars(prefill)["processors"] = lambda device: 132
+    vars(forward)["_LEAST_PRODUCTS"] = vars(tiling)["_LEAST_OF_WINDOWS"] = vars(tiling)["_LEAST_OF_ROWS"] = 0
     # apart from kernels that are launched, of which Triton 3.6 cannot tell these
     triton.knobs.cache.dir = str(Path("build", "compiled").resolve())
     triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code
@@ -187,21 +181,25 @@ def request(
     return AttentionRequest(query, key, value, structure, dims[0] ** -0.5, per_head=rules, **more)
 
 
+def attend(asked: AttentionRequest) -> AttentionResult:
+    """Attention by the kernel of the request's kind."""
+    return TRITON.kernel(asked.checked_kind(), asked.per_head)(asked)
+
+
 Call = tuple[str, Callable[[], AttentionRequest], Callable[[AttentionRequest], Any]]
 """A call in words, what makes its request, and what computes it."""
 
 
 def both_passes(asked: AttentionRequest) -> None:
     """Attention and its gradients, that of the log-sum-exp included where it is asked for."""
-    result = launch.attend(asked)
+    result = attend(asked)
     (result.out.sum() + (result.lse.sum() if result.lse is not None else 0.0)).backward()
 
 
 def captured(asked: AttentionRequest) -> None:
     """A step of a traced graph, whose kernel reads offset and padding."""
-    keys = asked.key.shape[2]
-    asked.structure = asked.structure.with_changes(q_offset=torch.tensor(keys - 1))
-    step.attend_step(asked, graph=True, windows=((128, 16), (1 << 30, 0)), until=256)
+    structure = asked.structure.with_changes(q_offset=torch.tensor(asked.key.shape[2] - 1))
+    traced_step(replace(asked, structure=structure, per_head=replace(WINDOWS, until=256)))
 
 
 def rounded(asked: AttentionRequest) -> None:
@@ -227,11 +225,11 @@ def prefills() -> Iterator[Call]:
             continue
         name = f"{kind}, heads of {dims[0]}" + (", windows per head" if rules else "")
         make = partial(request, dims, 600, rules=rules, kind=kind)
-        yield name, make, launch.attend
+        yield name, make, attend
         yield f"{name}, gradients", partial(make, grad=True), both_passes
     for dims in DIMS:
         make = partial(request, dims, 600, softcap=30.0, need_lse=True)
-        yield f"softcap, heads of {dims[0]}", make, launch.attend
+        yield f"softcap, heads of {dims[0]}", make, attend
         yield f"softcap, heads of {dims[0]}, gradients", partial(make, grad=True), both_passes
 
 
@@ -240,13 +238,13 @@ def steps() -> Iterator[Call]:
     for dims, dtype, heads in itertools.product(DIMS, (torch.bfloat16, torch.float32), (16, 142)):
         words = f"heads of {dims[0]}, {heads // 2} sharing keys, {str(dtype).removeprefix('torch.')}"
         make = partial(request, dims, 1, 1500, heads, dtype=dtype)
-        yield f"step, {words}", make, launch.attend
-        yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), launch.attend
+        yield f"step, {words}", make, attend
+        yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), attend
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
         if dims[0] == dims[1] and heads == 16:
             for stored in ("int8", "k8v4"):
                 make_codes = partial(_coded, make, stored)
-                yield f"step over {stored}, {words}", make_codes, launch.attend
+                yield f"step over {stored}, {words}", make_codes, attend
                 yield f"step of a graph over {stored}, {words}", make_codes, captured
                 yield f"storing {stored}, {words}", make_codes, rounded
 
@@ -263,7 +261,7 @@ def calls(asked: Sequence[str]) -> Iterator[Call]:
 
 def refused(asked: AttentionRequest) -> tuple[str, ...]:
     """Why the backend would not serve the call on a device."""
-    return TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda"))
+    return TRITON.refusals(asked.checked_kind()._replace(device=torch.device("cuda")))
 
 
 def compiled(sm: int, names: Sequence[str] = (), believed: int | None = None) -> Iterator[Launch]:

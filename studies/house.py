@@ -1,10 +1,9 @@
 """How the source is laid out, in numbers that have limits: `make house` prints them and fails where one is exceeded.
 
-A room is a package directly under a directory, or a module there; `__init__` and `__main__` are doors, not rooms. Rooms
-of `adaattn_hf/`, of its `backends/`, of `adaattn_cli/` and of `patches/` are counted. A floor is a room's longest way
-down along imports. Imports inside functions count, those for type checkers alone do not. A memory is what one call
-writes and a later one reads: a cached function, a name that functions rebind, a container of a module that its
-functions fill. Limits only ever go down, but where an issue that adds something says so.
+A room is a package directly under one of `HOUSES`, or a module there; `__init__` and `__main__` are doors, not rooms.
+A floor is a room's longest way down along imports. Imports inside functions count, those for type checkers alone do
+not. A memory is what one call writes and a later one reads: a cached function, a name that functions rebind, a
+container of a module that its functions fill. Limits only ever go down.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ class Limit:
         return self.value <= self.most
 
 
-HOUSES = {"": PACKAGE, "backends/": f"{PACKAGE}/backends", "cli/": "adaattn_cli", "patches/": "patches"}
+HOUSES = {"": PACKAGE, **{f"{room}/": f"{PACKAGE}/{room}" for room in ("backends", "calibration")}}
+HOUSES |= {"cli/": "adaattn_cli", "patches/": "patches"}
 """Directories whose rooms are counted, by what stands before the names of their limits."""
 PARAMETERS = 8
 """Functions with more are counted."""
@@ -194,7 +194,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
     """All numbers with their limits."""
     lines, parsed = line_counts(root), trees(root)
     rows = []
-    most = {"": (11, 6, 25), "backends/": (9, 4, 16), "cli/": (19, 6, 46), "patches/": (11, 7, 19)}
+    most = dict(zip(HOUSES, [(10, 5, 20), (9, 4, 16), (15, 6, 36), (19, 6, 46), (10, 7, 19)], strict=True))
     for name, house in HOUSES.items():
         graph = arrows(root, house)
         round_trip = circle(graph)
@@ -210,11 +210,11 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
-        Limit("lines of Python in the wheel", sum(lines.values()), 32_500),
+        Limit("lines of Python in the wheel", sum(lines.values()), 32_000),
         Limit("lines of studies", lines_under(root, "studies"), 5_430),
         Limit("lines of tests", lines_under(root, "tests"), 40_200),
-        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 36),
-        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 32),
+        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 35),
+        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 24),
     ]
 
 

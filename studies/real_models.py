@@ -26,19 +26,20 @@ from adaattn_cli.options import tokens
 from adaattn_cli.place import nats
 from adaattn_hf import prepare, restore, use_plan
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.calibration import corpus
-from adaattn_hf.calibration.arms import plan_tap, programs_of
-from adaattn_hf.calibration.calibrate import choose_and_verify, save_plan
-from adaattn_hf.calibration.inputs import open_inputs
-from adaattn_hf.calibration.measure import Measurement, measure
+from adaattn_hf.calibration.assemble import save_plan
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.inputs import Run, open_inputs
+from adaattn_hf.calibration.layers import Measurement, picks_of
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
-from adaattn_hf.calibration.search import picks_of
+from adaattn_hf.calibration.proof import Evidence, gather
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.verify import Evidence, gather
+from adaattn_hf.eval.arms import plan_tap, programs_of
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
+from adaattn_hf.eval.windows import TokenSequence, draw
 from adaattn_hf.patches.checkpoint import load, resolve_device
-from adaattn_hf.patches.plans.attach import programs_for
+from adaattn_hf.patches.plans.bound import BoundPlan
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.store import PLAN_FILE
@@ -92,9 +93,9 @@ class Study:
             self.place / room / ("-".join([self.name, str(length), *(str(one).rstrip("%") for one in more)]) + ".json")
         )
 
-    def drawn(self, length: int, count: int, seed: int) -> list[corpus.TokenSequence]:
+    def drawn(self, length: int, count: int, seed: int) -> list[TokenSequence]:
         """Sequences of the third kind."""
-        return corpus.draw(self.sources["third"], self.encode, length, {"third": count}, seed).parts["third"]
+        return draw(self.sources["third"], self.encode, length, {"third": count}, seed).parts["third"]
 
 
 def opened(
@@ -133,7 +134,7 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
     subject.remove_plan()
     inputs = open_inputs(
         subject, study.encode, study.sources["calibration"], wanted[missing[0]],
-        verify_data=study.sources["proof"], say=partial(print, flush=True),
+        verify_data=study.sources["proof"], run=Run(say=partial(print, flush=True)),
     )  # fmt: skip
     peak, started = _peak(study.device), time.perf_counter()
     measurement = measure(inputs, prices=study.prices)
@@ -238,8 +239,7 @@ def passes(model: Any, ids: Tensor, plans: Mapping[str, Plan], rounds: int = 5) 
 def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, float]:
     """The device's seconds of all attention calls of a prefill, by arm."""
     model.set_attn_implementation("adaattn")
-    found = {name: programs_for(model, plan, unverified=False)[1] for name, plan in plans.items()}
-    arms = {name: {layer: program for layer, (_, program) in one.items()} for name, one in found.items()}
+    arms = {name: BoundPlan(model, plan).by_index for name, plan in plans.items()}
     return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from adaattn_hf.calibration.arms import ModelArms, compare, plan_tap
+from adaattn_hf.eval.arms import ModelArms, compare, plan_tap
 from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.windows import next_token
 from adaattn_hf.patches.checkpoint import load
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.choices import Choice, Window
@@ -31,13 +32,14 @@ WINDOW, LENGTH, SINKS = 512, 2048, (0, 1, 4, 16)
 def measure(model: Any, tokens: torch.Tensor) -> dict[str, list[float]]:
     """Returns the rise of the loss of each row of tokens, nats/token, by the number of sinks."""
     arms, config = ModelArms(model), model.config
-    exact = [arms.exact(row[None]) for row in tokens]
+    windows = [next_token(row.numpy()) for row in tokens]
+    exact = [arms.exact(one) for one in windows]
     found = {}
     for sinks in SINKS:
         choices = (Choice.of(Window(WINDOW, sinks)),) * config.num_key_value_heads
         layers = range(config.num_hidden_layers)
         tap = plan_tap({i: Program(LayerPlan(i, "", choices), LayerTensors(), LENGTH) for i in layers})
-        scores = [compare(arms, row[None], tap, state) for row, state in zip(tokens, exact, strict=True)]
+        scores = [compare(arms, one, tap, state) for one, state in zip(windows, exact, strict=True)]
         found[str(sinks)] = [float(one.delta[0].mean()) for one in scores]
     return found
 

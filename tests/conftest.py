@@ -28,12 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples every time, so that red stays red. `--hypothesis-profile=search` looks for new ones.
 settings.register_profile(
-    "suite",
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
+    "suite", max_examples=25, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+)  # fmt: skip
 settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("suite")
 
@@ -117,7 +114,7 @@ def seeded() -> None:
 def bulk_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels read keys and values by TMA in calls of any size."""
     if importlib.util.find_spec("triton") is not None:
-        monkeypatch.setattr("adaattn_hf.backends.triton.prefill._LEAST_PRODUCTS", 0)
+        monkeypatch.setattr("adaattn_hf.backends.triton.forward._LEAST_PRODUCTS", 0)
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from .rounding import through_dtype, through_int8
+from .kind import HEAD_BF16, HEAD_INT8, HEAD_SINKS, HEAD_UNTIL, HEAD_WINDOWS, PER_HEAD
 from .structure import CallStructure
-
-if TYPE_CHECKING:
-    from .request import AttentionRequest
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
 
@@ -23,6 +18,8 @@ ALL = 1 << 30
 
 HeadWindows = tuple[tuple[int, int], ...]
 """Window and sinks of each key/value head."""
+WindowsAndReach = tuple[HeadWindows, int]
+"""These, and how many keys the narrowest leaves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +38,9 @@ class HeadRules:
             `int8` quantises queries, smoothed keys and values per token.
         key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before they are rounded to int8; zeros when None.
         until: Position in a causal sequence from which on a query sees as if no head had a window; None for no such.
+        features: What the kind of a call with these rules asks for, bits of `kind`.
+        free: `windows_and_reach` in structures without a window: those that look both ways, and causal ones.
+        kernels: Those that were made for these rules, by kind of call: what they hold goes with a plan.
     """
 
     windows: tuple[int, ...]
@@ -48,6 +48,9 @@ class HeadRules:
     precisions: tuple[str, ...]
     key_mean: Tensor | None = None
     until: int | None = None
+    features: int = field(init=False, default=0)
+    free: tuple[WindowsAndReach, WindowsAndReach] = field(init=False, repr=False)
+    kernels: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse rules that no head can follow."""
@@ -67,30 +70,20 @@ class HeadRules:
         if self.key_mean is not None and (self.key_mean.dim() != 2 or self.key_mean.shape[0] != heads):
             raise ValueError(f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{heads}, head_dim]")
 
-    @cached_property
-    def precision(self) -> str:
-        """The precision of all heads, `mixed` where they differ."""
-        return self.precisions[0] if len(set(self.precisions)) == 1 else "mixed"
-
-    @cached_property
-    def windowed(self) -> bool:
-        """Whether any head has a window."""
-        return any(self.windows)
-
-    @cached_property
-    def has_sinks(self) -> bool:
-        """Whether any head has sinks."""
-        return any(self.sinks)
-
-    @cached_property
-    def where_free(self) -> tuple[tuple[HeadWindows, int], tuple[HeadWindows, int]]:
-        """`windows_and_reach` in structures without a window: those that look both ways, and causal ones."""
+        bits = HEAD_WINDOWS if any(self.windows) else 0
+        bits |= HEAD_BF16 if "bf16" in self.precisions else 0
+        bits |= HEAD_INT8 if "int8" in self.precisions else 0
+        bits |= PER_HEAD if bits else 0
+        bits |= HEAD_SINKS if any(self.sinks) else 0
+        bits |= HEAD_UNTIL if self.until is not None else 0
+        object.__setattr__(self, "features", bits)
         both_ways, causal = (CallStructure(1, 1, 1, causal=causal) for causal in (False, True))
-        return windows_and_reach(both_ways, self), windows_and_reach(causal, self)
+        free = windows_and_reach(both_ways, self), windows_and_reach(causal, self)
+        object.__setattr__(self, "free", free)
 
-    def work_out(self) -> tuple[str, bool, bool]:
-        """All that a choice of a backend asks of the rules, which is remembered with them."""
-        return self.precision, self.windowed, self.has_sinks
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle, which has no kernels yet."""
+        return {**self.__dict__, "kernels": {}}
 
     def check_fit(self, kv_heads: int, head_dim: int) -> None:
         """Refuses keys of another number of heads than the rules are for, and mean keys of another size."""
@@ -130,146 +123,14 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
     # every step of a generation asks with a structure of its own, of which only the rules then decide
     free = structure.window is None
-    windows, reach = rules.where_free[structure.causal] if free else structure.derived(windows_and_reach, rules)
+    windows, reach = rules.free[structure.causal] if free else structure.derived(windows_and_reach, rules)
     return windows if reach < structure.kv_len else None
 
 
-def windows_and_reach(structure: CallStructure, rules: HeadRules) -> tuple[HeadWindows, int]:
+def windows_and_reach(structure: CallStructure, rules: HeadRules) -> WindowsAndReach:
     """Window and sinks of each key/value head, and how many keys the narrowest leaves; ALL without a window."""
     found = [rules.window_in(structure, head) for head in range(len(rules.windows))]
     # towards later keys no sink is exempt from a window that looks both ways
     reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
     narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in found)
     return narrow, min(reaches, default=ALL)
-
-
-def as_dense_mask(request: AttentionRequest) -> AttentionRequest:
-    """Returns the request without rules per head whose exact attention is the same: the definition of `HeadRules`.
-
-    Queries, keys and values are rounded in their own dtype, and a dense mask says what each head sees.
-    """
-    rules = request.per_head
-    if rules is None:
-        return request
-    request = _rounded(replace(request, per_head=None), rules)
-    if not rules.windowed:
-        return request
-    kv_heads, structure = request.key.shape[1], request.structure
-    groups = request.query.shape[1] // kv_heads
-    masks, beyond = [], None
-    if rules.until is not None:
-        device = request.query.device
-        beyond = structure.visible(device=device) & (structure.positions(device)[:, None, :, None] >= rules.until)
-    for head in range(kv_heads):
-        window, sinks = rules.window_in(structure, head)
-        own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
-        if beyond is not None:
-            own = own | beyond
-        if own.shape[1] > 1:
-            own = own[:, head * groups : (head + 1) * groups]
-        masks.append(own.expand(request.query.shape[0], groups, *own.shape[2:]))
-    return replace(request, structure=structure.with_changes(mask=torch.cat(masks, dim=1)))
-
-
-def _rounded(request: AttentionRequest, rules: HeadRules) -> AttentionRequest:
-    if rules.precision == "model":
-        return request
-    kv_heads = request.key.shape[1]
-    groups = request.query.shape[1] // kv_heads
-    parts: list[list[Tensor]] = [[], [], []]
-    for head, precision in enumerate(rules.precisions):
-        query = request.query[:, head * groups : (head + 1) * groups]
-        key, value = request.key[:, head : head + 1], request.value[:, head : head + 1]
-        if precision == "bf16":
-            query, key, value = (through_dtype(t, torch.bfloat16) for t in (query, key, value))
-        elif precision == "int8":
-            # the mean is added back: softcapped scores and learned sinks would feel a shift of all scores
-            mean = 0.0 if rules.key_mean is None else rules.key_mean[head].to(key)
-            query, key, value = through_int8(query), through_int8(key - mean) + mean, through_int8(value)
-        for part, tensor in zip(parts, (query, key, value), strict=True):
-            part.append(tensor)
-    query, key, value = (torch.cat(part, dim=1) for part in parts)
-    return replace(request, query=query, key=key, value=value)
-
-
-def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionRequest:
-    """Returns the request of a few key/value heads and the query heads that share them; views where they adjoin."""
-    total, groups = request.key.shape[1], request.query.shape[1] // request.key.shape[1]
-    if list(kv_heads) == list(range(total)):
-        return request
-    heads = [head * groups + member for head in kv_heads for member in range(groups)]
-
-    def rows(tensor: Tensor, dim: int, index: Sequence[int]) -> Tensor:
-        if list(index) == list(range(index[0], index[0] + len(index))):
-            return tensor.narrow(dim, index[0], len(index))
-        return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
-
-    structure = request.structure
-    if structure.mask is not None and structure.mask.shape[1] > 1:
-        structure = structure.with_changes(mask=rows(structure.mask, 1, heads))
-    bias = request.bias
-    return replace(
-        request,
-        query=rows(request.query, 1, heads),
-        key=rows(request.key, 1, kv_heads),
-        value=rows(request.value, 1, kv_heads),
-        stored=None if request.stored is None else request.stored.of_heads(kv_heads),
-        structure=structure,
-        sink_logits=None if request.sink_logits is None else rows(request.sink_logits, 0, heads),
-        bias=bias if bias is None or bias.shape[1] == 1 else rows(bias, 1, heads),
-        per_head=None if request.per_head is None else request.per_head.some(kv_heads),
-    )
-
-
-def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
-    """Returns the request of a few query `rows` `[rows]` against all keys, with a dense mask of what they see."""
-    if request.per_head is not None:  # which counts rows of the whole call
-        request = as_dense_mask(request.widened())
-    device, structure, bias = request.query.device, request.structure, request.bias
-    visible, rows = structure.visible(rows=rows, device=device), rows.to(device)
-    return replace(
-        request,
-        query=request.query.index_select(2, rows),
-        structure=CallStructure(structure.batch, len(rows), structure.kv_len, mask=visible),
-        bias=bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :],
-    )
-
-
-def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionRequest:
-    """Returns the request of the query rows from `first` to before `stop` of a causal call, plain or padded.
-
-    Keys after the last of these rows are left out, unless they are codes, whose record speaks of all of them.
-    """
-    structure, key, value, bias = request.structure, request.key, request.value, request.bias
-    seen = structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
-    if bias is not None:
-        bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
-        bias = bias if bias.shape[-1] == 1 else bias[..., :seen]
-    return replace(
-        request,
-        query=request.query[:, :, first:stop],
-        key=key[:, :, :seen],
-        value=value[:, :, :seen],
-        structure=structure.derived(_range_of, first, stop, seen),
-        bias=bias,
-    )
-
-
-def _range_of(structure: CallStructure, first: int, stop: int, seen: int) -> CallStructure:
-    padding = None if structure.key_padding is None else structure.key_padding[:, :seen]
-    return structure.with_changes(
-        q_len=stop - first, kv_len=seen, q_offset=structure.offset() + first, key_padding=padding
-    )
-
-
-def joined_heads(parts: Sequence[Tensor], order: Sequence[int], groups: int, dim: int) -> Tensor:
-    """Returns the parts of several `some_heads`, joined along `dim` and back in the model's order of heads.
-
-    `order` are the key/value heads of all parts, one after the other, each with `groups` query heads.
-    """
-    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
-    if list(order) == sorted(order):
-        return whole
-    position = {head: index for index, head in enumerate(order)}
-    index = [position[head] * groups + member for head in sorted(order) for member in range(groups)]
-    return whole.index_select(dim, torch.tensor(index, dtype=torch.int64, device=whole.device))

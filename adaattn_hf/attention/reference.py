@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .heads import as_dense_mask
 from .request import AttentionRequest
-from .tap import autocast_device
+from .slicing import as_dense_mask
+from .tracing import autocast_device
 
 
 class ReferenceResult(NamedTuple):
@@ -32,7 +32,7 @@ def attention(request: AttentionRequest, dtype: torch.dtype = torch.float64) -> 
     """Exact attention in `dtype`, without dropout.
 
     Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. Rules per head are computed as
-    `heads.as_dense_mask` says.
+    `slicing.as_dense_mask` says.
     """
     request = as_dense_mask(request.widened())
     query, key, value = (t.to(dtype) for t in (request.query, request.key, request.value))

@@ -9,17 +9,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .structure import CallStructure, Facts
+from .kind import (
+    BIAS,
+    COMPILING,
+    DROPOUT,
+    EMPTY,
+    GRAD,
+    LSE,
+    OPAQUE,
+    SINKS,
+    SINKS_AWAY,
+    SOFTCAP,
+    STORED,
+    SUBCLASS,
+    SYMBOLIC,
+    CallSpec,
+    facts_in_graph,
+    facts_of,
+)
+from .structure import CallStructure
+from .tracing import holds_no_memory
 
 if TYPE_CHECKING:
     from .heads import HeadRules
     from .stored import StoredKV
 
+_new = tuple.__new__
 
-# Not frozen: a frozen dataclass costs microseconds to make, and one is made in every layer.
+
+# Not frozen, and nothing is checked as it is made: one is made in every layer.
 @dataclass(eq=False, slots=True)
 class AttentionRequest:
-    """What a backend is asked to compute. Nobody changes one.
+    """What a backend is asked to compute. Nobody but `check` changes one.
 
     Attributes:
         query: `[batch, heads, q_len, head_dim]`.
@@ -34,7 +55,8 @@ class AttentionRequest:
         need_lse: Also return the log-sum-exp of each row.
         per_head: What each key/value head computes separately; None where all do the same.
         stored: What turns key and value into numbers, where they are the codes that a cache stores.
-        layer: Number of the layer that asks, told to taps.
+        layer: Number of the layer that asks, told to listeners.
+        backend: Backend that was asked for by name, told to listeners.
     """
 
     query: Tensor
@@ -50,9 +72,13 @@ class AttentionRequest:
     per_head: HeadRules | None = None
     stored: StoredKV | None = None
     layer: int | None = None
+    backend: str | None = None
 
-    def __post_init__(self) -> None:
-        """Bring the tensors into one batch, and refuse what does not belong together."""
+    def check(self) -> None:
+        """Brings the tensors into one batch, and refuses what does not belong together (ValueError).
+
+        `select.attend` does so once for each kind of call, and whenever `kind` finds that tensors do not fit.
+        """
         check_tensors(self.query, self.key, self.value)
         if not self.query.shape[0] == self.key.shape[0] == self.value.shape[0]:
             self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
@@ -129,28 +155,102 @@ class AttentionRequest:
         """Whether there is no row, no query, no key or no channel: kernels divide by each of them."""
         return not (self.query.numel() and self.key.numel() and self.value.numel())
 
-    def with_tensors(
-        self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
-    ) -> AttentionRequest:
-        """The same request about other tensors."""
-        structure = self.structure if structure is None else structure
-        return AttentionRequest(
-            query, key, value, structure, self.scaling, self.dropout, self.softcap, self.sink_logits, self.bias,
-            self.need_lse, self.per_head, self.stored,
+    def kind(self, named: bool = False, compiling: bool | None = None) -> CallSpec | None:
+        """The kind of the call; None where its tensors do not fit one another and the structure as kernels take them.
+
+        `check` then puts that right, or refuses it. Padding is looked at where that is worth it, and where a backend
+        is `named` always. Every call comes here, so that each attribute is read once, and torch is not asked whether a
+        graph is traced where `compiling` says so.
+        """
+        query, key, value, structure = self.query, self.key, self.value, self.structure
+        if compiling is None:
+            compiling = torch.compiler.is_compiling()
+        device = query.device
+        try:
+            batch, heads, q_len, dim = query.shape
+            k_batch, kv_heads, kv_len, k_dim = key.shape
+            v_batch, v_heads, v_len, dim_v = value.shape
+        except ValueError:
+            return None  # another number of dimensions
+        if not (
+            batch == k_batch == v_batch == structure.batch
+            and q_len == structure.q_len
+            and kv_len == v_len == structure.kv_len
+            and kv_heads == v_heads
+            and dim == k_dim != 0
+            and query.layout is key.layout is value.layout is torch.strided
+            and device == key.device == value.device
+            and (structure.mask is None or compiling or structure.mask_covers(heads))
+        ):
+            return None
+        if compiling:
+            shape, features, packed, keys = facts_in_graph(structure, device.type)
+        else:
+            asked = facts_of, device.type, named
+            shape, features, packed, keys = structure.made.get(asked) or structure.derived(*asked)
+        rules, bias, sinks = self.per_head, self.bias, self.sink_logits
+        if rules is not None:
+            features |= rules.features
+            if features & SINKS_AWAY == SINKS_AWAY and shape == "ragged":
+                shape = "irregular"
+        if self.stored is not None:
+            features |= STORED
+            if value.dtype is torch.uint8:
+                dim_v *= 2
+        if torch.is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+        ):
+            features |= GRAD
+        if self.dropout:
+            features |= DROPOUT
+        if self.softcap is not None:
+            features |= SOFTCAP
+        if sinks is not None:
+            features |= SINKS
+        if bias is not None:
+            features |= BIAS
+        if self.need_lse:
+            features |= LSE
+        pairs = kv_bytes = 0
+        if compiling:
+            features |= COMPILING
+        elif type(q_len) is not int:
+            features |= SYMBOLIC
+        else:
+            if not (batch and heads and q_len and kv_len and dim_v):
+                features |= EMPTY
+            if not (type(query) is type(key) is type(value) is Tensor):
+                features |= OPAQUE if holds_no_memory(query, key, value) else SUBCLASS
+            if not features & OPAQUE and query.is_cuda:
+                pairs = 1 << (batch * heads * q_len * kv_len).bit_length() >> 1
+            elif not features & OPAQUE and q_len == 1:
+                kv_bytes = 1 << ((key.numel() + value.numel()) * key.dtype.itemsize - 1).bit_length()
+        fields = (
+            device, query.dtype, key.dtype, value.dtype, heads, kv_heads, dim, dim_v,
+            shape, features, packed, keys, pairs, kv_bytes,
         )  # fmt: skip
+        # made as `CallSpec(*fields)` is, but for a call of Python that each layer would pay for
+        return CallSpec(*fields) if compiling else _new(CallSpec, fields)
+
+    def checked_kind(self, named: bool = False) -> CallSpec:
+        """The kind of the call, after `check`."""
+        self.check()
+        kind = self.kind(named)
+        assert kind is not None, "what was checked fits"
+        return kind
 
     def widened(self) -> AttentionRequest:
         """The same request with keys and values as numbers: itself, unless they are codes of a cache."""
         if self.stored is None:
             return self
+        self.stored.check_device(self.query.device)
         dtype = self.query.dtype
         key, value = self.stored.keys(self.key, dtype), self.stored.values(self.value, dtype)
         return replace(self, key=key, value=value, stored=None)
-
-
-def format_of(value: Tensor) -> str:
-    """The name of the format that a request's codes of values are in."""
-    return "k8v4" if value.dtype is torch.uint8 else "int8"
 
 
 def head_dim_of(value: Tensor) -> int:
@@ -220,14 +320,6 @@ def narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.to(dtype)
 
 
-def holds_no_memory(*tensors: Tensor) -> bool:
-    """Whether a tensor is of a subclass that traces, wraps or shards: it has a shape, and nothing that can be read."""
-    return any(
-        type(tensor) is not Tensor and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-        for tensor in tensors
-    )
-
-
 class AttentionResult(NamedTuple):
     """What a backend answers; rows that see no key are zero in `out` and -inf in `lse`.
 
@@ -237,139 +329,3 @@ class AttentionResult(NamedTuple):
 
     out: Tensor
     lse: Tensor | None = None
-
-
-_LIGHT_PRODUCTS = 1 << 33
-"""Products of numbers, pairs of all heads times their channels, below which training is light."""
-
-
-class CallSpec(NamedTuple):
-    """The facts of a call on which the choice of a backend may depend: hashable, without data.
-
-    `kind` is that of the structure, or `irregular` if the padding has holes, so that rows are not contiguous runs.
-    `holes` says whether it has, None if the padding was not read; `aligned`: the queries of every run end with its last
-    key, or were not looked at.
-    `head_windows` and `head_precision` say what `HeadRules` ask for: any window, and the precision of the products,
-    `mixed` where heads differ; `head_until`, whether these rules end with a position of the sequence.
-    `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
-    Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `packed`, keys of the longest
-    run where every query and key was seen to lie in one, as in a packed row, down to a power of two; on CUDA `keys` by
-    `keys_class`, and the pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes
-    of keys and values, up to one.
-    `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): only operations of torch can
-    compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
-    None stands for the current one.
-    """
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    groups: int
-    kind: str
-    windowed: bool
-    window_sinks: bool
-    decode: bool
-    needs_grad: bool
-    dropout: bool
-    softcap: bool
-    sink_logits: bool
-    bias: bool
-    need_lse: bool
-    compiling: bool
-    head_windows: bool = False
-    head_precision: str = "model"
-    stored: str | None = None
-    opaque: bool = False
-    holes: bool | None = None
-    keys: int = 0
-    kv_bytes: int = 0
-    pairs: int = 0
-    packed: int = 0
-    aligned: bool = True
-    device_index: int | None = None
-    head_until: bool = False
-
-    @property
-    def per_head(self) -> bool:
-        """Whether heads are asked for different things."""
-        return self.head_windows or self.head_precision != "model"
-
-    @property
-    def light_training(self) -> bool:
-        """Whether training over runs is so light that a CUDA device waits for the host.
-
-        The host then launches torch's kernels, with one mask for all layers, sooner than any that know of runs: found
-        by whole steps of BERT-base and of a model shaped like Qwen2.5-0.5B on an H100.
-        """
-        plain = not (self.per_head or self.softcap or self.sink_logits or self.need_lse or self.compiling)
-        light = 0 < self.pairs * (self.head_dim + self.head_dim_v) < _LIGHT_PRODUCTS
-        ours = self.device == "cuda" and self.dtype != torch.float32 and self.kind == "ragged"
-        return self.needs_grad and plain and light and ours
-
-    def words(self) -> str:
-        """The facts in words, those that are false left out."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        values = "" if self.head_dim_v == self.head_dim else f" and {self.head_dim_v} for values"
-        heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
-        sizes = f"head_dim {self.head_dim}{values}"
-        facts = [self.kind, dtype, sizes, f"{heads} per key/value head", self.device]
-        flags = {
-            "windowed": self.windowed,
-            "with window sinks": self.window_sinks,
-            "one query": self.decode,
-            "with gradients": self.needs_grad,
-            "with dropout": self.dropout,
-            "with softcap": self.softcap,
-            "with sink logits": self.sink_logits,
-            "with a bias": self.bias,
-            "with the log-sum-exp": self.need_lse,
-            "with a window per head": self.head_windows,
-            "up to a position": self.head_until,
-            f"with {self.head_precision} products": self.head_precision != "model",
-            "compiled": self.compiling,
-            "of tensors without memory": self.opaque,
-        }
-        if self.stored is not None:
-            facts.append(f"keys and values stored as {self.stored}")
-        return ", ".join([*facts, *(name for name, holds in flags.items() if holds)])
-
-    @classmethod
-    def of(cls, request: AttentionRequest, facts: Facts | None = None) -> CallSpec:
-        """The spec of a request; `facts` are those of its structure, else found without a look at its padding."""
-        q, k, v, structure = request.query, request.key, request.value, request.structure
-        bias, sink_logits = request.bias, request.sink_logits
-        grad = torch.is_grad_enabled() and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (sink_logits is not None and sink_logits.requires_grad)
-        )
-        device, index = ("cpu", None) if q.is_cpu else (q.device.type, q.device.index)
-        compiling = facts is None and torch.compiler.is_compiling()
-        opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
-        if facts is None:
-            facts = Facts.of(structure, look=False)
-        kind, rules = facts.kind, request.per_head
-        if rules is not None and kind == "ragged" and rules.has_sinks and not facts.sinks_at_runs:
-            kind = "irregular"
-        if compiling and device == "cuda" and kind == "ragged" and not structure.one_run_a_row:
-            kind = "irregular"  # nobody can look where chunks and documents begin
-        _, heads, q_len, head_dim = q.shape
-        keys = kv_bytes = pairs = 0
-        if type(q_len) is int and not (compiling or opaque):  # in torch.jit.trace extents are tensors
-            if device == "cuda":
-                keys = facts.keys
-                pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
-            elif q_len == 1:
-                kv_bytes = 1 << ((k.numel() + v.numel()) * k.dtype.itemsize - 1).bit_length()
-        per_head = (False, "model") if rules is None else (rules.windowed, rules.precision)
-        return cls(
-            device, q.dtype, head_dim, head_dim_of(v), heads // k.shape[1], kind,
-            facts.windowed, facts.window_sinks, q_len == 1, grad,
-            request.dropout > 0, request.softcap is not None, sink_logits is not None, bias is not None,
-            request.need_lse, compiling, *per_head, None if request.stored is None else format_of(v), opaque,
-            facts.holes, keys, kv_bytes, pairs, facts.packed, facts.aligned, index,
-            rules is not None and rules.until is not None,
-        )  # fmt: skip

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .tap import transient
+from .tracing import transient
 
 FORMATS = ("int8", "k8v4")
 """Stored formats by name: keys and values in int8; int8 keys with values of four bits."""

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .segments import Facts, Segment, find_segments
+from .segments import Segment, find_segments
 
-__all__ = ["OPERANDS", "CallStructure", "Facts", "Segment"]
+__all__ = ["OPERANDS", "CallStructure", "Segment"]
 
 Made = TypeVar("Made")
 
@@ -51,7 +51,7 @@ class CallStructure:
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
         dropped: Tokens of each sequence before key 0, which a cache holds no longer; `[batch]` where rows differ.
         one_offset: Whether `q_offset` is that of every query.
-        facts: What kinds of calls need to know of it, by device type and whether a backend was named; no copy has it.
+        made: What was derived from it, see `derived`; no copy has it.
     """
 
     batch: int
@@ -70,8 +70,7 @@ class CallStructure:
     mask: Tensor | None = None
     dropped: int | Tensor = 0
     one_offset: ClassVar[bool] = True
-    facts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ------------------------------------------------------------------ facts that need no data
     @property
@@ -161,15 +160,14 @@ class CallStructure:
     def derived(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """What `make(self, *arguments)` returns, made once and remembered as long as the structure lives."""
         key = (make, *arguments)
-        memo = self._memo
-        if key not in memo:
-            memo[key] = make(self, *arguments)
-        made: Made = memo[key]
+        if key not in self.made:
+            self.made[key] = make(self, *arguments)
+        made: Made = self.made[key]
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle, which remembers nothing: what kernels are told are addresses of these very tensors."""
-        return {**self.__dict__, "facts": {}, "_memo": {}}
+        return {**self.__dict__, "made": {}}
 
     def operands(self) -> tuple[Any, ...]:
         """The rules as arguments of an operator, as in `OPERANDS`: it takes no tensor where a number may stand."""
@@ -192,7 +190,7 @@ class CallStructure:
 
     def with_changes(self, **changes: Any) -> CallStructure:
         """A copy with other rules and nothing remembered."""
-        return replace(self, **changes, _memo={})
+        return replace(self, **changes, made={})
 
     def expanded(self, batch: int) -> CallStructure:
         """The structure of one batch row, repeated for `batch` rows."""
@@ -331,8 +329,8 @@ class CallStructure:
             changes["q_offset"] = self.offset()
         if not changes:
             return None
-        fetched = {key: made for key, made in self._memo.items() if key == (CallStructure._fetch,)}
-        return replace(self, **changes, _memo=fetched)
+        fetched = {key: made for key, made in self.made.items() if key == (CallStructure._fetch,)}
+        return replace(self, **changes, made=fetched)
 
     def padding_on_host(self) -> Tensor | None:
         """`key_padding` in the host's memory."""

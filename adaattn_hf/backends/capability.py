@@ -83,15 +83,6 @@ def capability(device: torch.device | int | None = None) -> Capability | None:
     return _of_device(torch.cuda.current_device() if index is None else index) if _has_devices() else None
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program of a device may have.
-
-    As on Hopper where there is no record: kernels are interpreted, or the device is another vendor's.
-    """
-    facts = capability(device) if device.type == "cuda" else None
-    return (of_sm((9, 0)) if facts is None else facts).shared_memory
-
-
 def cpu_name() -> str:
     """The processor's name as the system gives it."""
     info = Path("/proc/cpuinfo")

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec
-from .base import Backend, nothing_seen, softmax_parts, unnamed, weighted
+from ..attention.kind import (
+    BIAS,
+    COMPILING,
+    DROPOUT,
+    GRAD,
+    LSE,
+    OPAQUE,
+    SINKS,
+    SOFTCAP,
+    STORED,
+    CallSpec,
+)
+from ..attention.request import AttentionRequest, AttentionResult
+from .base import Backend, Kernel, Supports
 
-_SERVES = (
-    "dropout", "softcap", "sink_logits", "bias", "need_lse", "needs_grad", "compiling", "opaque", "stored",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from ..attention.heads import HeadRules
 
 
 def _parts(request: AttentionRequest) -> tuple[Tensor, Tensor, Tensor]:
+    from ..attention.softmax import softmax_parts
+
     visible = request.structure.visible(device=request.query.device)
-    return softmax_parts(request, request.query, request.key, visible, request.bias)
+    return softmax_parts(
+        request.query, request.key, request.scaling,
+        softcap=request.softcap, sinks=request.sink_logits, bias=request.bias, mask=visible,
+    )  # fmt: skip
 
 
 def attention_weights(request: AttentionRequest) -> Tensor:
@@ -26,20 +44,24 @@ def attention_weights(request: AttentionRequest) -> Tensor:
 
 
 class EagerBackend(Backend):
-    """Serves everything, at the price of the full score matrix."""
+    """Serves everything but rules per head, at the price of the full score matrix."""
 
     name = "eager"
+    supports = Supports(
+        "three plain operations", DROPOUT | SOFTCAP | SINKS | BIAS | LSE | GRAD | COMPILING | OPAQUE | STORED
+    )
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
-        """Refuses what heads are asked apart alone."""
-        return unnamed(spec, "three plain operations", _SERVES)
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+        """The same for every kind."""
+        return _attend
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
-        """Attention with the score matrix in memory; dropout falls on the normalised weights."""
-        request = request.widened()
-        if request.asks_nothing:
-            return nothing_seen(request)
-        weights, top, total = _parts(request)
-        out = weighted(weights, request.value, request.dropout).to(request.query.dtype)
-        lse = (top + torch.log(total)).squeeze(3).float() if request.need_lse else None
-        return AttentionResult(out.transpose(1, 2), lse)
+
+def _attend(request: AttentionRequest) -> AttentionResult:
+    """Attention with the score matrix in memory; dropout falls on the normalised weights."""
+    from ..attention.softmax import weighted
+
+    request = request.widened()
+    weights, top, total = _parts(request)
+    out = weighted(weights, request.value, request.dropout).to(request.query.dtype)
+    lse = (top + torch.log(total)).squeeze(3).float() if request.need_lse else None
+    return AttentionResult(out.transpose(1, 2), lse)

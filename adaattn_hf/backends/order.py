@@ -1,10 +1,16 @@
-"""The order in which `auto` tries backends, by the facts of a call, as measured."""
+"""The order in which `auto` tries backends, by the kind of a call, as measured: of a table the first match counts.
+
+The constants below are where one way becomes faster than another.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
-from ..attention.request import CallSpec
+from ..attention.kind import BIAS, OPAQUE, SINKS, SOFTCAP, WINDOW, CallSpec
 from .triton import TritonBackend
 
 TRITON = TritonBackend()
@@ -37,68 +43,133 @@ _SMALL_HEAD = 64
 _WIDE_HEAD, _SHORT_DOCUMENTS = 128, 1024
 
 
-def order(spec: CallSpec) -> tuple[str, ...]:
-    """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_plans.md).
+def _foreign(kind: CallSpec) -> bool:
+    return bool(kind.features & OPAQUE) or (kind.compiling and torch.onnx.is_in_onnx_export())
 
-    | on CUDA | first |
-    | --- | --- |
-    | plain calls | torch; heavy ones: flash-attn 3, built for inference, or 4; on Hopper where `_ahead`: ours |
-    | heavy plain steps | ours on Hopper, where torch would plan a kernel for each number of keys |
-    | runs (padding, documents), one query | ours, which gathers nothing; heavy packed rows: flash-attn 3 |
-    | runs with gradients | flash-attn 4; light ones: torch with a mask |
-    | windows, softcap, sinks, dense masks | flash-attn 3 or 4 |
-    | rules per head | ours for light calls, small heads and on Hopper, else flash-attn 4; nobody else |
 
-    On a processor the native kernels are first, but for padding with holes and lone rows from memory.
+def _from_memory(kind: CallSpec) -> bool:
+    """fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth."""
+    lone = kind.decode and kind.groups == 1 and kind.dtype == torch.float32 and kind.shape == "suffix"
+    return kind.device.type == "cpu" and lone and (kind.kv_bytes > _CACHED_BYTES or kind.compiling)
+
+
+def _gathered(kind: CallSpec) -> bool:
+    """Padding with holes is gathered into runs by torch's way, and becomes a dense mask in the native kernels."""
+    return kind.device.type == "cpu" and kind.holes is True and not kind.features & BIAS
+
+
+def _small(kind: CallSpec) -> bool:
+    return max(kind.head_dim, kind.head_dim_v) <= _SMALL_HEAD
+
+
+def _ours_per_head(kind: CallSpec) -> bool:
+    if not kind.per_head:
+        return False
+    light = kind.decode or kind.pairs < _HEAVY_PAIRS
+    return light or _small(kind) or (not kind.needs_grad and TRITON.specialised(kind))
+
+
+def _special(kind: CallSpec) -> bool:
+    return bool(kind.features & (WINDOW | SOFTCAP | SINKS)) or kind.shape in ("ragged", "window", "irregular")
+
+
+def _shared_step(kind: CallSpec) -> bool:
+    """Torch would plan a kernel for each number of keys, and its kernel for fp32 does not share keys out."""
+    if _special(kind) or not kind.decode or kind.keys < _SHARED_KEYS:
+        return False
+    read = kind.pairs // kind.groups * (kind.head_dim + kind.head_dim_v) * kind.dtype.itemsize
+    heavy = read >= _STEP_BYTES and not kind.needs_grad
+    return kind.dtype == torch.float32 or (heavy and TRITON.specialised(kind))
+
+
+def _plain(kind: CallSpec) -> bool:
+    return not _special(kind) and (kind.decode or kind.shape in ("full", "causal"))
+
+
+def _ahead(kind: CallSpec) -> bool:
+    """Plain causal calls in which our kernel for Hopper is ahead of torch's."""
+    if not _plain(kind) or kind.shape != "causal" or kind.needs_grad:
+        return False
+    if kind.pairs <= min(_LAUNCHED_PAIRS, _LAUNCHED_PER_KEY * kind.keys):
+        ahead = True
+    elif kind.keys >= _LONG_KEYS:
+        ahead = kind.pairs >= (_LONG_PAIRS_SMALL if kind.head_dim <= _SMALL_HEAD else _LONG_PAIRS)
+    else:
+        ahead = kind.keys >= _MIDDLE_KEYS and kind.head_dim > _SMALL_HEAD and kind.pairs <= _MIDDLE_PAIRS
+    return ahead and TRITON.specialised(kind)
+
+
+def _heavy(kind: CallSpec) -> bool:
+    return kind.pairs >= _HEAVY_PAIRS
+
+
+def _over_runs(kind: CallSpec) -> bool:
+    return kind.shape == "ragged" or kind.decode
+
+
+def _read_in_place(kind: CallSpec) -> bool:
+    """Our kernels gather nothing; flash-attn 3 is ahead in heavy packed rows, but for two kinds on Hopper.
+
+    Three narrow heads of a group share their keys in our kernel there, and short documents of wide heads.
     """
-    if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
-        return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
-    if spec.device == "cpu":
-        # fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth
-        lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
-        lone = lone and (spec.kv_bytes > _CACHED_BYTES or spec.compiling)
-        # padding with holes is gathered into runs by the one, and becomes a dense mask in the other
-        gathered = bool(spec.holes) and not spec.bias
-        return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
-    if spec.device != "cuda":
-        return ("sdpa", "eager")
-    if spec.stored is not None and not spec.per_head:
-        return ("triton", "eager")  # nobody else reads codes
-    if spec.kind == "ragged" and spec.holes is None and not spec.decode:
-        return ("sdpa", "eager")  # too small to look
-    if spec.compiling and spec.decode and not spec.per_head:
-        # a graph asks no kernel of torch's by name, and its own choice plans a kernel anew for every number of keys
-        return ("triton", "sdpa", "eager")
-    special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
-    if spec.per_head:
-        light = spec.decode or spec.pairs < _HEAVY_PAIRS
-        small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
-        own = light or small or (not spec.needs_grad and TRITON.specialised(spec))
-        return ("triton", "fa4") if own else ("fa4", "triton")
-    if not special and spec.decode and spec.keys >= _SHARED_KEYS:
-        read = spec.pairs // spec.groups * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-        if spec.dtype == torch.float32 or (read >= _STEP_BYTES and not spec.needs_grad and TRITON.specialised(spec)):
-            return ("triton", "sdpa", "eager")
-    if not special and (spec.decode or spec.kind in ("full", "causal")):
-        own = spec.kind == "causal" and not spec.needs_grad and _ahead(spec) and TRITON.specialised(spec)
-        flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
-        return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
-    if spec.kind == "ragged" or spec.decode:
-        if spec.needs_grad:
-            by_runs = ("fa4", "triton", "fa3", "fa2")
-            return ("sdpa", *by_runs, "eager") if spec.light_training else (*by_runs, "sdpa", "eager")
-        # three narrow heads of a group share their keys in our kernel for Hopper, which then is ahead of flash-attn 3
-        three = spec.groups % 3 == 0 and max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
-        short = spec.head_dim == _WIDE_HEAD and spec.packed <= _SHORT_DOCUMENTS
-        if not (spec.packed and spec.pairs >= _HEAVY_PAIRS) or ((three or short) and TRITON.specialised(spec)):
-            return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
-    return ("fa3_fwd", "fa4", "fa3", "triton", "fa2", "sdpa", "eager")
+    if not _over_runs(kind):
+        return False
+    short = kind.head_dim == _WIDE_HEAD and kind.packed <= _SHORT_DOCUMENTS
+    ours = (kind.groups % 3 == 0 and _small(kind)) or short
+    return not (kind.packed and _heavy(kind)) or (ours and TRITON.specialised(kind))
 
 
-def _ahead(spec: CallSpec) -> bool:
-    if spec.pairs <= min(_LAUNCHED_PAIRS, _LAUNCHED_PER_KEY * spec.keys):
-        return True
-    small = spec.head_dim <= _SMALL_HEAD
-    if spec.keys >= _LONG_KEYS:
-        return spec.pairs >= (_LONG_PAIRS_SMALL if small else _LONG_PAIRS)
-    return spec.keys >= _MIDDLE_KEYS and not small and spec.pairs <= _MIDDLE_PAIRS
+class Rule(NamedTuple):
+    """Calls, how to know them, the backends that are tried for them, best first, and the page that measured it."""
+
+    calls: str
+    holds: Callable[[CallSpec], bool]
+    names: tuple[str, ...]
+    page: str
+
+
+RULES = (
+    Rule("tensors without memory, ONNX", _foreign, ("sdpa", "eager"), ""),
+    Rule("CPU: one query, keys in memory", _from_memory, ("sdpa", "native", "eager"), "native_cpu.md"),
+    Rule("CPU: padding with holes", _gathered, ("sdpa", "native", "eager"), "native_cpu.md"),
+    Rule("CPU", lambda kind: kind.device.type == "cpu", ("native", "sdpa", "eager"), "native_cpu.md"),
+    Rule("other devices than CUDA", lambda kind: kind.device.type != "cuda", ("sdpa", "eager"), ""),
+    Rule("stored as codes", lambda kind: kind.stored is not None and (not kind.per_head), ("triton", "eager"),
+         "gpu_plans.md#one-decode-step-on-a-quantised-cache"),
+    Rule("small batches with padding",
+         lambda kind: kind.shape == "ragged" and kind.holes is None and (not kind.decode), ("sdpa", "eager"),
+         "gpu_plans.md#masks"),
+    Rule("a compiled step", lambda kind: kind.compiling and kind.decode and (not kind.per_head),
+         ("triton", "sdpa", "eager"), "gpu_plans.md#generation-with-a-static-cache"),
+    Rule("rules per head: light, small heads, Hopper", _ours_per_head, ("triton", "fa4"),
+         "gpu_plans.md#windows-per-head-prefill"),
+    Rule("rules per head", lambda kind: kind.per_head, ("fa4", "triton"), "gpu_plans.md#windows-per-head-prefill"),
+    Rule("plain step: heavy, or float32", _shared_step, ("triton", "sdpa", "eager"),
+         "gpu_plans.md#decode-steps-each-with-a-new-number-of-keys"),
+    Rule("plain causal, heavy, on Hopper", lambda kind: _heavy(kind) and _ahead(kind),
+         ("fa3_fwd", "fa4", "fa3", "triton", "sdpa", "eager"), "gpu_plans.md#short-and-middling-causal-calls"),
+    Rule("plain causal on Hopper", _ahead, ("triton", "sdpa", "eager"),
+         "gpu_plans.md#short-and-middling-causal-calls"),
+    Rule("plain, heavy", lambda kind: _plain(kind) and _heavy(kind), ("fa3_fwd", "fa4", "fa3", "sdpa", "eager"),
+         "gpu_plans.md#exact-causal-attention"),
+    Rule("plain", _plain, ("sdpa", "eager"), "gpu_plans.md#exact-causal-attention"),
+    Rule("runs with gradients, light", lambda kind: kind.light_training,
+         ("sdpa", "fa4", "triton", "fa3", "fa2", "eager"),
+         "gpu_plans.md#packed-and-padded-calls-compared-with-dense-ones"),
+    Rule("runs with gradients", lambda kind: _over_runs(kind) and kind.needs_grad,
+         ("fa4", "triton", "fa3", "fa2", "sdpa", "eager"),
+         "gpu_plans.md#packed-and-padded-calls-compared-with-dense-ones"),
+    Rule("runs, one query", _read_in_place, ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager"),
+         "gpu_plans.md#packed-and-padded-calls-compared-with-dense-ones"),
+    Rule("heavy packed rows, windows, softcaps, sinks, dense masks", lambda kind: True,
+         ("fa3_fwd", "fa4", "fa3", "triton", "fa2", "sdpa", "eager"), "gpu_plans.md#masks"),
+)  # fmt: skip
+"""From CPUs to CUDA; the first rule that holds counts. docs/architecture.md shows it, which a test compares."""
+
+
+def order(kind: CallSpec) -> tuple[str, ...]:
+    """Names of the backends that `auto` tries for calls of a kind, best first."""
+    for rule in RULES:
+        if rule.holds(kind):
+            return rule.names
+    raise AssertionError("the last rule holds for every call")

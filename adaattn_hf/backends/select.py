@@ -7,17 +7,16 @@ raises with its refusals.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.kind import BIAS, COMPILING, DROPOUT, EMPTY, SINKS, SOFTCAP, SYMBOLIC, CallSpec
+from ..attention.request import AttentionRequest, AttentionResult
 from ..errors import unknown
-from .base import Backend, Launch, facts_of, installed, nothing_seen, spec_of
+from .base import Backend, Kernel, installed, nothing_seen
 from .eager import EagerBackend
-from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
+from .flash import FA2, FA3, FA3_FWD, Flash4Backend
 from .native.backend import NativeBackend
 from .order import TRITON
 from .order import order as order
@@ -25,19 +24,16 @@ from .sdpa import SdpaBackend
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
-    from ..attention.stored import StoredKV
-    from ..attention.structure import CallStructure
 
 logger = logging.getLogger("adaattn_hf")
-_traced = torch._C._get_tracing_state
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Flash4Backend(),
-        FlashBackend(FA3),
-        FlashBackend(FA3_FWD),
-        FlashBackend(FA2),
+        FA3,
+        FA3_FWD,
+        FA2,
         TRITON,
         NativeBackend(),
         SdpaBackend(),
@@ -47,8 +43,18 @@ BACKENDS: dict[str, Backend] = {
 
 MOST = 1024
 """Kinds of calls that are remembered; the oldest ones are forgotten."""
-launches: dict[Hashable, Any] = {}
-"""What was decided, by kind of call: the only memory of decisions. Whoever calls spells kinds in the facts at hand."""
+
+Kernels = dict[tuple[CallSpec, "str | None"], "Kernel | None"]
+"""Kernels by the kind of call and the backend that was named; None where all that may be asked refuse it."""
+
+launches: Kernels = {}
+"""The kernels of calls without rules per head; those of other calls are kept with their `HeadRules`."""
+
+_said: set[tuple[str, torch.dtype, str]] = set()
+"""What the log was told: type of device, dtype and backend."""
+
+_LOOK_CLOSER = COMPILING | SYMBOLIC | DROPOUT | SOFTCAP | SINKS | BIAS
+"""Calls of which nothing is remembered, and those whose numbers and further tensors are checked each time."""
 
 
 class BackendRefusal(RuntimeError):
@@ -62,22 +68,22 @@ def by_name(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def refusals_of(name: str, spec: CallSpec) -> tuple[str, ...]:
+def refusals_of(name: str, kind: CallSpec) -> tuple[str, ...]:
     """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
-    return (*_missing(name), *by_name(name).refusals(spec))
+    return (*_missing(name), *by_name(name).refusals(kind))
 
 
 def possible(name: str) -> bool:
     """Whether a backend may serve here, as far as that is known without asking for devices, importing or opening."""
     backend = BACKENDS[name]
-    built = backend.device != "cuda" or torch.backends.cuda.is_built()
+    built = backend.supports.device != "cuda" or torch.backends.cuda.is_built()
     return built and (not backend.package or installed(backend.package))
 
 
 def check_possible(name: str) -> None:
     """Refuses a backend that can serve no call of this process; the BackendRefusal says all that it lacks."""
     lacking = list(by_name(name).missing())
-    if BACKENDS[name].device == "cuda" and not torch.cuda.is_available():
+    if BACKENDS[name].supports.device == "cuda" and not torch.cuda.is_available():
         lacking.append("it runs on CUDA devices, of which torch sees none here")
     if lacking:
         raise BackendRefusal(
@@ -96,118 +102,98 @@ def traces(name: str) -> bool:
     return not _missing(name)
 
 
-def remember(kind: Hashable, decided: Any) -> Any:
-    """Keeps what was decided for a kind, and returns it."""
-    if len(launches) >= MOST:
-        for oldest in list(launches)[: 1 - MOST]:  # a list is made in one step, whatever other threads do meanwhile
-            launches.pop(oldest, None)
-    launches[kind] = decided
-    return decided
-
-
-def launch_for(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    structure: CallStructure,
-    forced: str | None = None,
-    stored: StoredKV | None = None,
-    rules: HeadRules | None = None,
-) -> Launch | None:
-    """The launch of an ordinary call, one without dropout, bias, softcap and learned sinks; decided once per kind.
-
-    Tensors are as `Launch` takes them. None for those that ask for a closer look (subclasses, other layouts, one batch
-    row for all, none at all), and where all backends that may be asked refuse rules per head. Tensors that do not
-    belong together are a ValueError; BackendRefusal where `forced` cannot serve the call.
-    """
-    if not (
-        query.dim() == key.dim() == value.dim() == 4
-        and type(query) is type(key) is type(value) is Tensor
-        and query.layout is key.layout is value.layout is torch.strided
-    ):
-        return None
-    device = query.device.type
-    facts = structure.facts.get((device, forced is None)) or facts_of(structure, device, forced)
-    batch, heads, q_len, dim = query.shape
-    _, kv_heads, kv_len, dim_v = value.shape
-    # all that a decision rests on, lengths by the classes of size that thresholds ask for
-    kind = (
-        facts, forced, rules, stored is None, query.dtype, key.dtype, value.dtype, query.device, key.device,
-        value.device, heads, kv_heads, dim, dim_v,
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-        (batch * heads * q_len * kv_len).bit_length(), (key.numel() + value.numel() - 1).bit_length(),
-    )  # fmt: skip
-    known: Launch | None = launches.get(kind)
-    if (
-        known is not None
-        and (batch, q_len, kv_len) == (structure.batch, structure.q_len, structure.kv_len)
-        and key.shape == (batch, kv_heads, kv_len, dim)
-        and value.shape[0] == batch
-        and (structure.mask is None or structure.mask_covers(heads))
-    ):
-        return known
-    request = AttentionRequest(query, key, value, structure, 1.0, per_head=rules, stored=stored)  # refuses
-    same = request.query is query and request.key is key and request.value is value
-    if not same or request.asks_nothing:
-        return None
-    spec = spec_of(request, forced)
-    backend = choose(spec, forced) if rules is None else serving(spec, forced)
-    if backend is None:
-        return None
-    launch: Launch = remember(kind, backend.prepare(spec, rules))
-    return launch
-
-
-def choose(spec: CallSpec, forced: str | None = None) -> Backend:
-    """The backend for calls of this kind; remembered. BackendRefusal where `forced` cannot serve it."""
-    found, passed = _found(spec, forced)
-    if found is None:
-        raise BackendRefusal(
-            f"backend {forced!r} cannot serve this call ({spec.words()}): {' | '.join(passed)}. "
-            'Use attn_implementation="adaattn" to let a backend be chosen.'
-        )
-    return found
-
-
-def serving(spec: CallSpec, forced: str | None = None) -> Backend | None:
-    """The backend that serves calls of this kind, None where all that may be asked refuse them; remembered."""
-    return _found(spec, forced)[0]
-
-
-def _found(spec: CallSpec, forced: str | None) -> tuple[Backend | None, tuple[str, ...]]:
-    if spec.compiling:
-        # a traced graph guards whatever it reads: a memory that grows would make it stale
-        return _find(spec, forced)
-    kind = "backend", spec, forced
-    known: tuple[Backend | None, tuple[str, ...]] | None = launches.get(kind)
-    return remember(kind, _find(spec, forced)) if known is None else known
-
-
-def _find(spec: CallSpec, forced: str | None) -> tuple[Backend | None, tuple[str, ...]]:
-    passed: list[str] = []
-    for name in (forced,) if forced is not None else order(spec):
-        reasons = refusals_of(name, spec)
-        if not reasons:
-            if not spec.compiling:
-                _say(spec, name, passed)
-            return BACKENDS[name], tuple(passed)
-        passed.append(f"{name}: {'; '.join(reasons)}")
-    return None, tuple(passed)
-
-
 def attend(request: AttentionRequest, backend: str | None = None) -> AttentionResult:
-    """Attention by the chosen backend, or by a named one (BackendRefusal if that cannot serve the request)."""
-    spec = spec_of(request, backend)
-    serves = choose(spec, backend)
-    # extents are symbols in a graph, which would be guarded by what is asked of them
-    if not spec.compiling and _traced() is None and request.asks_nothing:
-        return nothing_seen(request)
-    return serves.attend(request)
+    """Attention by the chosen backend, or by a named one.
+
+    Raises:
+        ValueError: Tensors do not belong together, or a number is out of its range.
+        BackendRefusal: The named backend cannot serve the call, or no backend serves its rules per head.
+    """
+    kernel = kernel_of(request, backend)
+    if kernel is None:
+        raise refused(request.checked_kind(backend is not None), backend)
+    return kernel(request)
 
 
-def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
-    kind = "said", spec.device, spec.dtype, name
-    if kind not in launches:
-        remember(kind, True)
+def kernel_of(request: AttentionRequest, backend: str | None = None, compiling: bool | None = None) -> Kernel | None:
+    """The kernel of a call, made once per kind; None where all backends that may be asked refuse the kind.
+
+    A ValueError as of `attend`. In traced graphs, which guard whatever they read, nothing is remembered; `compiling`
+    says whether one is traced, for those who know.
+    """
+    kind = request.kind(backend is not None, compiling)
+    if kind is None or kind.features & _LOOK_CLOSER:
+        return _looked_up(request, backend)
+    rules = request.per_head
+    kernel = (launches if rules is None else rules.kernels).get((kind, backend))
+    return _looked_up(request, backend) if kernel is None else kernel
+
+
+def _looked_up(request: AttentionRequest, backend: str | None) -> Kernel | None:
+    kind, rules = request.checked_kind(backend is not None), request.per_head
+    if kind.features & (COMPILING | SYMBOLIC):
+        return _made(kind, rules, backend)
+    kernels: Kernels = launches if rules is None else rules.kernels
+    key = kind, backend
+    if key in kernels:
+        return kernels.get(key)
+    return remember(kernels, key, _made(kind, rules, backend))
+
+
+def _made(kind: CallSpec, rules: HeadRules | None, backend: str | None) -> Kernel | None:
+    serves, passed = _find(kind, backend)
+    if serves is None:
+        return None
+    if not kind.compiling:
+        _say(kind, serves.name, passed)
+    return nothing_seen if kind.features & EMPTY else serves.kernel(kind, rules)
+
+
+def remember(kernels: Kernels, key: tuple[CallSpec, str | None], kernel: Kernel | None) -> Kernel | None:
+    """Keeps the kernel of a kind, and returns it; the oldest ones go."""
+    if len(kernels) >= MOST:
+        for oldest in list(kernels)[: 1 - MOST]:  # a list is made in one step, whatever other threads do meanwhile
+            kernels.pop(oldest, None)
+    kernels[key] = kernel
+    return kernel
+
+
+def choose(kind: CallSpec, backend: str | None = None) -> Backend:
+    """The backend for calls of this kind. BackendRefusal where the named one cannot serve it."""
+    serves, _ = _find(kind, backend)
+    if serves is None:
+        raise refused(kind, backend)
+    return serves
+
+
+def refused(kind: CallSpec, backend: str | None) -> BackendRefusal:
+    """The error of a kind that no backend serves that may be asked."""
+    _, passed = _find(kind, backend)
+    name = "no backend can" if backend is None else f"backend {backend!r} cannot"
+    return BackendRefusal(
+        f"{name} serve this call ({kind.words()}): {' | '.join(passed)}. "
+        'Use attn_implementation="adaattn" to let a backend be chosen.'
+    )
+
+
+def serving(kind: CallSpec, backend: str | None = None) -> Backend | None:
+    """The backend that serves calls of this kind, None where all that may be asked refuse them."""
+    return _find(kind, backend)[0]
+
+
+def _find(kind: CallSpec, backend: str | None) -> tuple[Backend | None, list[str]]:
+    passed: list[str] = []
+    for name in (backend,) if backend is not None else order(kind):
+        reasons = refusals_of(name, kind)
+        if not reasons:
+            return BACKENDS[name], passed
+        passed.append(f"{name}: {'; '.join(reasons)}")
+    return None, passed
+
+
+def _say(kind: CallSpec, name: str, passed: list[str]) -> None:
+    device, dtype = kind.device.type, kind.dtype
+    if (device, dtype, name) not in _said:
+        _said.add((device, dtype, name))
         why = f" (passed over: {' | '.join(passed)})" if passed else ""
-        logger.info("adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why)
+        logger.info("adaattn: %s serves %s %s%s", name, device, str(dtype).removeprefix("torch."), why)

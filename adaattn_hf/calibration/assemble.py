@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Mapping
@@ -11,50 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from adaattn_hf.patches.plans.subject import Subject
 
 from .._files import write_atomically
 from ..plans import store
 from ..plans.evidence import MODEL, SOURCES
 from ..plans.limits import Gates
-from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord, Verified
+from ..plans.plan import LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from ..policy.table import SolverTable
-from .measure import Measurement
+from .layers import Measurement, make_plan
 from .settings import Calibration
-from .subject import Subject
-
-
-def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
-    """Returns the plan of an allocation `picks` `[units]` as a search tries it: without proof, records and tensors."""
-    facts, settings = measurement.layers, measurement.inputs.settings
-    layers = [
-        LayerPlan(index, facts.bound.hashes[index], tuple(facts.candidates.choices[pick] for pick in mine))
-        for index, mine in zip(facts.indices, picks.reshape(-1, facts.kv_heads), strict=True)
-    ]
-    return Plan(
-        format=PLAN_FORMAT,
-        model_type=facts.bound.model_type,
-        weight_hash=facts.bound.model_hash,
-        configuration=facts.bound.configuration,
-        dtype=facts.bound.dtype,
-        adaattn=importlib.metadata.version("adaattn-hf"),
-        torch=torch.__version__,
-        transformers=importlib.metadata.version("transformers"),
-        budget=settings.budget,
-        seed=settings.seed,
-        data_fingerprint=measurement.inputs.fingerprint,
-        protocol={},
-        lengths=settings.lengths,
-        layers=tuple(layer for layer in layers if not layer.is_exact),
-        units=(),
-        verified=None,
-        tensors="",
-        attention_layers=tuple(facts.indices),
-    )
 
 
 def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -> list[UnitRecord]:

@@ -19,45 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from adaattn_hf.eval.arms import CHUNK, ModelArms, exact_tap, layer_of, refuse_infinite
+from adaattn_hf.eval.windows import TokenWindow
+
+from ..attention.listeners import tapping
 from ..attention.request import AttentionRequest
-from ..attention.tap import tapping
 from ..plans.choices import EXACT, PRECISE_ROWS, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
-from ..stats.spectrum import Gram, gram
-from .arms import CHUNK, ModelArms, exact_tap, refuse_infinite
-from .scoring import Input
-
-
-@dataclass
-class Moments:
-    """Pass zero: by layer index, mean keys with Gram matrices, and the model's own window, `None` without one.
-
-    `causal` holds whether attention is causal, for all layers.
-    """
-
-    grams: dict[int, Gram] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-    causal: set[bool] = field(default_factory=set)
-
-    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Adds the moments of one call, on its device, and computes exact attention."""
-        index = layer_of(module, request)
-        new = gram(request.query.detach(), request.key.detach())
-        self.grams[index] = self.grams[index] + new if index in self.grams else new
-        self.windows[index] = request.structure.window
-        self.causal.add(request.structure.causal)
-        return exact_tap(module, request)
-
-
-def layer_of(module: nn.Module, request: AttentionRequest) -> int:
-    """Returns the number of the layer that makes a request, and refuses a layer without one."""
-    if request.layer is None:
-        raise ValueError(
-            f"{type(module).__name__} has no layer_idx: a plan could not name its layer; plans serve models whose "
-            "attention modules are numbered (LLaMA, GPT-2, BERT and their kin)"
-        )
-    return request.layer
 
 
 def in_pieces(
@@ -277,7 +246,7 @@ def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator,
 
 def measure(
     arms: ModelArms,
-    given: Input,
+    window: TokenWindow,
     choices: Sequence[Choice],
     tensors: Mapping[int, LayerTensors],
     *,
@@ -288,14 +257,14 @@ def measure(
 ) -> None:
     """Runs one sequence forward and `labels` times backward; refuses a model whose loss does not depend on a layer.
 
-    Labels are drawn for every scored prediction: at each position, or at the places of a reading. `report` is called
+    Labels are drawn for every scored prediction: at each row, or at the positions of the window. `report` is called
     once for each layer, the last one first, with its index, the products g . do `[labels, choices, heads, rows]` and
     the dropped mass `[choices, heads, rows]`.
     """
     recorder, way = FisherRecorder(rows, choices, tensors, labels, report), WayBack(labels)
     with differentiable(arms.model), tapping(recorder.tap):
         with way.kept(arms.layers):
-            hidden = arms.hidden(given)
+            hidden = arms.hidden(window)
         recorder.forward = False
         for label, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
             way.push(label, [(hidden, gradient)])

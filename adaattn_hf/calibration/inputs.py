@@ -1,4 +1,8 @@
-"""The inputs of a calibration: the model, and the text for measuring risks, comparing plans and verifying them."""
+"""The inputs of a calibration: the model, its text, and how long the steps take.
+
+Text is for measuring risks, for comparing plans and for verifying them. Steps are timed on short sequences, and scaled
+to the lengths.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,54 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import corpus, needles, team, texts
-from .arms import ModelArms, Progress, silent
-from .corpus import TokenSequence
-from .pace import Pace
-from .scoring import NEXT_TOKEN, Reading, Scoring
+from adaattn_hf.eval import needles, team, texts, windows
+from adaattn_hf.eval.arms import ModelArms
+from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
+from adaattn_hf.eval.progress import Progress, silent
+from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
+from adaattn_hf.patches.plans.subject import Subject
+
+from ..stats.stopwatch import timed
 from .settings import CalibrationSettings
-from .subject import Subject
+from .state import CalibrationState, Known
+
+FORETOLD = 256
+"""Sequences of no more tokens soon tell by themselves how long a calibration takes."""
+SHORTEST, PARTS = 128, 8
+"""Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work."""
+PLANS = 1.5
+"""Plans that are verified on average: one, and half of the time a bolder or a smaller one."""
+SEARCHED = 3
+"""Whole plans that a search measures as a rule."""
+FIRST_LOOKS = 1.5
+"""Sequences that one is verified on as a rule, by those of the first look."""
 
 
 class OutOfTime(Exception):
     """The minutes that were allowed are over."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a calibration keeps, and whom it tells.
+
+    Attributes:
+        directory: Where the state is saved after every sequence, until `state.forget`.
+        resume: Continue from the state saved there.
+        known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
+        progress: Told of the steps of each stage.
+        say: Told what a user should know, with details.
+        expect: Told of the seconds that stages will take, before the first one and whenever more is known.
+        opened: When the calibration began, by `time.monotonic`, from which `settings.minutes` count.
+    """
+
+    directory: Path | None = None
+    resume: bool = False
+    known: Known | None = None
+    progress: Progress = silent
+    say: Callable[..., None] = silent
+    expect: Callable[[Mapping[str, float]], None] = silent
+    opened: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -47,10 +88,8 @@ class Inputs:
         samples: Text by length.
         other_source: Whether the held-out text comes from another source.
         team: The processes that share the work.
-        opened: When the calibration began, by `time.monotonic`.
-        expect: Told of the seconds that stages will take.
         pace: What steps take, None where nobody asked.
-        states: By length and place, what exact attention makes of the readings of a sequence that plans are compared
+        states: By length and place, what exact attention makes of the windows of a sequence that plans are compared
             on, in the host's memory: the searches for several budgets share it.
         haystacks: Likewise a haystack of the sequence, and which needles exact attention finds.
     """
@@ -58,14 +97,11 @@ class Inputs:
     subject: Subject
     arms: ModelArms
     settings: CalibrationSettings
-    scoring: Scoring
+    scoring: Objective
     samples: Mapping[int, LengthSample]
-    progress: Progress = silent
-    say: Callable[..., None] = silent
+    run: Run = field(default_factory=Run)
     other_source: bool = False
     team: team.Team = field(default_factory=team.present)
-    opened: float = field(default_factory=time.monotonic)
-    expect: Callable[[Mapping[str, float]], None] = silent
     pace: Pace | None = None
     states: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     haystacks: dict[tuple[int, int], tuple[needles.Haystack, tuple[bool, ...]]] = field(default_factory=dict)
@@ -74,12 +110,17 @@ class Inputs:
     def left(self) -> float:
         """Seconds until the time limit, by the clock of the first process: all processes ask together."""
         minutes = self.settings.minutes
-        return math.inf if minutes is None else self.team.tell(self.opened + 60.0 * minutes - time.monotonic())
+        return math.inf if minutes is None else self.team.tell(self.run.opened + 60.0 * minutes - time.monotonic())
 
     def refuse_late(self, together: bool = True) -> None:
         """Ends what is under way if the time is over; a team does so only where its processes come `together`."""
         if (together or self.team.size == 1) and self.left <= 0.0:
             raise OutOfTime(f"{self.settings.minutes:g} minutes are over")
+
+    def keep(self, state: CalibrationState) -> None:
+        """Saves what is measured, where there is a directory for it."""
+        if self.run.directory is not None and self.team.leads:
+            state.save(self.run.directory)
 
     @property
     def fingerprint(self) -> str:
@@ -93,9 +134,9 @@ class Inputs:
         held_out = next(iter(self.samples.values())).held_out
         return len({one.source for one in held_out}) if self.other_source else 1
 
-    def readings(self, sequence: TokenSequence) -> list[Reading]:
-        """Returns the passes over a sequence."""
-        return self.scoring.readings(sequence.tokens, self.settings.seed, self.arms.device)
+    def windows(self, sequence: TokenSequence, seed: int | None = None) -> list[TokenWindow]:
+        """Returns the passes over a sequence; by the settings' seed where no other is given."""
+        return self.scoring.windows(sequence.tokens, self.settings.seed if seed is None else seed)
 
     def haystack(self, sequence: TokenSequence, generator: torch.Generator) -> needles.Haystack:
         """Returns a sequence with needles, as many as the settings ask for and it can hold."""
@@ -104,7 +145,7 @@ class Inputs:
 
     def with_settings(self, settings: CalibrationSettings) -> Inputs:
         """Returns the same model and text with settings, such as another budget, under which the same risks hold."""
-        settings = replace(settings, windows=self.scoring.windows(settings.windows))
+        settings = replace(settings, windows=self.scoring.spans(settings.windows))
         if settings.measured() != self.settings.measured():
             raise ValueError(
                 f"settings: got {settings.measured()}, expected those that the measurement was made with, "
@@ -115,31 +156,29 @@ class Inputs:
 
 def open_inputs(
     subject: Subject,
-    encode: Callable[[str], Sequence[int]],
+    encode: Encode,
     data: Sequence[str | Path],
     settings: CalibrationSettings,
     *,
     verify_data: Sequence[str | Path] | None = None,
-    scoring: Scoring = NEXT_TOKEN,
-    progress: Progress = silent,
-    say: Callable[..., None] = silent,
+    scoring: Objective = NEXT_TOKEN,
+    run: Run | None = None,
 ) -> Inputs:
     """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
 
     A model that cannot carry a plan is refused, and text that is too short or named twice.
     """
-    settings = replace(settings, windows=scoring.windows(settings.windows))
-    model = subject.model
-    model.eval()
+    settings = replace(settings, windows=scoring.spans(settings.windows))
+    model = subject.model.eval()
     refuse_longer(settings.lengths, subject.positions, type(model).__name__)
     arms = ModelArms(model)
     texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     parts = sample.parts
-    corpus.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
+    windows.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
     samples = {length: _cut(sample, scoring.content(length)) for length in settings.lengths}
-    return Inputs(subject, arms, settings, scoring, samples, progress, say, verify_data is not None)
+    return Inputs(subject, arms, settings, scoring, samples, run or Run(), verify_data is not None)
 
 
 def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:
@@ -152,7 +191,7 @@ def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> N
         )
 
 
-def _cut(sample: corpus.Sample, length: int) -> LengthSample:
+def _cut(sample: windows.Sample, length: int) -> LengthSample:
     risk, joint, held_out = (
         tuple(replace(one, tokens=one.tokens[:length]) for one in sample.parts[use])
         for use in ("risk", "joint", "held_out")
@@ -163,25 +202,25 @@ def _cut(sample: corpus.Sample, length: int) -> LengthSample:
 def _draw(
     data: Sequence[str | Path],
     verify_data: Sequence[str | Path] | None,
-    encode: Callable[[str], Sequence[int]],
+    encode: Encode,
     length: int,
     s: CalibrationSettings,
-) -> corpus.Sample:
+) -> windows.Sample:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
     own, held = {"risk": s.sequences, "joint": s.joint}, {"held_out": s.held_out}
     spare = s.most_held_out * (s.tries + s.bolder) - s.held_out
     if verify_data is None:
-        sample = corpus.draw(data, encode, length, {**own, **held}, s.seed, spare)
-        return corpus.Sample(sample.parts, f"{sample.fingerprint}:")
+        sample = windows.draw(data, encode, length, {**own, **held}, s.seed, spare)
+        return windows.Sample(sample.parts, f"{sample.fingerprint}:")
     if s.held_out < 2 * len(verify_data):
         raise ValueError(
             f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
             f"{2 * len(verify_data)}: two of every source at the first look; raise it (--held-out)"
         )
-    first = corpus.draw(data, encode, length, own, s.seed)
-    second = corpus.draw(verify_data, encode, length, held, s.seed, spare)
+    first = windows.draw(data, encode, length, own, s.seed)
+    second = windows.draw(verify_data, encode, length, held, s.seed, spare)
     parts = {**first.parts, "held_out": _each(second.parts["held_out"], verify_data, length)}
-    return corpus.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
+    return windows.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
 
 
 def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: int) -> list[TokenSequence]:
@@ -196,3 +235,57 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
             "source: each must keep the budget; give more of its text, shorter lengths, or leave it out"
         )
     return held_out[: counts[fewest] * len(counts)]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of the steps for one sequence of each length.
+
+    `moments` is the pass that finds the layers, `pair` one with exact attention and one with a plan, compared. `risk`
+    are the passes that measure risks, `prices` times all choices, for all sequences together.
+    """
+
+    moments: Mapping[int, float]
+    pair: Mapping[int, float]
+    risk: Mapping[int, float]
+    prices: Mapping[int, float]
+
+    def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
+        """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
+        plan = sum(self.plan(s, size, dict.fromkeys(s.lengths, FIRST_LOOKS * s.held_out)).values())
+        return {
+            "moments": sum(self.moments.values()),
+            "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
+            "prices": sum(self.prices.values()),
+            "plans": min(PLANS, s.tries + s.bolder) * plan + self.speed(s),
+        }
+
+    def plan(self, s: CalibrationSettings, size: int, sequences: Mapping[int, float]) -> dict[str, float]:
+        """Returns the seconds that a plan takes which is verified on so many held-out sequences of each length."""
+        searched = (s.joint + min(s.haystacks, s.joint)) * (1 + SEARCHED) / 2
+        looks = {f"verify {length}": (many + s.haystacks) * self.pair[length] for length, many in sequences.items()}
+        stages = {"joint": searched * sum(self.pair.values()), **looks}
+        return {stage: seconds / size for stage, seconds in stages.items()}
+
+    def speed(self, s: CalibrationSettings) -> float:
+        """Returns the seconds that timing whole passes takes."""
+        return (s.rounds + 1) * sum(self.pair.values()) * s.batch if s.rounds else 0.0
+
+
+def seconds_at(
+    lengths: Sequence[int], device: torch.device, step: Callable[[int], Callable[[], object]]
+) -> dict[int, float]:
+    """Returns the seconds of a step by length; `step` prepares it for so many tokens. Two short sequences are timed."""
+
+    def seconds(tokens: int) -> float:
+        call = step(tokens)
+        return min(timed(call, device)[1].wall for _ in range(2))  # the first one compiles, or finds memory
+
+    few = max(SHORTEST, lengths[-1] // PARTS)
+    many = min(2 * few, lengths[-1])
+    short, long = seconds(few), seconds(many)
+    square = (long / many - short / few) / (many - few)
+    if square > 0.0:  # tokens, and their pairs
+        return {length: length * (short / few + square * (length - few)) for length in lengths}
+    slope = max(long - short, 0.0) / (many - few)
+    return {length: max(long + slope * (length - many), 0.0) for length in lengths}

@@ -1,28 +1,39 @@
-"""Pass zero of calibration: finds the attention layers of a model and the candidate choices of their heads.
+"""The attention layers of a model, the choices of their heads, and what is measured of them.
 
-One sequence of each length is run with exact attention. It gives the mean keys and Gram matrices that int8 and ranks
-need, and the attention calls that are timed for the prices.
+Pass zero runs one sequence of each length with exact attention. It gives the mean keys and Gram matrices that int8 and
+ranks need, and the attention calls that are timed for the prices.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from adaattn_hf.eval.arms import programs_of
+
+from ..attention.listeners import tapping
 from ..attention.request import AttentionRequest
-from ..attention.tap import tapping
 from ..plans.binding import Binding
+from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan
+from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
+from ..policy.knapsack import Array, Launches, of_cache
+from ..policy.prices import PriceTable
 from ..stats.spectrum import Gram, score_factors
-from . import fisher
 from .inputs import Inputs
 from .settings import CalibrationSettings
-from .state import KeptMoments
+from .state import CalibrationState, KeptMoments, Moments
+
+Picks = NDArray[np.int64]
+"""`[units]`, index of each unit's choice among the candidates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +68,12 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
 
     Lengths that are `kept` are not run again.
     """
-    moments, by_length = fisher.Moments(), dict[int, list[AttentionRequest]]()
+    moments, by_length = Moments(), dict[int, list[AttentionRequest]]()
     if kept is not None:
         moments, by_length = kept.load(inputs.arms.device)
     calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
     for number, length in enumerate(sorted(inputs.samples)):
-        inputs.progress("moments", number, len(inputs.samples))
+        inputs.run.progress("moments", number, len(inputs.samples))
         if length not in by_length:
             by_length[length] = _calls(inputs, moments, length)
             if kept is not None and inputs.team.leads:
@@ -70,7 +81,7 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
         calls[None][length], *others = by_length[length]
         for request in others:
             calls.setdefault(request.structure.window, {})[length] = request
-    inputs.progress("moments", len(inputs.samples), len(inputs.samples))
+    inputs.run.progress("moments", len(inputs.samples), len(inputs.samples))
     _refuse_other_scoring(inputs, moments)
     indices = tuple(sorted(moments.grams))
     kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
@@ -109,7 +120,7 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
         )
 
 
-def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
+def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionRequest]:
     """Runs one sequence, adds up its moments; a call of each window, none first, of the layer nearest to the middle."""
     nearest: dict[int | None, tuple[int, AttentionRequest]] = {}
     place, middle = count(), len(inputs.arms.attentions) // 2
@@ -121,13 +132,13 @@ def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[Attenti
         return moments.tap(module, request)
 
     with torch.no_grad(), tapping(tap):
-        inputs.arms.hidden(inputs.readings(inputs.samples[length].risk[0])[0])
+        inputs.arms.hidden(inputs.windows(inputs.samples[length].risk[0])[0])
     if not nearest:
         raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
     return [nearest[own][1] for own in sorted(nearest, key=lambda own: (own is not None, nearest[own][0]))]
 
 
-def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
+def _refuse_other_scoring(inputs: Inputs, moments: Moments) -> None:
     scoring = inputs.scoring
     if moments.causal == {scoring.causal}:
         return
@@ -147,3 +158,90 @@ def _layer_tensors(gram: Gram, found: Candidates) -> LayerTensors:
     return LayerTensors(
         gram.key_mean.float(), *({head: one.float() for head, one in enumerate(basis)} for basis in bases)
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """Layers, risks and prices (`[units, choices]`, seconds) of one model.
+
+    With `exact_steps` decode steps stay exact (`pricing.steps_stay_exact`), and prices are the prefill's.
+    """
+
+    inputs: Inputs
+    layers: Layers
+    state: CalibrationState
+    table: PriceTable
+    prices: Array
+    launches: Launches
+    exact_steps: bool = False
+
+    def risks(self, alpha: Array | float = 1.0) -> Array:
+        """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
+        means = [self.state.mean(length) for length in self.inputs.settings.lengths]
+        return np.asarray(np.stack(means) * np.reshape(alpha, (-1, 1, 1)))
+
+    @property
+    def kept_tokens(self) -> NDArray[np.int64]:
+        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`.
+
+        Layers with a window of their own keep that, whatever the plan says.
+        """
+        layers, length = self.layers, max(self.inputs.settings.lengths)
+        spans, own = [choice.span for choice in layers.candidates.choices], [layers.windows[i] for i, _ in layers.units]
+        most = [length if window is None else min(length, window - 1) for window in own]
+        return np.array(
+            [
+                [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
+                for all_, window in zip(most, own, strict=True)
+            ]
+        )
+
+    @property
+    def costs(self) -> Array:
+        """What the search minimises, `[units, choices]`: seconds, or tokens in the cache under `optimize="memory"`."""
+        if not self.inputs.settings.with_cache:
+            return self.prices
+        return of_cache(self.kept_tokens)
+
+
+def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
+    """Returns the plan of an allocation `picks` `[units]` as a search tries it: without proof, records and tensors."""
+    facts, settings = measurement.layers, measurement.inputs.settings
+    layers = [
+        LayerPlan(index, facts.bound.hashes[index], tuple(facts.candidates.choices[pick] for pick in mine))
+        for index, mine in zip(facts.indices, picks.reshape(-1, facts.kv_heads), strict=True)
+    ]
+    return Plan(
+        format=PLAN_FORMAT,
+        model_type=facts.bound.model_type,
+        weight_hash=facts.bound.model_hash,
+        configuration=facts.bound.configuration,
+        dtype=facts.bound.dtype,
+        adaattn=importlib.metadata.version("adaattn-hf"),
+        torch=torch.__version__,
+        transformers=importlib.metadata.version("transformers"),
+        budget=settings.budget,
+        seed=settings.seed,
+        data_fingerprint=measurement.inputs.fingerprint,
+        protocol={},
+        lengths=settings.lengths,
+        layers=tuple(layer for layer in layers if not layer.is_exact),
+        units=(),
+        verified=None,
+        tensors="",
+        attention_layers=tuple(facts.indices),
+    )
+
+
+def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
+    """Returns the programs of an allocation by layer index."""
+    return programs_of(make_plan(measurement, picks), measurement.layers.tensors)
+
+
+def picks_of(measurement: Measurement, plan: Plan) -> Picks:
+    """Returns the index of each unit's choice in a plan among the candidates."""
+    candidates = measurement.layers.candidates.choices
+    exact = (candidates[0],) * measurement.layers.kv_heads
+    by_layer = {layer.layer: layer.choices for layer in plan.layers}
+    chosen = [choice for index in measurement.layers.indices for choice in by_layer.get(index, exact)]
+    return np.array([candidates.index(choice) for choice in chosen], dtype=np.int64)

@@ -12,73 +12,32 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..policy.knapsack import Array, Launches, of_cache
+from adaattn_hf.eval.arms import compare, exact_tap
+from adaattn_hf.eval.needles import KEY
+from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
+from adaattn_hf.eval.progress import silent
+from adaattn_hf.eval.windows import Encode, TokenWindow
+from adaattn_hf.patches.plans.subject import Subject
+
+from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
-from .arms import compare, exact_tap, silent
-from .inputs import Inputs
-from .layers import Layers, observe_layers
+from .inputs import FORETOLD, Inputs, Pace, Run, open_inputs, seconds_at
+from .layers import Layers, Measurement, observe_layers
 from .memory import forecast, room_for
-from .needles import KEY
-from .pace import Pace, seconds_at
-from .scoring import Reading
-from .state import MOMENTS_FILE, CalibrationState, KeptMoments, Known
-
-
-@dataclass(frozen=True, eq=False)
-class Measurement:
-    """Layers, risks and prices (`[units, choices]`, seconds) of one model.
-
-    With `exact_steps` decode steps stay exact (`pricing.steps_stay_exact`), and prices are the prefill's.
-    """
-
-    inputs: Inputs
-    layers: Layers
-    state: CalibrationState
-    table: PriceTable
-    prices: Array
-    launches: Launches
-    exact_steps: bool = False
-
-    def risks(self, alpha: Array | float = 1.0) -> Array:
-        """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
-        means = [self.state.mean(length) for length in self.inputs.settings.lengths]
-        return np.asarray(np.stack(means) * np.reshape(alpha, (-1, 1, 1)))
-
-    @property
-    def kept_tokens(self) -> NDArray[np.int64]:
-        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`.
-
-        Layers with a window of their own keep that, whatever the plan says.
-        """
-        layers, length = self.layers, max(self.inputs.settings.lengths)
-        spans, own = [choice.span for choice in layers.candidates.choices], [layers.windows[i] for i, _ in layers.units]
-        most = [length if window is None else min(length, window - 1) for window in own]
-        return np.array(
-            [
-                [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
-                for all_, window in zip(most, own, strict=True)
-            ]
-        )
-
-    @property
-    def costs(self) -> Array:
-        """What the search minimises, `[units, choices]`: seconds, or tokens in the cache under `optimize="memory"`."""
-        if not self.inputs.settings.with_cache:
-            return self.prices
-        return of_cache(self.kept_tokens)
+from .settings import CalibrationSettings
+from .state import MOMENTS_FILE, CalibrationState, KeptMoments, forget
 
 
 def pace_of(inputs: Inputs) -> Pace:
@@ -90,11 +49,11 @@ def pace_of(inputs: Inputs) -> Pace:
         cut = replace(sample.risk[0], tokens=sample.risk[0].tokens[: inputs.scoring.content(tokens)])
         # as large a part of the rows as of the tokens: their work then grows by pairs, as that of attention does
         fewer = replace(inputs.settings, rows=max(inputs.settings.rows * tokens // lengths[-1], 1))
-        return replace(inputs, settings=fewer, samples={tokens: replace(sample, risk=(cut,))}, progress=silent)
+        return replace(inputs, settings=fewer, samples={tokens: replace(sample, risk=(cut,))}, run=Run())
 
     def pair(tokens: int) -> Callable[[], object]:
-        readings = inputs.readings(brief(tokens).samples[tokens].risk[0])
-        return lambda: [compare(arms, one, exact_tap) for one in readings]
+        windows = inputs.windows(brief(tokens).samples[tokens].risk[0])
+        return lambda: [compare(arms, one, exact_tap) for one in windows]
 
     def risk(tokens: int) -> Callable[[], object]:
         short = brief(tokens)
@@ -110,40 +69,78 @@ def pace_of(inputs: Inputs) -> Pace:
     return Pace(moments, pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
 
 
-def measure(
-    inputs: Inputs,
+def measured(
+    subject: Subject,
+    encode: Encode,
+    data: Sequence[str | Path],
+    settings: CalibrationSettings,
     *,
+    verify_data: Sequence[str | Path] | None = None,
+    scoring: Objective = NEXT_TOKEN,
     prices: PriceTable | None = None,
-    directory: Path | None = None,
-    resume: bool = False,
-    known: Known | None = None,
+    run: Run | None = None,
 ) -> Measurement:
-    """Returns risks and prices of a model; arguments as for `calibrate.measured`."""
-    identity = _identity(inputs)
-    kept = None
-    if directory is not None:
-        kept = KeptMoments(directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), resume)
+    """Returns risks and prices of a model, which serve any number of budgets; a plan that it carries is removed.
+
+    A model that cannot carry a plan, or text that is too short, is a ValueError.
+
+    Args:
+        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        encode: Maps text to token ids, without special tokens.
+        data: Files and directories of text.
+        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
+        scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
+        prices: Prices measured before; measured now if absent.
+        run: What is kept, and who is told.
+    """
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
+    subject.remove_plan()
+    if settings.with_cache and not scoring.generates:
+        raise ValueError(
+            f"optimize, kv_bytes: got {settings.optimize!r} and {settings.kv_bytes} for a model that generates nothing "
+            "and keeps no cache, expected a causal model; leave them out"
+        )
+    inputs = open_inputs(subject, encode, data, settings, verify_data=verify_data, scoring=scoring, run=run)
+    run = inputs.run
+    if run.expect is not silent and settings.lengths[-1] > FORETOLD:
+        run.progress("estimate", 0, 1)
+        pace = pace_of(inputs)
+        inputs = replace(inputs, pace=pace)
+        run.progress("estimate", 1, 1)
+        stages = pace.stages(settings, inputs.team.size)
+        run.expect(stages if run.known is None else {**stages, "risk": 0.0})
+    try:
+        return measure(inputs, prices)
+    except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
+        if run.directory is not None and not run.resume:
+            forget(run.directory)
+        raise
+
+
+def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
+    """Returns risks and prices of a model; prices that were measured before are taken instead."""
+    run, settings, identity, kept = inputs.run, inputs.settings, _identity(inputs), None
+    if run.directory is not None:
+        kept = KeptMoments(run.directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), run.resume)
     layers = observe_layers(inputs, kept)
     identity["dtype"] = layers.bound.dtype
-    if known is not None:
-        every, found = layers.candidates.choices, known.choices(layers.candidates, identity)
+    if run.known is not None:
+        every, found = layers.candidates.choices, run.known.choices(layers.candidates, identity)
         layers = replace(layers, candidates=found)
         lacking = ", ".join(choice.label for choice in every if choice not in found.choices)
-        inputs.say(f"risks: those of {known.path}{lacking and f', which lack {lacking}'}")
+        run.say(f"risks: those of {run.known.path}{lacking and f', which lack {lacking}'}")
     else:
         need = forecast(inputs, layers)
-        inputs.say(need.sentence(room_for(inputs.arms.model)), need.parts())
+        run.say(need.sentence(room_for(inputs.arms.model)), need.parts())
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
-    state = measure_risks(inputs, layers, identity, directory, resume, known)
-    settings = inputs.settings
+    state = measure_risks(inputs, layers, identity)
     conditions = [pricing.machine(inputs.arms.device), settings.batch, settings.captured]
     if table is None:
         before = PriceTable.from_json(state.prices[1]) if state.prices[:1] == [conditions] else None
         table = price_table(inputs, layers, before)
         state.prices = [conditions, table.to_json()]
-        if directory is not None and inputs.team.leads:
-            state.save(directory)
+        inputs.keep(state)
     steps = settings.decode_tokens if inputs.scoring.generates else 0
     exact_steps = steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
     by_unit, launches = pricing.unit_prices(table, layers, settings.lengths, 0 if exact_steps else steps)
@@ -163,34 +160,25 @@ def _identity(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def measure_risks(
-    inputs: Inputs,
-    layers: Layers,
-    identity: Mapping[str, Any],
-    directory: Path | None,
-    resume: bool,
-    known: Known | None,
-) -> CalibrationState:
-    """Pass one: returns risks and dropped masses of every unit and choice, per length; `known` ones are taken."""
-    s, team = inputs.settings, inputs.team
+def measure_risks(inputs: Inputs, layers: Layers, identity: Mapping[str, Any]) -> CalibrationState:
+    """Pass one: returns risks and dropped masses of every unit and choice, per length; known ones are taken."""
+    s, run = inputs.settings, inputs.run
     choices = [choice.label for choice in layers.candidates.choices]
     state = CalibrationState({**identity, "choices": choices}, s.lengths, len(layers.units), len(choices))
-    resumed = resume and directory is not None and state.load(directory)
-    if known is not None and not resumed:
-        state.take(known, choices)
+    resumed = run.resume and run.directory is not None and state.load(run.directory)
+    if run.known is not None and not resumed:
+        state.take(run.known, choices)
     total = s.sequences * len(s.lengths)
     for length in s.lengths:
-        while (start := state.done[length]) < s.sequences:
+        left = range(state.done[length], s.sequences)
+        risks = inputs.team.work(left, partial(_risks_of_sequence, inputs, layers, length))
+        while state.done[length] < s.sequences:
             inputs.refuse_late()
-            inputs.progress("risk", sum(state.done.values()), total)
-            stop = min(start + team.size, s.sequences)
-            own = [_risks_of_sequence(inputs, layers, length, number) for number in team.mine(stop, start)]
-            for one in team.gather(own, stop, start):
-                state.add(length, *one)
-            state.done[length] = stop
-            if directory is not None and team.leads:
-                state.save(directory)
-    inputs.progress("risk", total, total)
+            run.progress("risk", sum(state.done.values()), total)
+            state.add(length, *next(risks))
+            state.done[length] += 1
+            inputs.keep(state)
+    run.progress("risk", total, total)
     return state
 
 
@@ -199,27 +187,27 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
     s, sequence = inputs.settings, inputs.samples[length].risk[number]
     # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
-    readings, rows = inputs.readings(sequence), 0
+    windows, rows = inputs.windows(sequence), 0
     sums, dropped, needles = (np.zeros((len(layers.units), len(layers.candidates.choices), *n)) for n in ((), (3,), ()))
-    for reading in readings:
-        sampled = stratified_rows(reading.tokens.shape[1], s.rows, generator)
-        own, mass = _risks_of_reading(inputs, layers, reading, sampled, generator)
-        sums += own * reading.rows_per_prediction
-        dropped += mass / len(readings)
+    for window in windows:
+        sampled = stratified_rows(len(window.input_ids), s.rows, generator)
+        own, mass = _risks_of_window(inputs, layers, window, sampled, generator)
+        sums += own * window.rows_per_prediction
+        dropped += mass / len(windows)
         rows += s.labels * len(sampled)
     if number == 0 and inputs.scoring.generates:
         haystack = inputs.haystack(sequence, generator)
         first = min(haystack.answers) - KEY
         asking = first + stratified_rows(len(haystack.tokens) - first, s.rows, generator)
-        needles, _ = _risks_of_reading(inputs, layers, haystack.asked(inputs.arms.device), asking, generator)
+        needles, _ = _risks_of_window(inputs, layers, haystack.asked, asking, generator)
         # needles are stranger than text, and in half precision may overflow alone: none of them refuses the model
         needles = np.where(np.isfinite(needles), needles, np.inf)
         needles[:, 0] = 0.0  # of exact attention
     return rows, sums, dropped, needles
 
 
-def _risks_of_reading(
-    inputs: Inputs, layers: Layers, reading: Reading, rows: Tensor, generator: torch.Generator
+def _risks_of_window(
+    inputs: Inputs, layers: Layers, window: TokenWindow, rows: Tensor, generator: torch.Generator
 ) -> tuple[Array, Array]:
     candidates, kv_heads = layers.candidates, layers.kv_heads
     sums, dropped = (np.zeros((len(layers.units), len(candidates.choices), *n)) for n in ((), (3,)))
@@ -231,7 +219,7 @@ def _risks_of_reading(
         dropped[own] = _dropped_mass(mass, kv_heads, candidates.combine)
 
     fisher.measure(
-        inputs.arms, reading, candidates.parts, layers.tensors,
+        inputs.arms, window, candidates.parts, layers.tensors,
         rows=rows, labels=inputs.settings.labels, generator=generator, report=report,
     )  # fmt: skip
     return sums, dropped
@@ -264,11 +252,11 @@ def _phases(inputs: Inputs) -> tuple[str, ...]:
 
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
     """Returns the prices of the launches: the given table if it holds all that is needed, or one measured now."""
-    inputs.progress("prices", 0, 1)
+    inputs.run.progress("prices", 0, 1)
     if prices is None and inputs.team.leads:
         prices = _prices(inputs, layers)
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
     pricing.check_prices(table, layers, _phases(inputs), inputs.settings.lengths)
-    inputs.progress("prices", 1, 1)
+    inputs.run.progress("prices", 1, 1)
     return table

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..attention.tap import tapping
-from .arms import CHUNK, exact_tap
+from adaattn_hf.eval.arms import CHUNK, exact_tap
+from adaattn_hf.eval.windows import next_token
+
+from ..attention.listeners import tapping
 from .fisher import differentiable
 from .inputs import Inputs
 from .layers import Layers
@@ -66,7 +68,7 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     """Returns what the longest sequences of a calibration need, by what autograd keeps of a short one."""
     arms, settings = inputs.arms, inputs.settings
     length = settings.lengths[-1]
-    tokens = inputs.readings(inputs.samples[length].risk[0])[0].tokens[:, :PROBE]
+    window = next_token(inputs.windows(inputs.samples[length].risk[0])[0].input_ids[:PROBE])
     held: dict[int, int] = {}  # bytes by storage: what is saved twice, or is a view of weights, counts once
 
     def hold(tensor: Tensor) -> Tensor:
@@ -78,9 +80,9 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
         hold(weight)
     weights = sum(held.values())
     with differentiable(arms.model), tapping(exact_tap), saved_tensors_hooks(hold, lambda tensor: tensor):
-        hidden = arms.hidden(tokens)
-        given = arms.model.get_input_embeddings()(tokens)  # type: ignore[operator]
-    kept, longer = sum(held.values()) - weights, length / tokens.shape[1]
+        hidden = arms.hidden(window)
+        given = arms.model.get_input_embeddings()(arms.tokens(window))  # type: ignore[operator]
+    kept, longer = sum(held.values()) - weights, length / len(window.input_ids)
     heads, count = layers.calls[None][length].query.shape[1], len(arms.layers)
     return Need(
         length,

@@ -24,11 +24,10 @@ from operator import mul
 import numpy as np
 import torch
 
-from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest
+from ..attention.slicing import some_heads
 from ..attention.structure import CallStructure
 from ..backends import select
-from ..backends.base import bound, spec_of
 from ..backends.capability import cpu_name
 from ..backends.native.library import level_here
 from ..plans import execute
@@ -38,7 +37,7 @@ from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable
-from ..stats.stopwatch import on_device, quartiles, timed
+from ..stats.stopwatch import in_turn, on_device, quartiles
 from .layers import Layers
 
 PHASES = ("prefill", "decode")
@@ -91,7 +90,7 @@ Spread = tuple[float, float, float]
 def _call(choice: Choice, tensors: LayerTensors, length: int, request: AttentionRequest) -> Callable[[], object]:
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
     if choice.is_exact and not extended and request.scaling > 0:
-        return bound(select.choose(spec_of(request)), request)
+        return partial(select.attend, replace(request, structure=request.structure.settled()))
     program = Program(LayerPlan(0, "", (choice,) * request.key.shape[1]), tensors, length)
     return partial(execute.attend, program, request)
 
@@ -133,11 +132,9 @@ def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tupl
     if on_cuda:
         runs = on_device(calls, host=phase == "decode" and not captured)
         return {key: quartiles(own) for key, own in runs.items()}
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            elapsed = timed(call, torch.device("cpu"), 1 if phase == "prefill" else STEPS)[1]
-            best[key] = min(best[key], elapsed.process)
+    repeats = dict.fromkeys(calls, 1 if phase == "prefill" else STEPS)
+    found = in_turn(calls, torch.device("cpu"), ROUNDS, repeats)
+    best = {key: min(one.process for one in own) for key, own in found.items()}
     return {key: (least, least, least) for key, least in best.items()}
 
 

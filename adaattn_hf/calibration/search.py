@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ..attention.tap import Tap
+from adaattn_hf.eval.arms import compare, exact_tap, stored_tap
+from adaattn_hf.eval.needles import compared, retrieved
+
+from ..attention.listeners import Tap
 from ..plans.limits import Gates
-from ..plans.plan import Plan
-from ..plans.program import Program
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
 from ..stats.paired import TokenScores, joined
-from .arms import compare, exact_tap, programs_of, stored_tap
-from .assemble import make_plan
-from .measure import Measurement
-from .needles import compared, retrieved
+from .layers import Measurement, Picks, programs
 
 JOINT_STEPS = 5
 """Largest number of plans that are measured before one is verified."""
@@ -46,9 +43,6 @@ GROW = 1.25
 REHEARSED = 0.2
 """Significance level of the sign test on needles lost in calibration text: a margin to that of the proof."""
 
-Picks = NDArray[np.int64]
-"""`[units]`, index of each unit's choice among the candidates."""
-
 
 def solve(measurement: Measurement, budget: Array, needles: Mapping[int, float] | None = None) -> Allocation:
     """Returns the cheapest allocation within a budget per length; `needles` limits risks for retrieval, by length."""
@@ -58,20 +52,6 @@ def solve(measurement: Measurement, budget: Array, needles: Mapping[int, float] 
     gap, launches = (CACHE_GAP, None) if measurement.inputs.settings.with_cache else (GAP, measurement.launches)
     found = allocate(measurement.costs, risks, limits, launches, gap)
     return replace(found, risk=found.risk[: len(budget)])
-
-
-def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
-    """Returns the programs of an allocation by layer index."""
-    return programs_of(make_plan(measurement, picks), measurement.layers.tensors)
-
-
-def picks_of(measurement: Measurement, plan: Plan) -> Picks:
-    """Returns the index of each unit's choice in a plan among the candidates."""
-    candidates = measurement.layers.candidates.choices
-    exact = (candidates[0],) * measurement.layers.kv_heads
-    by_layer = {layer.layer: layer.choices for layer in plan.layers}
-    chosen = [choice for index in measurement.layers.indices for choice in by_layer.get(index, exact)]
-    return np.array([candidates.index(choice) for choice in chosen], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -117,19 +97,19 @@ class JointPasses:
     def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
         """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
         inputs = self.measurement.inputs
-        by_layer = programs(self.measurement, picks)
-        tap = stored_tap(by_layer, stored)
+        tap = stored_tap(programs(self.measurement, picks), stored)
         sequences = inputs.samples[length].joint
-        mine: list[tuple[TokenScores, list[tuple[bool, bool]]]] = []
-        for number in inputs.team.mine(len(sequences)):
+
+        def measured(number: int) -> tuple[TokenScores, list[tuple[bool, bool]]]:
             inputs.refuse_late(together=False)
-            readings, place = inputs.readings(sequences[number]), (length, number)
+            windows, place = inputs.windows(sequences[number]), (length, number)
             if place not in inputs.states:
-                inputs.states[place] = [inputs.arms.exact(one).cpu() for one in readings]
-            exact = zip(readings, inputs.states[place], strict=True)
+                inputs.states[place] = [inputs.arms.exact(one).cpu() for one in windows]
+            exact = zip(windows, inputs.states[place], strict=True)
             score = joined([compare(inputs.arms, one, tap, state) for one, state in exact])
-            mine.append((score, self.needles(length, number, tap) if picks.any() else []))
-        scores, found = zip(*inputs.team.gather(mine, len(sequences)), strict=True)
+            return score, self.needles(length, number, tap) if picks.any() else []
+
+        scores, found = zip(*inputs.team.work(range(len(sequences)), measured), strict=True)
         sources = tuple(sequence.source for sequence in sequences)
         kl = float(np.mean([one.kl.mean() for one in scores]))
         return Joint(
@@ -170,6 +150,7 @@ class Aim:
         beside: By length, KL that the cache's format adds, nats/token.
         least: By length, KL that is tried whatever the laws afford, nats/token.
         needles: By length, the risk for retrieval that a plan may have, where plans have lost too many needles.
+        joints: By length, the plans that were measured on calibration text.
     """
 
     laws: Mapping[int, LossLaw]
@@ -180,6 +161,7 @@ class Aim:
     beside: Mapping[int, float] = field(default_factory=dict)
     least: Mapping[int, float] = field(default_factory=dict)
     needles: Mapping[int, float] = field(default_factory=dict)
+    joints: Mapping[int, Sequence[Joint]] = field(default_factory=dict)
 
     def sequences(self, length: int) -> int:
         """Returns how many held-out sequences the verification needs at a length."""
@@ -215,16 +197,16 @@ def seek(
     alpha: Array,
     history: list[dict[str, Any]],
     update: Callable[[Aim, int, list[Joint]], Aim],
-) -> tuple[Found | None, Array]:
-    """Returns the cheapest plan that is predicted to keep all gates, `None` if none saves anything.
+) -> tuple[Found | None, Array, Aim]:
+    """Returns the cheapest plan that is predicted to keep all gates, `None` if none saves anything, and what it taught.
 
     The first plan is chosen by its sum of risks, and its measured KL re-scales the risks at every length (`alpha`).
     From then on one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one
     beyond it. A plan that loses needles has lowered the limit on the risk for retrieval, and is followed by one within
-    that. Predictions and measurements join the history; `update` makes a target of the plans measured at a length.
+    that. Predictions and measurements join the history; `update` makes an aim of the plans measured at a length.
     """
     measurement = passes.measurement
-    lengths, progress = measurement.inputs.settings.lengths, measurement.inputs.progress
+    lengths, progress = measurement.inputs.settings.lengths, measurement.inputs.run.progress
     within: Found | None = None
     low, high, scale = 0.0, math.inf, 1.0
     seen: dict[int, list[Joint]] = {length: [] for length in lengths}
@@ -276,7 +258,7 @@ def seek(
         bracketed = low > 0.0 and high < math.inf
         scale = math.sqrt(low * high) if bracketed else scale * step_to
     progress("joint", JOINT_STEPS, JOINT_STEPS)
-    return within, alpha
+    return within, alpha, aim
 
 
 def _flips_per_root(joints: Sequence[Joint]) -> float:

@@ -25,14 +25,6 @@ OPTIMIZED = ("time", "memory")
 
 
 @dataclass(frozen=True)
-class Masking:
-    """How a masked-language model is read: the share of tokens that it is asked for at a time, and how often anew."""
-
-    mask_share: float = 0.15
-    maskings: int = 4
-
-
-@dataclass(frozen=True)
 class Judged:
     """By which text and limits a plan is judged; who verifies it again says so anew."""
 

@@ -7,21 +7,23 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
+from adaattn_hf.eval.arms import exact_tap, layer_of
 
 from .._files import parse_json, write_atomically
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
-from ..stats.spectrum import Gram
-from .fisher import Moments
+from ..stats.spectrum import Gram, gram
 
 FILE = "adaattn_calibration.partial.npz"
 MOMENTS_FILE = "adaattn_moments.partial.pt"
@@ -192,11 +194,32 @@ class CalibrationState:
             self.add(length, known.state.rows[length], *(part[:, places] for part in known.state.parts(length)))
             self.done[length] = known.state.done[length]
 
-    @staticmethod
-    def forget(directory: Path) -> None:
-        """Removes what is kept of a calibration whose plan is written."""
-        for file in (FILE, MOMENTS_FILE):
-            (directory / file).unlink(missing_ok=True)
+
+def forget(directory: Path) -> None:
+    """Removes what is kept of a calibration whose plan is written."""
+    for file in (FILE, MOMENTS_FILE):
+        (directory / file).unlink(missing_ok=True)
+
+
+@dataclass
+class Moments:
+    """Pass zero: by layer index, mean keys with Gram matrices, and the model's own window, `None` without one.
+
+    `causal` holds whether attention is causal, for all layers.
+    """
+
+    grams: dict[int, Gram] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    causal: set[bool] = field(default_factory=set)
+
+    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
+        """Adds the moments of one call, on its device, and computes exact attention."""
+        index = layer_of(module, request)
+        new = gram(request.query.detach(), request.key.detach())
+        self.grams[index] = self.grams[index] + new if index in self.grams else new
+        self.windows[index] = request.structure.window
+        self.causal.add(request.structure.causal)
+        return exact_tap(module, request)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Streaming heads, which keep only the window of the plan, lose no more than the plan itself. The loss of a quantised
 format is measured before the search for a plan, by computing every row over quantised keys and values as decoding
 does. The rest of the budget is left for windows, and the format that then gives the smallest cache is chosen. Plan
-and format are verified together (`campaign`). There is one format for the whole model: heads in another format would
+and format are verified together (`calibrate`). There is one format for the whole model: heads in another format would
 need a call of their own in every layer and step.
 """
 
@@ -21,9 +21,9 @@ from ..plans.plan import Verified
 from ..plans.wording import allowed
 from ..policy.knapsack import Array
 from .inputs import OutOfTime
-from .measure import Measurement
+from .layers import Measurement, Picks
 from .proof import Test, prove
-from .search import Joint, JointPasses, Picks, solve
+from .search import Joint, JointPasses, solve
 
 PROTOCOL = "cache"
 """Key of the cache's format in a plan's protocol."""

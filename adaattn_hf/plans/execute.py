@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.heads import joined_heads, some_heads, some_range
+from ..attention.kind import HEAD_WINDOWS, PER_HEAD
 from ..attention.legible import legible, numbers_alone
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.request import AttentionRequest, AttentionResult
 from ..attention.runs import only
+from ..attention.slicing import joined_heads, some_heads, some_range
 from ..attention.structure import OPERANDS, CallStructure
+from ..attention.tracing import tracing
 from ..backends import select
-from ..backends.base import spec_of
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
-from .choices.part import few_rows
 from .plan import PlanError
-from .program import PROGRAMS, Program, head_rules
+from .program import PROGRAMS, Program, all_within, head_rules
 
 
 def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[str, str]:
@@ -33,13 +33,14 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
 
     A choice that no backend computes together with others has a launch of its own.
     """
-    spec, found = spec_of(request), {choice.label: choice.label for choice in choices}
+    kind, found = request.checked_kind(), {choice.label: choice.label for choice in choices}
     for choice in choices:
         if (rule := choice.head_rule(few=False)) is None:
             continue
         rules = head_rules([rule])
         # exact heads share the launch of heads with rules
-        asked = spec._replace(head_windows=rules.windowed or not rule, head_precision=rules.precision)
+        windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
+        asked = kind._replace(features=kind.features | rules.features | windows)
         if (serving := select.serving(asked)) is not None:
             found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
     return found
@@ -63,7 +64,7 @@ def attend(
         )
     if program.is_exact_for(request.query.shape[2]):
         return select.attend(request, backend)
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if tracing():
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
@@ -72,23 +73,23 @@ def attend(
         return AttentionResult(torch.where(alone[0].transpose(1, 2), exact, planned))
     request = _read_mask(program, request, window)
     structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
-    few = few_rows(structure) if program.counts_rows else rows < PRECISE_ROWS
+    few, speaks = program.speaks_for(structure)
     if isinstance(few, Tensor):
         kinds = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
         one, other = (attend(program, kind, backend) for kind in kinds)
         lse = None if one.lse is None or other.lse is None else _chosen(few, one.lse, other.lse, 2)
         return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
-    if few and program.exact_steps:
-        return select.attend(request, backend)
-    ranges = _ranges(structure, limit)
-    within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
+    ranges = None if speaks is not None else _ranges(structure, limit, few)
+    within: bool | Tensor | None = speaks
+    if within is None:
+        within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
     if within is False:
         return select.attend(request, backend)
-    if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
+    if not (few or program.has_gradient) and request.checked_kind().needs_grad:
         return _one_way(program, request, backend)
     if within is True and (ranges is None or ranges[0] == rows):
-        return _planned(program, request, backend)
-    return _in_ranges(program, request, ranges or (0, rows), backend)
+        return _planned(program, request, few, backend)
+    return _in_ranges(program, request, few, ranges or (0, rows), backend)
 
 
 def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
@@ -96,13 +97,13 @@ def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
     return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
 
 
-def _ranges(structure: CallStructure, limit: int) -> tuple[int, int] | None:
+def _ranges(structure: CallStructure, limit: int, few: bool) -> tuple[int, int] | None:
     """Returns up to which row of a causal call all are within a plan's lengths, and from which on none is.
 
     None where that is not known without a look at each row, where a step would have to ask a device, and where so few
     rows are within that a call of their own would compute them in another precision.
     """
-    padding, few = structure.key_padding, few_rows(structure) is True
+    padding = structure.key_padding
     padded = padding is not None
     if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
         return None
@@ -122,10 +123,10 @@ def _starts(structure: CallStructure) -> tuple[int, int]:
 
 
 def _in_ranges(
-    program: Program, request: AttentionRequest, ranges: tuple[int, int], backend: str | None
+    program: Program, request: AttentionRequest, few: bool, ranges: tuple[int, int], backend: str | None
 ) -> AttentionResult:
     (first, last), rows, device = ranges, request.query.shape[2], request.query.device
-    planned = _planned(program, request if last == rows else some_range(request, 0, last), backend)
+    planned = _planned(program, request if last == rows else some_range(request, 0, last), few, backend)
     exact = select.attend(request if first == 0 else some_range(request, first, rows), backend)
     within = None if first == last else rows_within(request.structure, program.max_length, device)
 
@@ -166,14 +167,14 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if alone := numbers_alone(request):
         return torch.where(alone[0], attention_weights(request), weights(program, alone[1]))
     request = _read_mask(program, request)
-    few = few_rows(request.structure) if program.counts_rows else False
+    few, speaks = program.speaks_for(request.structure)
     if isinstance(few, Tensor):
         kinds = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
         one, other = (weights(program, kind) for kind in kinds)
         return torch.where(few[:, None, :, None].to(one.device), one, other)
-    if few and program.exact_steps:
-        return attention_weights(request)
-    within = rows_within(request.structure, program.max_length, request.query.device)
+    within: bool | Tensor | None = speaks
+    if within is None:
+        within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
         return attention_weights(request)
     parts = [
@@ -185,16 +186,6 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
     if within is True:
         return planned
     return torch.where(within[:, None, :, None], planned, attention_weights(request))
-
-
-def all_within(structure: CallStructure, limit: int) -> bool | None:
-    """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
-    if structure.longest <= limit:
-        return True
-    if structure.causal and (places := structure.places) is not None:
-        first, last = places
-        return True if last <= limit else False if first >= limit else None
-    return None
 
 
 def rows_within(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -224,13 +215,13 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
     return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 
-def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    asked = program.requests[few_rows(request.structure) is True]
+def _planned(program: Program, request: AttentionRequest, few: bool, backend: str | None) -> AttentionResult:
+    asked = program.few if few else program.many
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
         together = replace(some_heads(request, asked.heads), per_head=asked.rules)
-        if (serving := select.serving(spec_of(together, backend), backend)) is not None:
-            parts.append((asked.heads, serving.attend(together)))
+        if (kernel := select.kernel_of(together, backend)) is not None:
+            parts.append((asked.heads, kernel(together)))
     for choice, heads in asked.apart if parts else program.launches:
         part = some_heads(request, heads)
         parts.append((heads, choice.attend(part, heads, program.tensors, backend)))
@@ -301,6 +292,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
     )
+    request.check()
     request = legible(request, own_window) or request
     request = replace(request, structure=request.structure.settled())
     with torch.no_grad():
@@ -322,7 +314,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
         return None  # the rules end by places among the keys that are held
     if not _is_whole(program.handle, request.key.shape[1]):
         return None
-    asked = program.requests[True]
+    asked = program.few
     within = structure.kv_len <= program.max_length
     return replace(request, per_head=asked.rules if within else asked.ending)
 
@@ -330,10 +322,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
-    asked = PROGRAMS[handle].requests[True]
-    for rules in (asked.rules, asked.ending):
-        if rules is not None:
-            rules.work_out()
+    asked = PROGRAMS[handle].few
     return not asked.apart and len(asked.heads) == kv_heads
 
 
@@ -341,23 +330,21 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
-    elsewhere = not compiler.is_dynamo_compiling() and (
-        compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    )
+    elsewhere = not compiler.is_dynamo_compiling() and tracing()
     if elsewhere or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
             "model after adaattn_hf.remove_plan(model)"
         )
-    if CallSpec.of(request).needs_grad:
+    if request.checked_kind().needs_grad:
         raise ValueError(
             f"plan of layer {program.plan.layer}: a compiled plan has no gradient; run the model under "
             "torch.no_grad(), train without torch.compile, or without a plan after adaattn_hf.remove_plan(model)"
         )
     if isinstance(request.structure.q_offset, Tensor) and request.query.shape[2] == 1:
         step = _in_one_launch(program, request)
-        if step is not None and select.serving(CallSpec.of(step), backend) is not None:
-            return select.attend(step, backend).out
+        if step is not None and (kernel := select.kernel_of(step, backend)) is not None:
+            return kernel(step).out
     dropped = request.structure.dropped
     out: Tensor = planned_op(
         request.query, request.key, request.value, request.bias, request.sink_logits,

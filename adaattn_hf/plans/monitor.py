@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, CallSpec
+from ..attention.request import AttentionRequest
+from ..attention.tracing import in_backward
 from .choices import EXACT
 from .plan import Plan, UnitRecord
 from .program import Program
@@ -95,7 +96,7 @@ class Monitor:
         start = time.perf_counter()
         program = None if program is None else program.of_call(request.key.shape[1])
         counters = self.layers.get(index) or LayerStatistics(index)
-        if torch._C._current_graph_task_id() != -1:  # a checkpointed backward pass repeats a call
+        if in_backward():  # a checkpointed backward pass repeats a call
             return None if program is None else _tightened(counters, program)
         self.layers[index] = counters
         counters.calls += 1
@@ -108,7 +109,7 @@ class Monitor:
         if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):
             part = one_run(request, counters.calls)
             if part is not None:
-                self._look(counters, program, part, training or CallSpec.of(request).needs_grad)
+                self._look(counters, program, part, training or request.checked_kind().needs_grad)
                 program = _tightened(counters, program)
         counters.seconds += time.perf_counter() - start
         return program

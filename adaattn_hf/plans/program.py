@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from ..attention.heads import HeadRules
-from .choices import EXACT, PRECISE_ROWS, Choice
+from ..attention.structure import CallStructure
+from .choices import PRECISE_ROWS, Choice
+from .choices.part import few_rows
 from .plan import LayerPlan
 from .tensors import LayerTensors
 
@@ -34,9 +35,9 @@ PROGRAMS: WeakValueDictionary[int, Program] = WeakValueDictionary()
 """The programs of this process by handle."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Program:
-    """A layer's plan with its tensors, ready to run.
+    """A layer's plan with its tensors, ready to run; all that follows from it is worked out when it is made.
 
     Attributes:
         plan: The choices.
@@ -45,8 +46,14 @@ class Program:
             longer sequence.
         own: Key/value heads of this process under tensor parallelism; empty without it.
         exact_steps: Whether decode steps, sequences of fewer than `PRECISE_ROWS` query rows, are exact.
-        dtype: Name of the dtype that it was proven in.
+        dtype: Name of the dtype that it was verified in.
+        owner: A weak reference to what bound the plan to a model, None where no model runs by it. Copies have none, as
+            a copied layer is part of no model that was checked.
         handle: Number by which traced graphs refer to the program.
+        launches: The choices with the key/value heads that take each, in order of first appearance.
+        few, many: The requests of sequences with fewer than `PRECISE_ROWS` query rows, and of all others.
+        counts_rows: Whether it depends on the query rows of a sequence what is computed.
+        has_gradient: Whether gradients flow through every choice.
     """
 
     plan: LayerPlan
@@ -55,80 +62,87 @@ class Program:
     own: range = range(0)
     exact_steps: bool = False
     dtype: str = ""
+    owner: Any = field(default=None, repr=False)
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
-    _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
+    launches: tuple[tuple[Choice, tuple[int, ...]], ...] = field(init=False, repr=False)
+    few: Requests = field(init=False, repr=False)
+    many: Requests = field(init=False, repr=False)
+    counts_rows: bool = field(init=False, repr=False)
+    has_gradient: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Register the program for traced graphs."""
+        """Work out its variants, and register it for traced graphs."""
+        choices, groups = self.plan.choices, dict[Choice, list[int]]()
+        for head, choice in enumerate(choices):
+            groups.setdefault(choice, []).append(head)
+        self.launches = tuple((choice, tuple(heads)) for choice, heads in groups.items())
+        self.few, self.many = self._requests(True), self._requests(False)
+        self.counts_rows = self.exact_steps or any(choice.operands for choice in groups)
+        self.has_gradient = all(choice.has_gradient for choice in groups)
+        split = self.own and len(self.own) != len(choices)
+        self._part = self.with_choices((choices[head] for head in self.own), self.own) if split else None
+        stored = [choice.over_stored() for choice in choices]
+        kept = [choice for choice in stored if choice is not None]
+        self._over_codes = self.with_choices(kept) if len(kept) == len(stored) and kept != [*choices] else None
+        self._some: dict[tuple[tuple[int, ...], bool], Program] = {}
         PROGRAMS[self.handle] = self
 
     def __reduce__(self) -> tuple[type[Program], tuple[object, ...]]:
-        """Copies and pickles a program without its handle: each copy is registered under one of its own."""
+        """Copies and pickles a program without its handle and owner."""
         return Program, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps, self.dtype)
-
-    @cached_property
-    def launches(self) -> tuple[tuple[Choice, tuple[int, ...]], ...]:
-        """The choices of the layer with the key/value heads that take each, in order of first appearance."""
-        groups: dict[Choice, list[int]] = {}
-        for head, choice in enumerate(self.plan.choices):
-            groups.setdefault(choice, []).append(head)
-        return tuple((choice, tuple(heads)) for choice, heads in groups.items())
 
     def of_call(self, kv_heads: int) -> Program:
         """Returns the program for a call with so many key/value heads: this process's part under tensor parallelism."""
-        return self._part if kv_heads == len(self.own) != len(self.plan.choices) else self
-
-    @cached_property
-    def _part(self) -> Program:
-        return self.with_choices((self.plan.choices[head] for head in self.own), self.own)
+        return self._part if self._part is not None and kv_heads == len(self.own) else self
 
     def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> Program:
         """Returns the program with other choices, which are those of some key/value heads where `heads` names them."""
         tensors = self.tensors if heads is None else self.tensors.of_heads(heads)
         return replace(self, plan=replace(self.plan, choices=tuple(choices)), tensors=tensors)
 
-    @cached_property
+    @property
     def over_stored(self) -> Program:
         """The program for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
         A choice that needs unquantised keys is a ValueError.
         """
+        if self._over_codes is not None:
+            return self._over_codes
         lost = [choice.label for choice, _ in self.launches if choice.over_stored() is None]
         if lost:
             raise ValueError(
                 f"plan of layer {self.plan.layer}: {', '.join(lost)} looks at the keys themselves, and the cache "
                 'stores them quantised; use a cache of numbers (cache="model") or calibrate with --families window'
             )
-        return self.with_choices(choice.over_stored() or EXACT for choice in self.plan.choices)
+        return self
 
     def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Program:
         """Returns the program of some key/value heads; with `all_keys` they read all keys that they are given."""
-        known = self._parts.get((heads, all_keys))
+        known = self._some.get((heads, all_keys))
         if known is None:
             chosen = [self.plan.choices[head] for head in heads]
             if all_keys:
                 chosen = [Choice(None, choice.operands) for choice in chosen]
-            known = self._parts[heads, all_keys] = self.with_choices(chosen, heads)
+            known = self._some[heads, all_keys] = self.with_choices(chosen, heads)
         return known
 
     def is_exact_for(self, q_len: int) -> bool:
         """Whether a call of so many query rows is a decode step that the plan leaves exact."""
         return self.exact_steps and q_len < PRECISE_ROWS
 
-    @cached_property
-    def counts_rows(self) -> bool:
-        """Whether it depends on the query rows of a sequence what is computed."""
-        return self.exact_steps or any(choice.operands for choice in self.plan.choices)
+    def speaks_for(self, structure: CallStructure) -> tuple[bool | Tensor, bool | None]:
+        """Whether sequences have few query rows (by row where they differ), and whether it speaks for all rows or none.
 
-    @cached_property
-    def has_gradient(self) -> bool:
-        """Whether gradients flow through every choice."""
-        return all(choice.has_gradient for choice, _ in self.launches)
+        None where that differs by row, or only data tell.
+        """
+        few = few_rows(structure) if self.counts_rows else structure.q_len < PRECISE_ROWS
+        return few, False if self.exact_steps and few is True else all_within(structure, self.max_length)
 
-    @cached_property
-    def requests(self) -> Mapping[bool, Requests]:
-        """The requests of sequences with fewer than `PRECISE_ROWS` query rows (True), and of all others (False)."""
-        return {few: self._requests(few) for few in (True, False)}
+    @property
+    def trains(self) -> bool:
+        """Whether it goes on while its model is trained: a window does, means and bases belong to weights."""
+        tensors = self.tensors
+        return self.has_gradient and tensors.key_mean is None and not tensors.query_basis and not tensors.key_basis
 
     def _requests(self, few: bool) -> Requests:
         asked = {choice: choice.head_rule(few) for choice, _ in self.launches}
@@ -140,6 +154,16 @@ class Program:
         mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules) else None
         found = head_rules(rules, None if mean is None else mean[heads])
         return Requests(tuple(heads), found, replace(found, until=self.max_length), apart)
+
+
+def all_within(structure: CallStructure, limit: int) -> bool | None:
+    """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
+    if structure.longest <= limit:
+        return True
+    if structure.causal and (places := structure.places) is not None:
+        first, last = places
+        return True if last <= limit else False if first >= limit else None
+    return None
 
 
 def head_rules(rules: Sequence[Mapping[str, Any]], key_mean: Tensor | None = None) -> HeadRules:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attention.heads import some_heads, some_rows
 from ..attention.request import AttentionRequest
 from ..attention.segments import Segment
+from ..attention.slicing import some_heads, some_rows
 from ..attention.structure import CallStructure
 from ..backends import select
 from ..backends.eager import attention_weights

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.rounding import through_dtype, through_int8
-from .rows import grouped_logits, probabilities
+from ..attention.softmax import softmax_parts, weighted
 
 DISTANCES = (0, 16, 64, 256, 1024, 4096, 16384)
 """Lower edges of the distance bins, in tokens between query and key; the last bin is open."""
@@ -112,7 +112,6 @@ def head_sums(
     """
     heads = query.shape[0]
     query, key, value = query.float(), key.float(), value.float()
-    share = heads // key.shape[0]
     live = visible.any(-1).any(0)
     query, positions, visible = query[:, live], positions[live], visible[:, live]
     answer = None if answer is None else answer[:, live].float()
@@ -133,29 +132,25 @@ def head_sums(
         seen = visible[:, part]
 
         def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits = grouped_logits(q[None, :, part], k[None], scaling, softcap)[0]  # noqa: B023
-            if bias is not None:
-                logits = logits + bias[..., live, :][..., part, :]  # noqa: B023
-            logits = logits.masked_fill(~seen, float("-inf"))  # noqa: B023
-            weights = probabilities(logits)
-            out = (weights.unflatten(0, (-1, share)).flatten(1, 2) @ v).unflatten(1, (share, -1)).flatten(0, 1)
-            return logits, weights, out
+            added = None if bias is None else bias[..., live, :][..., part, :]  # noqa: B023
+            rows = q[None, :, part]  # noqa: B023
+            weights, top, total = softmax_parts(rows, k[None], scaling, softcap=softcap, bias=added, mask=seen)  # noqa: B023
+            return weights[0], weighted(weights, v[None], 0.0)[0], (top + torch.log(total))[0, :, :, 0]
 
-        logits, weights, out = attended(query, key, value)
+        weights, out, lse = attended(query, key, value)
         for name, values in row_statistics(weights, seen, positions[part]).items():
             add(name, values.sum(1))
             if name == "entropy":
                 add("entropy_squared", values.square().sum(1))
         kept: float | Tensor = 1.0
         if sink_logits is not None:
-            lse = logits.logsumexp(-1)
             share_of_keys = torch.sigmoid(lse - sink_logits.float()[:, None])
             add("learned_sink", (1.0 - share_of_keys).sum(1))
             kept = share_of_keys[..., None]
         exact = out * kept
         add("signal", exact.square().sum((1, 2)))
         for name, operands in rounded.items():
-            add(name, (attended(*operands)[2] - out).mul(kept).square().sum((1, 2)))
+            add(name, (attended(*operands)[1] - out).mul(kept).square().sum((1, 2)))
         if answer is not None:
             add("noise_answer", (answer[:, part] - exact).square().sum((1, 2)))
     return sums
@@ -190,8 +185,7 @@ def pooled_weights(
     keys = key.float()
     for seen in visible:
         part = query[start : start + seen.shape[0]].float()
-        logits = grouped_logits(part[None, None], keys[None, None], scaling, softcap)[0, 0]
-        weights = probabilities(logits.masked_fill(~seen, float("-inf")))
+        weights = softmax_parts(part[None, None], keys[None, None], scaling, softcap=softcap, mask=seen)[0][0, 0]
         pooled = weights.new_zeros(len(part), width).index_add_(1, column, weights)
         row = (torch.arange(len(part), device=key.device) + start) * height // rows
         image.index_add_(0, row, pooled.double())

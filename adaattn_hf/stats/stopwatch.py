@@ -1,9 +1,9 @@
 """The stopwatch: how long calls take, by the clock, on the processor, and on a CUDA device.
 
-`timed` takes one call. `on_device` takes several CUDA calls in turn, so that other load on the machine strikes all
-alike; each finds nothing of its operands in the L2 cache. The device is kept busy while the host prepares a call, so
-that neither time holds the other. Where the host needed longer than that, the call is repeated after more work, unless
-no work is enough.
+`timed` takes one call, `in_turn` several, so that other load on the machine strikes all alike. So does `on_device` on
+CUDA, where each finds nothing of its operands in the L2 cache. The device is kept busy while the host prepares a call,
+so that neither time holds the other. Where the host needed longer than that, the call is repeated after more work,
+unless no work is enough.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tupl
     wait(device)
     wall, process = time.perf_counter() - wall, time.process_time() - process
     return result, Elapsed(wall / repeats, process / repeats)
+
+
+def in_turn(
+    calls: Mapping[K, Callable[[], object]], device: torch.device, rounds: int, repeats: Mapping[K, int] | None = None
+) -> dict[K, list[Elapsed]]:
+    """Returns the times of several calls that take turns, so that other load on the machine strikes all alike.
+
+    Every second round goes backwards. A call is repeated so many times in its turn as `repeats` says, once by default.
+    """
+    runs: dict[K, list[Elapsed]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
+            runs[name].append(timed(calls[name], device, 1 if repeats is None else repeats[name])[1])
+    return runs
 
 
 def on_device(calls: Mapping[K, Callable[[], Any]], host: bool = True) -> dict[K, list[float]]:

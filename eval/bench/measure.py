@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from adaattn_hf.stats.stopwatch import timed
+from adaattn_hf.stats.stopwatch import in_turn
 
 from .work import Work
 
@@ -22,15 +22,10 @@ def measure(ways: Mapping[str, Work], rounds: int, device: torch.device) -> dict
     Every way runs twice before its samples are taken. One that takes over ten times as long as the first has two
     rounds. On CUDA every sample ends with a synchronisation.
     """
-    alone = {}
-    for name, work in ways.items():
-        alone[name] = max(min(timed(work, device)[1].wall for _ in range(2)), 1e-7)
-    few = {name for name, seconds in alone.items() if seconds > _FAR * next(iter(alone.values()))}
-    samples: dict[str, dict[str, list[float]]] = {name: {"wall": [], "process": []} for name in ways}
-    for index in range(rounds):
-        names = [name for name in ways if index < _FEW or name not in few]
-        for name in names if index % 2 == 0 else names[::-1]:
-            elapsed = timed(ways[name], device, max(1, round(_SAMPLE_SECONDS / alone[name])))[1]
-            samples[name]["wall"].append(elapsed.wall)
-            samples[name]["process"].append(elapsed.process)
-    return samples
+    alone = {name: max(min(one.wall for one in runs), 1e-7) for name, runs in in_turn(ways, device, 2).items()}
+    repeats = {name: max(1, round(_SAMPLE_SECONDS / seconds)) for name, seconds in alone.items()}
+    rivals = {name: work for name, work in ways.items() if alone[name] <= _FAR * next(iter(alone.values()))}
+    runs = in_turn(ways, device, min(rounds, _FEW), repeats)
+    for name, more in in_turn(rivals, device, rounds - _FEW, repeats).items():
+        runs[name] += more
+    return {name: {"wall": [r.wall for r in own], "process": [r.process for r in own]} for name, own in runs.items()}

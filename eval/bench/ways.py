@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.patches.observe.spans import spans
 
 from .grid import Cell, Grid

@@ -24,10 +24,11 @@ from adaattn_hf.plans.limits import unproven
 
 from ..models.families import family_of
 from ..plans.attach import plan_of
-from .growing import GROWTH, check_room
-from .layers import FullLayer, SlidingLayer, check_channels
+from .formats import CACHES as CACHES
+from .formats import check_channels
+from .layers import CachedLayer
+from .store import GROWTH, Room
 from .streaming import Spans, StreamingLayer, spans_of
-from .tokens import CACHES as CACHES
 
 
 class GrowingCache(DynamicCache):
@@ -59,16 +60,13 @@ class GrowingCache(DynamicCache):
         Raises:
             ValueError: `growth` is not larger than 1, or `reserve` is negative.
         """
+        room = Room.of(reserve, growth)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        convert_layers(self, "model", reserve=reserve, growth=growth)
+        convert_layers(self, "model", room=room)
         for index, (keys, values, *window) in enumerate(ddp_cache_data or ()):
             if config is None:
                 sliding = window[0] if window else None
-                self.layers.append(
-                    FullLayer("model", reserve, growth)
-                    if sliding is None
-                    else SlidingLayer("model", int(sliding), growth)
-                )
+                self.layers.append(_layer("model", room, None if sliding is None else int(sliding)))
             if keys is not None and values is not None:
                 layer: Any = self.layers[index]
                 layer.update(keys, values)
@@ -124,12 +122,13 @@ class AdaAttnCache(DynamicCache):
                 "offloading: got True for a model on cpu, expected one on a CUDA device, whose memory it saves; leave "
                 "it out"
             )
+        room = Room.of(reserve, growth, max_cache_len)
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        convert(self, model, self.stored, self.streaming, reserve=reserve, growth=growth, max_cache_len=max_cache_len)
+        convert(self, model, self.stored, self.streaming, room)
 
 
-def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, **room: Any) -> Cache:
+def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, room: Room | None = None) -> Cache:
     """Give an empty `DynamicCache` of a model layers that keep what is asked for; returns the cache.
 
     ValueError: as `convert_layers`; streaming heads beside offloading, or of a model whose plan has no windows.
@@ -139,52 +138,47 @@ def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, 
             "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
             "expected False; such heads keep little, or use streaming=False"
         )
-    return convert_layers(cache, stored, spans_of(model) if streaming else {}, **room)
+    return convert_layers(cache, stored, spans_of(model) if streaming else {}, room)
 
 
 def convert_layers(
-    cache: Cache,
-    stored: str,
-    spans: Mapping[int, Spans] | None = None,
-    *,
-    reserve: int = 0,
-    growth: float = GROWTH,
-    max_cache_len: int | None = None,
+    cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None, room: Room | None = None
 ) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
 
-    ValueError: it holds tokens, codes are asked of a layer that is neither full nor sliding, or there is no such room.
+    ValueError: it holds tokens, or codes are asked of a layer that is neither full nor sliding.
     """
-    check_room(reserve, growth, max_cache_len)
+    room = room or Room()
     if holds_tokens(cache):
         raise ValueError(
             f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
         )
-    room: dict[str, Any] = {"reserve": reserve, "growth": growth, "max_cache_len": max_cache_len}
     # a cache without a configuration makes each layer when its first token comes
     while spans and len(cache.layers) <= max(spans):
         made: Any = cache.layer_class_to_replicate
         cache.layers.append(made())
     # steps of a captured graph read one mask for all layers: of all that there is room for
-    room["fixed"] = (
-        max_cache_len is not None
-        and stored != "model"
-        and not (spans or cache.offloading)
-        and all(type(layer) is DynamicLayer for layer in cache.layers)
-    )
+    full = all(type(layer) is DynamicLayer for layer in cache.layers)
+    if room.most is not None and stored != "model" and full and not (spans or cache.offloading):
+        room = room._replace(fixed=True)
     cache.layers = [
         _in_place(layer, stored, (spans or {}).get(index), room) for index, layer in enumerate(cache.layers)
     ]
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = cast(Any, functools.partial(FullLayer, stored, **room))
+        cache.layer_class_to_replicate = cast(Any, functools.partial(CachedLayer, stored, room))
     return cache
 
 
-def _in_place(layer: Any, stored: str, spans: Spans | None, room: Mapping[str, Any]) -> Any:
+def _layer(stored: str, room: Room, window: int | None) -> CachedLayer:
+    """A window's worth of tokens is all that a sliding layer has room for, whatever is reserved."""
+    return CachedLayer(stored, room) if window is None else CachedLayer(stored, Room(growth=room.growth), window)
+
+
+def _in_place(layer: Any, stored: str, spans: Spans | None, room: Room) -> Any:
     if type(layer) is DynamicLayer:
-        return FullLayer(stored, **room) if spans is None else StreamingLayer(spans, stored, **room)
+        return _layer(stored, room, None) if spans is None else StreamingLayer(spans, stored, room)
     if type(layer) is DynamicSlidingWindowLayer:
-        made = SlidingLayer(stored, layer.sliding_window, room["growth"])
+        made = _layer(stored, room, layer.sliding_window)
         made.record_past = layer.record_past
         return made
     if stored == "model" or getattr(layer, "is_initialized", False):  # from the start: it stores nothing
@@ -197,8 +191,7 @@ def _in_place(layer: Any, stored: str, spans: Spans | None, room: Mapping[str, A
 
 def holds_tokens(cache: Cache) -> bool:
     """Some layer of full or sliding attention has been updated."""
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
+    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, DynamicLayer))
 
 
 # ---------------- what a model can read

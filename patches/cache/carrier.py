@@ -1,4 +1,4 @@
-"""A tensor proxy for quantised keys or values: carries codes and dequantisation parameters from cache to attention.
+"""What a cache hands to attention for keys or values that are not plain tensors of all tokens.
 
 Between the cache and the attention interface, supported models read only a shape, a dtype or a device. A model that
 computes with the keys gets an error that says what to do: nothing is dequantised silently.
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from adaattn_hf.attention.stored import StoredKV
 
+from .formats import channels_of
+
 _REMEDY = (
     'a quantised cache holds codes, not numbers. Load the model with attn_implementation="adaattn"; for a model that '
     'computes with its cached keys itself use a cache of numbers (cache="model", GrowingCache or DynamicCache)'
@@ -20,21 +22,25 @@ _REMEDY = (
 
 
 class StoredTensor:
-    """Codes of keys or values with the interface of a tensor `[batch, num_kv_heads, length, head_dim]`."""
+    """Stands for keys or values `[batch, num_kv_heads, length, head_dim]`, with the interface of a tensor.
+
+    Attributes:
+        codes: What attention reads: codes, the numbers of a prompt as they came, or, where `streams` holds the tokens
+            by groups of heads, a tensor of all tokens' shape without memory.
+        record: What turns codes into numbers; None where there are none.
+        dtype: Of the model.
+        prompt: The layer that has rounded this prompt and rounds its keys again when attention tells it the queries.
+        streams: The layer that computes attention over its heads' own tokens.
+    """
 
     ndim = 4
 
     def __init__(
-        self, codes: Tensor, record: StoredKV | None, head_dim: int, dtype: torch.dtype, streams: Any = None
+        self, codes: Tensor, record: StoredKV | None, dtype: torch.dtype, *, prompt: Any = None, streams: Any = None
     ) -> None:
-        """Stands for keys or values.
-
-        Where `streams` holds the tokens by groups of heads, there is no record, and codes have all tokens' shape and no
-        memory.
-        """
-        self.codes, self.record = codes, record
-        self.head_dim, self.dtype = head_dim, dtype
-        self.streams = streams
+        """Holds what it is given."""
+        self.codes, self.record, self.dtype = codes, record, dtype
+        self.prompt, self.streams = prompt, streams
 
     @property
     def device(self) -> torch.device:
@@ -43,8 +49,8 @@ class StoredTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the dequantised tensor."""
-        return torch.Size((*self.codes.shape[:3], self.head_dim))
+        """Shape of the tensor that this one stands for."""
+        return torch.Size((*self.codes.shape[:3], channels_of(self.codes)))
 
     def size(self, dim: int | None = None) -> Any:
         """Like `Tensor.size`."""
@@ -55,7 +61,7 @@ class StoredTensor:
         return 4
 
     def numel(self) -> int:
-        """Elements of the dequantised tensor."""
+        """Elements of the tensor that this one stands for."""
         return self.shape.numel()
 
     def __getattr__(self, name: str) -> Any:

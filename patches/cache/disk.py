@@ -21,9 +21,9 @@ from ..models.support import refuse_no_model
 from ..plans.attach import plan_of
 from ..plans.hashes import model_hash
 from .caches import AdaAttnCache, made_for
-from .layers import KeptLayer, room_for
+from .formats import CACHES, FORMATS
+from .layers import CachedLayer
 from .streaming import spans_in
-from .tokens import BESIDE, CACHES, PARTS
 
 FORMAT = 4
 """Of the file; rises with every change, and no other one is read."""
@@ -60,12 +60,12 @@ def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | N
     layers: list[dict[str, Any]] = []
     held: list[Any] = list(cache.layers)
     for index, layer in enumerate(held):
-        if not isinstance(layer, KeptLayer):
+        if not isinstance(layer, CachedLayer):
             raise TypeError(
                 f"cache: its layer {index} is a {type(layer).__name__}, expected layers of full or sliding attention, "
                 "whose keys and values can be written; keep the cache in memory, such as by copy.deepcopy"
             )
-        tokens = layer.held() if layer.get_seq_length() else {}  # type: ignore[attr-defined]
+        tokens = layer.held() if layer.get_seq_length() else {}
         layers.append(_described(layer) if tokens else {})
         for name, tensor in tokens.items():
             tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
@@ -213,7 +213,7 @@ def _checked_layers(
         held = {name.removeprefix(prefix): tensors.pop(name) for name in [*tensors] if name.startswith(prefix)}
         length = whole(said["length"], f"length of layer {index}", least=1)
         batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
-        room_for(layer.limit, length)
+        layer.room.check(length)
         found[index] = length, held
     if tensors:
         raise Unsound(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
@@ -246,11 +246,11 @@ def _check_layer(
             known[heads] = layer.spans.count(span)
         if window is None:
             known[count] = length if span is None else min(length, sum(span))
-        for name, (dtype, extent) in PARTS[stored].items():
+        for name, (dtype, extent) in FORMATS[stored].parts.items():
             expected[prefix + name] = ("batch", heads, count, *extent), (dtype,) if dtype else _NUMBERS
-        for name in () if stored == "model" else BESIDE:
+        for name in FORMATS[stored].beside:
             expected[prefix + name] = ("batch", heads, "k"), (torch.float32,)
-    needed = {name for name in expected if name.rpartition(".")[2] not in BESIDE}
+    needed = {name for name in expected if name.rpartition(".")[2] not in FORMATS[stored].beside}
     if not needed <= held.keys() <= expected.keys():
         raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
     for name, tensor in held.items():

@@ -13,28 +13,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 
-from .tokens import Tokens
+from .formats import FORMATS, Format, Read
+from .store import Room, Store
 
 Span = tuple[int, int]
 """Window and sinks of a key/value head: it reads the last `window` tokens and the first `sinks`."""
-Read = tuple[Tensor, Tensor, "StoredKV | None"]
-"""Keys, values and what turns them into numbers, as a call reads them."""
 
 
 class HeadGroup:
     """The tokens of some key/value heads, of which those with a span keep `sinks + window` slots."""
 
-    def __init__(self, heads: Sequence[int], tokens: Tokens, span: Span | None) -> None:
-        """Empty, as `tokens` is, which makes room for `sinks + window` tokens and no more where there is a span."""
-        self.heads, self.tokens, self.span = tuple(heads), tokens, span
+    def __init__(self, heads: Sequence[int], span: Span | None, stored: str, store: Store) -> None:
+        """Of heads whose tokens are in a store; a ring has room for `sinks + window` of them (`room_of`)."""
+        self.heads, self.span, self.stored, self.store = tuple(heads), span, stored, store
         self.count = 0
         """Tokens that came, those that are gone counted."""
-        self.before: tuple[Tokens, int] | None = None
+        self.before: tuple[Store, int] | None = None
         self.since: list[tuple[Tensor, Tensor, Sequence[int]]] = []
         """What was held at the last `commit` while the past is recorded, and what came since."""
+
+    @property
+    def format(self) -> Format:
+        """What is kept of a token."""
+        return FORMATS[self.stored]
 
     @property
     def whole(self) -> bool:
@@ -48,26 +51,27 @@ class HeadGroup:
         """
         if self.span is not None and record_past:
             if self.before is None:
-                self.before = copy.deepcopy(self.tokens), self.count
+                self.before = copy.deepcopy(self.store), self.count
             self.since.append((keys, values, starts))
         else:
             self.commit()
-        tokens, count, past = self.tokens, keys.shape[2], self.count
+        store, fmt, count, past = self.store, self.format, keys.shape[2], self.count
         self.count += count
         if self.span is None or self.whole:
-            return tokens.read(tokens.append(keys, values))
+            fmt.append(store, keys, values)
+            return fmt.read(store, store.views())
         window, sinks = self.span
-        tokens.begin(keys, values)
+        fmt.begin(store, keys, values)
         if count == 1:
             views = self._slots()
             at = sinks + (past - sinks) % window
             self._save(views, range(past - window, past - window + 1), past - window - at, starts)
-            tokens.write(keys, values, views, at)
-            return tokens.read(views, first=sinks > 0)
-        views = tokens.views()
+            fmt.write(store, keys, values, views, at)
+            return fmt.read(store, views, first=sinks > 0)
+        views = store.views()
         past_line = [view[:, :, slots_in_order(past, window, sinks, view.device)] for view in views]
         new = [part.new_empty((*part.shape[:2], count, *part.shape[3:])) for part in past_line]
-        tokens.write(keys, values, new)
+        fmt.write(store, keys, values, new)
         line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
         oldest = max(sinks, past - window)
         views = self._slots()
@@ -76,13 +80,13 @@ class HeadGroup:
         for view, whole in zip(views, line, strict=True):
             view.copy_(whole[:, :, kept])
         # read before the sinks of rows behind padding are saved, which are not in their slots here
-        read = tokens.read(line, first=sinks > 0 or oldest == 0)
+        read = fmt.read(store, line, first=sinks > 0 or oldest == 0)
         self._save(views, range(oldest, self.count - window), oldest - sinks, starts, line)
         return read
 
     def _slots(self) -> list[Tensor]:
         assert self.span is not None
-        return [part.extend(sum(self.span) - len(part)) for part in self.tokens.parts]
+        return self.store.extend(sum(self.span) - len(self.store))
 
     def _save(
         self, views: list[Tensor], gone: range, shift: int, starts: Sequence[int], source: list[Tensor] | None = None
@@ -91,7 +95,7 @@ class HeadGroup:
         assert self.span is not None
         sinks = self.span[1]
         if sinks == 0:
-            self.tokens.renew_first([], [])
+            self.format.renew_first(self.store, [], [])
         found = [
             (row, position)
             for row, start in enumerate(starts)
@@ -105,7 +109,7 @@ class HeadGroup:
         for view, part in zip(views, moved, strict=True):
             view[rows, :, places % sinks] = part
         head = (places % sinks == 0).nonzero().flatten()
-        self.tokens.renew_first(rows[head].tolist(), [part[head] for part in moved])
+        self.format.renew_first(self.store, rows[head].tolist(), [part[head] for part in moved])
 
     def can_crop(self, count: int) -> bool:
         """Whether what the heads read without the last `count` tokens is there, or recorded."""
@@ -114,11 +118,11 @@ class HeadGroup:
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, see `can_crop`, and what was recorded."""
         if self.whole or not count or self.before is None:
-            self.tokens.crop(count)
+            self.store.crop(count)
             self.count -= count
         else:
             left, since = self.count - count, self.since
-            self.tokens, self.count = self.before
+            self.store, self.count = self.before
             for keys, values, starts in since:
                 fits = min(keys.shape[2], left - self.count)
                 if fits > 0:
@@ -128,6 +132,11 @@ class HeadGroup:
     def commit(self) -> None:
         """Let what is held be what `crop` goes back to."""
         self.before, self.since = None, []
+
+
+def room_of(span: Span | None, room: Room) -> Room:
+    """How much of a layer's room heads with a span need."""
+    return room if span is None else Room(min(room.reserve, sum(span)), room.growth, sum(span))
 
 
 def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
-from .tokens import BESIDE, PARTS, widths
+from .formats import FORMATS, widths
 
 if TYPE_CHECKING:
     from .streaming import Spans
@@ -60,7 +60,7 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
     """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too); `spans` of streaming heads."""
     streams = [span for own in (spans or {}).values() for span in own]
     layers: list[tuple[int, int, int | None]] = []
-    per_sequence = 0
+    per_sequence, fmt = 0, FORMATS[stored]
     held: list[Any] = list(cache.layers)
     for index, layer in enumerate(held):
         if getattr(layer, "keys", None) is None:
@@ -70,7 +70,7 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
         # of a token and head: as it is stored, and as numbers
         own, plain = (
             sum((dtype or layer.keys.dtype).itemsize * sizes.get(extent, 1) for dtype, extent in parts.values())
-            for parts in (PARTS[stored], PARTS["model"])
+            for parts in (fmt.parts, FORMATS["model"].parts)
         )
         window = getattr(layer, "sliding_window", None)
         kept = (spans or {}).get(index) if window is None else None
@@ -78,7 +78,6 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
             layers.append((own * heads, plain * heads, None if window is None else window - 1))
         else:
             layers += [(own, plain, None if span is None else sum(span)) for span in kept]
-        if stored != "model":
-            per_sequence += len(BESIDE) * torch.float32.itemsize * heads * head_dim
+        per_sequence += len(fmt.beside) * torch.float32.itemsize * heads * head_dim
     windowed = (sum(span is not None for span in streams), len(streams))
     return CacheMemory(stored, tuple(layers), per_sequence, windowed)

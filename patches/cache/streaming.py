@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adaattn_hf.attention.legible import legible
+from adaattn_hf.attention.listeners import ask, listeners, show
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import joined_heads
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.config import settings_in
+from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import LayerPlan, Plan
+from adaattn_hf.plans.program import Program
 
 from ..plans.attach import plan_of
+from ..plans.bound import checked_layer
 from .carrier import StoredTensor
-from .groups import HeadGroup, Read, Span, some_heads
-from .layers import FullLayer, negative, refuse_gradients, room_for, same_rows
-from .tokens import SMOOTHED, Tokens, numbers_like
-
-if TYPE_CHECKING:
-    from adaattn_hf.attention.request import AttentionRequest
+from .formats import SMOOTHED, Read, channels_of, check_channels
+from .groups import HeadGroup, Span, room_of, some_heads, starts_of, structure_of
+from .layers import CachedLayer, negative, refuse_gradients, same_rows
+from .store import Room, Store
 
 Spans = tuple["Span | None", ...]
 """Of each key/value head of a layer, None where it keeps everything."""
@@ -44,25 +52,27 @@ def spans_in(layer: LayerPlan) -> Spans:
     return tuple(span if span is not None and span[0] >= SMOOTHED else None for span in spans)
 
 
-class StreamingLayer(FullLayer):
-    """A layer of full attention; heads that keep the same window and first tokens share storage."""
+class StreamingLayer(CachedLayer):
+    """A layer of full attention; heads that keep the same window and first tokens share a store.
+
+    `update` takes tokens, and the attention of the same call stores and reads them (`attend`): only then it is known
+    where each row begins. `keys` and `values` have the shape of all tokens, and no memory.
+    """
 
     spans: Spans
 
-    def __init__(self, spans: Spans, *args: Any, **room: Any) -> None:
-        """`spans` says what each key/value head keeps; the rest as in `FullLayer`."""
-        super().__init__(*args, **room)
-        self.spans, self.record_past = spans, False
-        self.reset()
+    def __init__(self, spans: Spans, stored: str, room: Room | None = None) -> None:
+        """`spans` says what each key/value head keeps; the rest as in `CachedLayer`."""
+        self.spans = spans
+        super().__init__(stored, room)
 
     def reset(self) -> None:
         """Forget all tokens."""
+        super().reset()
         self.groups: list[HeadGroup] = []
-        self.count = 0
         self.starts: tuple[int, ...] | None = None
         self.fresh: tuple[Tensor, Tensor] | None = None
         self.program: int | None = None
-        super().reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for tokens shaped like these. Raises ValueError where the plan is for another number of heads."""
@@ -71,22 +81,65 @@ class StreamingLayer(FullLayer):
                 f"cache: the plan is for {len(self.spans)} key/value heads, got keys with {key_states.shape[1]}; "
                 "calibrate the model in the form in which it runs"
             )
-        super().lazy_initialization(key_states, value_states)
+        check_channels(self.stored, value_states.shape[3])
+        self._begin(
+            lambda heads, room: self.format.store(some_heads(key_states, heads), some_heads(value_states, heads), room),
+            key_states,
+            value_states,
+        )
+
+    def _begin(self, store: Callable[[list[int], Room], Store], *like: Tensor) -> None:
+        self.device, self.dtype, self.is_initialized = like[0].device, like[0].dtype, True
+        self.channels = [channels_of(tensor) for tensor in like]
         for span in dict.fromkeys(self.spans):
-            heads = [head for head, own in enumerate(self.spans) if own == span]
-            most = None if span is None else sum(span)
-            reserve = self.reserve if most is None else min(self.reserve, most)
-            like = some_heads(key_states, heads), some_heads(value_states, heads)
-            self.groups.append(HeadGroup(heads, Tokens(*like, self.stored, reserve, self.growth, most), span))
+            heads = [head for head, kept in enumerate(self.spans) if kept == span]
+            self.groups.append(HeadGroup(heads, span, self.stored, store(heads, room_of(span, self.room))))
 
-    def attend(self, module: nn.Module, request: AttentionRequest, forced: str | None, wanted: bool) -> Tensor:
-        """What the layer's plan computes over its tokens; see `streams.attend_streams`."""
-        from .streams import attend_streams  # imported here: a cache is made without what runs plans
+    # ---------------- what is held
+    def stores(self) -> Sequence[Store]:
+        """The tokens of each group of heads."""
+        return [group.store for group in self.groups]
 
-        return attend_streams(module, request, self, forced, wanted)
+    def held_length(self) -> int:
+        """Tokens seen, those that no head keeps any more counted."""
+        return self.cumulative_length
 
+    def _views(self, last: int | None = None, streams: Any = None) -> tuple[Any, Any]:
+        """The layer's own leave `streams` out: a layer that refers to itself would be freed late."""
+        store, shown = self.groups[0].store, []
+        for channels in self.channels:
+            extents = store.batch, len(self.spans), self.cumulative_length, channels
+            nothing = torch.empty(1, dtype=self.dtype, device=store.device).expand(extents)
+            shown.append(StoredTensor(nothing, None, self.dtype, streams=streams))
+        return shown[0], shown[1]
+
+    def held(self) -> dict[str, Tensor]:
+        """All tensors of the tokens, by group and name; `take` puts them into an empty layer."""
+        held = {"starts": torch.tensor(self.starts, dtype=torch.int64, device="cpu")}
+        for number, store in enumerate(self.stores()):
+            held |= {f"{number}.{name}": tensor for name, tensor in store.held().items()}
+        return held
+
+    def take(self, held: Mapping[str, Tensor], length: int, dtype: torch.dtype) -> None:
+        """Fill this empty layer with what `held` gave, of `length` tokens seen by a model of this dtype."""
+        parts = iter(
+            {name.partition(".")[2]: tensor for name, tensor in held.items() if name.startswith(f"{number}.")}
+            for number, _ in enumerate(dict.fromkeys(self.spans))
+        )
+        first = [held[f"0.{name}"] for name in self.format.parts if not name.endswith("scale")]
+        self._begin(lambda heads, room: self.format.restored(next(parts), room), *first)
+        self.dtype = dtype
+        for group in self.groups:
+            group.count = length
+        self.cumulative_length, self.starts = length, tuple(held["starts"].tolist())
+
+    def fits(self, plan: LayerPlan) -> bool:
+        """Whether the heads keep exactly what this plan lets them read."""
+        return spans_in(plan) == self.spans
+
+    # ---------------- writing
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`read`).
+        """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`attend`).
 
         RuntimeError where a gradient is wanted or tokens before these were not read, ValueError beyond `max_cache_len`.
         """
@@ -96,24 +149,13 @@ class StreamingLayer(FullLayer):
                 "cache: the tokens before these were never attended to; a cache with streaming=True serves models "
                 "whose every layer hands its keys to attention"
             )
-        total = self.count + key_states.shape[2]
-        room_for(self.limit, total)
+        total = self.cumulative_length + key_states.shape[2]
+        self.room.check(total)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif not self._assigned():
-            same_rows(self.keys.shape[0], key_states)
-        self.count, self.fresh = total, (key_states, value_states)
-        self._show(*self._surfaces(key_states, value_states))
-        return self._surfaces(key_states, value_states, streams=self)
-
-    def _surfaces(self, keys: Tensor, values: Tensor, streams: Any = None) -> tuple[StoredTensor, StoredTensor]:
-        """The shape of all tokens, of as many sequences and channels as these have, without memory.
-
-        The layer's own `keys` and `values` leave `streams` out: a layer that refers to itself would be freed late.
-        """
-        full = (like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]) for like in (keys, values))
-        key, value = (StoredTensor(one, None, one.shape[3], one.dtype, streams) for one in full)
-        return key, value
+        same_rows(self.groups[0].store.batch, key_states)
+        self.cumulative_length, self.fresh = total, (key_states, value_states)
+        return self._views(streams=self)
 
     def read(self, starts: tuple[int, ...], queries: Tensor | None = None) -> list[tuple[HeadGroup, Read]]:
         """Write what `update` took; returns the groups of heads, each with what this call reads.
@@ -121,9 +163,9 @@ class StreamingLayer(FullLayer):
         `starts` are the rows' first real tokens, all tokens where all are padding; a ValueError for another start whose
         keys are gone. A prompt's keys are rounded so that scores with queries like its own change least.
         """
-        assert self.fresh is not None  # `attend_streams` has checked it
+        assert self.fresh is not None  # `attend` has checked it
         keys, values = self.fresh
-        past = self.count - keys.shape[2]
+        past = self.cumulative_length - keys.shape[2]
         gone = not all(group.whole for group in self.groups)
         if gone and any(
             old != new and min(old, new) < past for old, new in zip(self.starts or (), starts, strict=True)
@@ -135,32 +177,20 @@ class StreamingLayer(FullLayer):
         self.starts, self.fresh = starts, None
         read: list[tuple[HeadGroup, Read]] = []
         for group in self.groups:
-            own = some_heads(keys, group.heads), some_heads(values, group.heads)
             if not past and queries is not None:
                 of_group = queries.unflatten(1, (keys.shape[1], -1))[:, list(group.heads)]
-                group.tokens.expect(of_group.flatten(1, 2))
-            read.append((group, group.append(*own, starts, self.record_past)))
+                group.format.expect(group.store, of_group.flatten(1, 2))
+            tokens = some_heads(keys, group.heads), some_heads(values, group.heads)
+            read.append((group, group.append(*tokens, starts, self.record_past)))
         return read
 
-    def withdraw(self) -> None:
+    def _withdraw(self) -> None:
         """Take back the last `update`, whose attention was refused."""
         if self.fresh is not None:
-            self.count -= self.fresh[0].shape[2]
-            self._show(*self._surfaces(*self.fresh))
+            self.cumulative_length -= self.fresh[0].shape[2]
             self.fresh = None
 
-    def fits(self, plan: LayerPlan) -> bool:
-        """Whether the heads keep exactly what this plan lets them read."""
-        return spans_in(plan) == self.spans
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, those that no head keeps any more counted."""
-        return self.count
-
-    def kept(self) -> list[Tokens]:
-        """The tokens of each group of heads."""
-        return [group.tokens for group in self.groups]
-
+    # ---------------- changing
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers.
 
@@ -168,53 +198,137 @@ class StreamingLayer(FullLayer):
             RuntimeError: Heads have forgotten tokens that they would read then.
         """
         negative(tokens_to_remove)
-        if not self.groups:
-            return
         for group in self.groups:
             if group.span is not None and not group.can_crop(-tokens_to_remove):
                 raise RuntimeError(
                     f"crop: heads of this layer keep {group.span[1]} first tokens and the last {group.span[0]} of "
-                    f"{self.count}, what they would read after it is gone; call activate_past_recording() before the "
-                    "tokens that may have to be taken back, or use a cache with streaming=False"
+                    f"{self.cumulative_length}, what they would read after it is gone; call activate_past_recording() "
+                    "before the tokens that may have to be taken back, or use a cache with streaming=False"
                 )
         for group in self.groups:
             group.crop(-tokens_to_remove)
-        self.count += tokens_to_remove
-        self._show(*self._surfaces(self.keys.codes, self.values.codes))
+            self.cumulative_length = group.count
 
-    def activate_past_recording(self) -> None:
-        """From now to the next `crop`, keep what it may have to bring back; assisted decoding calls this."""
-        self.record_past = True
-
-    def change(self, tokens: Callable[[Tokens], None], plain: Callable[[Tensor], Tensor]) -> None:
-        """Change all tokens, and what is said of their rows."""
-        if not self.groups:
-            return
-        keys, values = (plain(one.codes[:, :, :0]) for one in (self.keys, self.values))
-        super().change(tokens, plain)
-        self._show(*self._surfaces(keys, values))
-        if self.starts is not None:
-            self.starts = tuple(plain(torch.tensor(self.starts, dtype=torch.int64, device="cpu")).tolist())
+    def _change(self, change: Callable[[Store], None]) -> None:
+        super()._change(change)
         for group in self.groups:
             group.commit()  # what was recorded for `crop` belongs to the rows as they were
 
-    def held(self) -> dict[str, Tensor]:
-        """All tensors of the storage, by group and name; `take` puts them into an empty layer."""
-        found = {"starts": torch.tensor(self.starts, dtype=torch.int64, device="cpu")}
-        for number, tokens in enumerate(self.kept()):
-            found |= {f"{number}.{name}": tensor for name, tensor in tokens.held().items()}
-        return found
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        super().batch_select_indices(indices)
+        if self.starts is not None:
+            self.starts = tuple(torch.tensor(self.starts, dtype=torch.int64, device="cpu")[indices.cpu()].tolist())
 
-    def take(self, held: Mapping[str, Tensor], length: int, dtype: torch.dtype) -> None:
-        """Fill this empty layer with what `held` gave, of `length` tokens seen by a model of this dtype."""
-        parts = [
-            {name.partition(".")[2]: tensor for name, tensor in held.items() if name.startswith(f"{number}.")}
-            for number, _ in enumerate(dict.fromkeys(self.spans))
-        ]
-        like = [one[:, :1].to(dtype).expand(-1, len(self.spans), -1, -1) for one in numbers_like(parts[0], dtype)]
-        self.lazy_initialization(*like)
-        for part, group in zip(parts, self.groups, strict=True):
-            group.tokens.take(part)
-            group.count = length
-        self.count, self.starts = length, tuple(held["starts"].tolist())
-        self._show(*self._surfaces(*like))
+    # ---------------- attention
+    def attend(self, module: nn.Module, request: AttentionRequest, forced: str | None, wanted: bool) -> Tensor:
+        """Returns what the layer's plan computes over a full cache, `[batch, q_len, heads, head_dim_v]`.
+
+        One request for each group of heads that keep the same tokens. ValueError: the plan is gone or another, speaks
+        for shorter sequences, or the call needs keys that are gone.
+        """
+        query = request.query
+        if self.fresh is None:
+            raise RuntimeError(
+                f"cache: nothing new for {type(module).__name__} to attend to; layers that read the keys of others are "
+                "not served, use a cache with streaming=False"
+            )
+        fresh = tuple(tensor.to(query.dtype) for tensor in self.fresh)
+        past = self.cumulative_length - query.shape[2]
+        try:
+            _nobody_looks(module, wanted)
+            program = self._checked(module)
+            masked = request.structure.mask is not None or request.bias is not None
+            structure = _served(legible(request) if masked else request, program)
+            read = self.read(starts_of(structure), query)
+        except ValueError:
+            self._withdraw()
+            raise
+        if not past:
+            whole = replace(request, key=fresh[0], value=fresh[1], structure=structure, bias=None)
+            return _answer(module, program, whole, forced)
+        groups = query.shape[1] // request.key.shape[1]
+        outs: list[Tensor] = []
+        order: list[int] = []
+        for group, (key, value, record) in read:
+            members = [head * groups + member for head in group.heads for member in range(groups)]
+            part = AttentionRequest(
+                some_heads(query, members),
+                key if record is not None else key.to(query.dtype),
+                value if record is not None else value.to(query.dtype),
+                structure if group.span is None else structure_of(structure, group.span),
+                request.scaling,
+                request.dropout,
+                request.softcap,
+                None if request.sink_logits is None else request.sink_logits[members],
+                stored=record,
+            )
+            of_group = program.of_heads(group.heads, all_keys=group.span is not None)
+            outs.append(_answer(module, of_group, part, forced))
+            order += group.heads
+        return joined_heads(outs, order, groups, dim=2)
+
+    def _checked(self, module: nn.Module) -> Program:
+        program = checked_layer(module)
+        if program is not None and program.handle == self.program:
+            return program
+        if program is None or not self.fits(program.plan):
+            raise ValueError(
+                f"cache: its heads keep the windows of a plan, and {type(module).__name__} "
+                f"{'has none' if program is None else 'has another one'} now; make the cache after the plan is loaded"
+            )
+        self.program = program.handle
+        return program
+
+
+def _answer(module: nn.Module, program: Program, request: AttentionRequest, forced: str | None) -> Tensor:
+    heard_by, request.layer, request.backend = listeners(), program.plan.layer, forced
+    out = ask(heard_by, module, request)
+    if out is None:
+        out = execute.attend(program, request, forced).out
+    show(heard_by, module, request, out)
+    return out
+
+
+def _nobody_looks(module: nn.Module, wanted: bool) -> None:
+    settings = settings_in(getattr(module, "config", None))
+    asked = {
+        "output_attentions": wanted,
+        **dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True),
+        "adaattn.monitor": settings.monitor,
+        "adaattn.shadow": settings.shadow > 0,
+    }
+    if any(asked.values()):
+        raise ValueError(
+            f"cache: {', '.join(name for name, holds in asked.items() if holds)} asks for all keys, which streaming "
+            "heads do not keep; use a cache with streaming=False"
+        )
+
+
+def _served(request: AttentionRequest | None, program: Program) -> CallStructure:
+    where = f"cache: layer {program.plan.layer} has streaming heads, which keep no keys beyond their windows"
+    structure = None if request is None else request.structure
+    if (
+        structure is None
+        or request is None
+        or request.bias is not None
+        or structure.mask is not None
+        or structure.spans is not None
+        or structure.chunk is not None
+        or structure.k_segments is not None
+        or structure.window is not None
+        or (structure.q_len > 1 and not structure.causal)
+        or (structure.causal and structure.offset() != structure.kv_len - structure.q_len)
+    ):
+        raise ValueError(
+            f"{where}, and serve causal sequences with padding alone, not documents, chunks, a bias, a preallocated "
+            "cache or a dense mask without rules; use a cache with streaming=False"
+        )
+    within = execute.rows_within(structure, program.max_length, request.query.device)
+    if within is not True and not (within is not False and bool(within.all())):
+        raise ValueError(
+            f"{where}, and the plan speaks for sequences of up to {program.max_length} tokens, got {structure.kv_len}: "
+            "later rows are exact and read every key. Use a cache with streaming=False, or calibrate for longer "
+            "sequences (--lengths)"
+        )
+    return structure

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.request import check_dtype
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import transient
+from adaattn_hf.attention.tracing import any_autocast, transient
 
 from ..mask.structured_mask import StructuredMask, maskless, recall, remember
-
-
-class Call(NamedTuple):
-    """A call as Transformers makes it; `stored` and `streams` are what a cache's carriers said of their codes."""
-
-    backend: str | None
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attention_mask: Any
-    dropout: float
-    scaling: float | None
-    is_causal: bool | None
-    sliding_window: int | None
-    softcap: float | None
-    sink_logits: Tensor | None
-    position_bias: Tensor | None
-    kwargs: dict[str, Any]
-    stored: Any
-    streams: Any
 
 
 def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +24,7 @@ def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> t
     dtype = query.dtype
     # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
     upcasts = module.__dict__.get("reorder_and_upcast_attn")
-    casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
+    casts = any_autocast() and _autocasts(query.device.type)
     casts = casts and torch.float64 not in (dtype, key.dtype, value.dtype)
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value
@@ -131,7 +109,7 @@ def with_keywords(
 
     ValueError: keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
-    from ..mask.documents import with_documents, with_restarts
+    from ..mask.documents import with_documents
     from .refusals import check_paged, check_square
 
     check_paged(module, kwargs)
@@ -145,13 +123,10 @@ def with_keywords(
                 "without torch.compile"
             )
         cu_k = kwargs.get("cu_seq_lens_k")
-        told = structure, cu_q, cu_q if cu_k is None else cu_k
+        cu_k = cu_q if cu_k is None else cu_k
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             check_square(structure)
-        cut = 0 if mask is None else mask.cut
-        structure = with_documents(*told) if mask is None else mask.once(partial(with_documents, cut=cut), *told)
-    elif mask is not None and mask.by_positions and kwargs.get("position_ids") is not None:
-        structure = mask.once(with_restarts, structure, kwargs["position_ids"])
+        structure = with_documents(structure, cu_q, cu_k) if mask is None else mask.packed(structure, cu_q, cu_k)
     return with_selected_keys(module, structure, heads, kwargs)
 
 

@@ -16,12 +16,12 @@ from transformers.generation.continuous_batching.input_outputs import PagedAtten
 
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import Segment
-from adaattn_hf.attention.tap import SEATED
 from adaattn_hf.backends.base import capturing
 from adaattn_hf.plans.record import PlanError
 
 from ..mask.structured_mask import StructuredMask
-from ..plans.fit import program_of
+from ..plans.bound import checked_layer
+from ..plans.slots import BLOCKS
 from .interface import attention_function
 from .keywords import HARMLESS
 from .refusals import check_untransformed, refuse_unknown
@@ -60,7 +60,7 @@ def attend_requests(
     if isinstance(borders, dict):
         borders = borders["full_attention" if window is None else "sliding_attention"]
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
-    program = program_of(module)
+    program = checked_layer(module)
     limit = None if program is None else program.max_length
     # the keys of a layer that slides do not tell how long a request is
     positions = None if limit is None or window is None else kwargs.get("position_ids", query)
@@ -117,7 +117,7 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
                 "set max_blocks_per_request=0 so that no table is passed, and leave the block for everything else"
             )
     check_untransformed("generate_batch")
-    if getattr(module, SEATED, False):
+    if getattr(module, BLOCKS, False):
         raise PlanError(
             "use_plan: generate_batch() serves its requests in a thread of its own, which no block of another "
             "thread reaches; use generate() inside the block, or give the model the plan "

@@ -2,100 +2,165 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from adaattn_hf.attention.request import AttentionRequest, check_tensors, head_dim_of, holds_no_memory, in_one_batch
-from adaattn_hf.attention.tap import NOBODY, listening
-from adaattn_hf.backends.base import spec_of
+import torch
+from torch import Tensor, nn
+
+from adaattn_hf.attention.listeners import Listener, ask, listeners, show
+from adaattn_hf.attention.request import AttentionRequest, check_tensors, in_one_batch
+from adaattn_hf.attention.tracing import holds_no_memory
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
-from adaattn_hf.config import EXACT, raw_settings, settings_in
+from adaattn_hf.config import EXACT, raw_settings, settings_of
 
 from ..mask.structured_mask import StructuredMask
-from .arguments import Call, one_dtype, read_mask, restored, with_keywords
+from ..plans.slots import LAYER, instead
+from .arguments import one_dtype, read_mask, restored, with_keywords
 from .keywords import KNOWN, MEANT
 from .resolved import collecting
 
+if TYPE_CHECKING:
+    from adaattn_hf.plans.program import Program
 
-def attend_extended(call: Call, compiling: bool) -> tuple[Tensor, Tensor | None]:
-    """Serves any call: reads the mask and the keywords, then runs attention, by a plan where the model has one."""
-    module = call.module
-    request = _request_of(call, compiling)
+
+def attend_extended(
+    module: nn.Module,
+    call: AttentionRequest,
+    attention_mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    backend: str | None,
+    streams: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Serves any call: reads the mask and the keywords, then runs attention, by a plan where the model has one.
+
+    `call` has no structure yet; `streams` is what a cache's carriers said of heads that keep tokens of their own.
+    """
+    compiling, dtype = torch.compiler.is_compiling(), call.query.dtype
+    _read(module, call, attention_mask, is_causal, sliding_window, kwargs, streams is not None)
     config = getattr(module, "config", None)
-    heard = NOBODY if compiling else listening()
-    adapted = raw_settings(config) is not None
-    settings = settings_in(config) if adapted else EXACT
-    forced = settings.backend if call.backend is None else call.backend
+    heard_by: tuple[Listener, ...] = () if compiling else listeners()
+    raw = raw_settings(config)
+    settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
+    forced = settings.backend if backend is None else backend
     collected = None if compiling else collecting()
-    wanted = call.kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
-    if call.streams is not None:
-        return restored(call.streams.attend(module, request, forced, bool(wanted)), call.query.dtype), None
-    if heard.recorder is not None:
-        heard.recorder.record(module, spec_of(request), forced)
-        if heard.recorder.dry:
-            batch, heads, q_len, _ = request.query.shape
-            return request.query.new_empty((batch, q_len, heads, head_dim_of(request.value))), None
-    program = None
-    if adapted or heard.seats is not None:
-        # imported here: models without settings need nothing of plans
+    wanted = kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
+    if not compiling:
+        call.layer, call.backend = module.__dict__.get("layer_idx"), forced
+    if streams is not None:
+        return restored(streams.attend(module, call, forced, bool(wanted)), dtype), None
+    out, program = ask(heard_by, module, call) if heard_by else None, None
+    bound = LAYER in module.__dict__ or (not compiling and instead() is not None)
+    if out is None and settings.plan is not None and not bound:
+        from ..plans.bound import UNBOUND, say
+
+        say(str(settings.plan.get("weight_hash")), UNBOUND)
+        module.__dict__[LAYER] = None
+    if bound and (out is None or wanted):
+        # imported here: models without plans need nothing of them
         from adaattn_hf.plans import execute
 
-        from ..observe import shadow
-        from .planned import program_for
+        dense = isinstance(attention_mask, Tensor) and sliding_window is not None
+        program, call = _by_plan(module, call, kwargs.get("position_ids") if dense else None)
+    if compiling and raw is not None and program is None and call.structure.mask is not None:
+        # the padding beside the dense mask is for plans only
+        call = replace(call, structure=call.structure.with_changes(key_padding=None))
+    if out is None:
+        if settings.monitor and program is not None and not compiling and instead() is None:
+            from ..observe.monitoring import watched
 
-        program, request = program_for(call, request, config, compiling, heard)
-    if heard.tap is not None:
-        request.layer = module.__dict__.get("layer_idx")
-        out = heard.tap(module, request.widened())
-    elif program is None:
-        out = attend(request, forced).out
-    else:
-        out = execute.attend(program, request, forced, call.sliding_window).out
-    if settings.shadow and heard.tap is None and not compiling:
-        shadow.compare(module, request, forced, program, out, limit=settings.shadow, action=settings.mismatch)
+            program = watched(module, program, call.widened())
+        if settings.shadow and not compiling:
+            from ..observe.shadow import Shadow
+
+            heard_by = (Shadow(program, settings), *heard_by)
+        out = attend(call, forced).out if program is None else execute.attend(program, call, forced, sliding_window).out
     weights = None
     if wanted:
-        weights = attention_weights(request) if program is None else execute.weights(program, request)
-    if heard.recorder is not None:
-        heard.recorder.answered(module, request, forced, out)
-    return restored(out, call.query.dtype), weights
+        weights = attention_weights(call) if program is None else execute.weights(program, call)
+    if heard_by:
+        show(heard_by, module, call, out)
+    return restored(out, dtype), weights
 
 
-def _request_of(call: Call, compiling: bool) -> AttentionRequest:
-    module, query, key, value = call.module, call.query, call.key, call.value
-    mask, kwargs, scaling = call.attention_mask, call.kwargs, call.scaling
+def _read(
+    module: nn.Module,
+    call: AttentionRequest,
+    mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+    streams: bool,
+) -> None:
+    """Gives a call its structure, and its tensors one dtype and batch; refuses what is not served (ValueError)."""
+    query, key, value, bias, scaling = call.query, call.key, call.value, call.bias, call.scaling
     check_tensors(query, key, value)
     if not (
         (mask is None or isinstance(mask, StructuredMask))
-        and call.position_bias is None
+        and bias is None
         and (scaling is None or type(scaling) is float)
-        and (call.sliding_window is None or mask is not None)
+        and (sliding_window is None or mask is not None)
         and KNOWN.issuperset(kwargs)
     ):
         from .refusals import check_call
 
-        check_call(module, query, key, mask, call.position_bias, scaling, call.sliding_window, kwargs)
-    if call.stored is None and call.streams is None:
+        check_call(module, query, key, mask, bias, scaling, sliding_window, kwargs)
+    if call.stored is None and not streams:
         query, key, value = one_dtype(module, query, key, value)
     else:
         query, _, _ = one_dtype(module, query, query, query)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
-    structure, bias = read_mask(module, query.shape, key.shape, mask, call.is_causal)
+    structure, added = read_mask(module, query.shape, key.shape, mask, is_causal)
     if not MEANT.isdisjoint(kwargs):
         structure = with_keywords(module, structure, mask, query.shape[1], kwargs)
     plain = type(query) is type(key) is type(value) is Tensor
-    if not compiling and (plain or not holds_no_memory(query, key, value)):
+    if not torch.compiler.is_compiling() and (plain or not holds_no_memory(query, key, value)):
         structure = structure.settled()
-    if call.position_bias is not None:
-        added = call.position_bias[..., : structure.q_len, : structure.kv_len]
-        if bias is not None:
+    if bias is not None:
+        bias = bias[..., : structure.q_len, : structure.kv_len]
+        if added is not None:
             from .refusals import with_bias
 
-            added = with_bias(bias, added, query, structure.kv_len)
-        bias = added
-    if scaling is None:
-        scaling = (query.shape[3] or 1) ** -0.5
-    return AttentionRequest(
-        query, key, value, structure, scaling, call.dropout, call.softcap, call.sink_logits, bias, stored=call.stored
-    )
+            bias = with_bias(added, bias, query, structure.kv_len)
+        added = bias
+    call.query, call.key, call.value, call.structure, call.bias = query, key, value, structure, added
+    call.scaling, call.per_head = (query.shape[3] or 1) ** -0.5 if scaling is None else scaling, None
+    call.check()
+
+
+def _by_plan(module: nn.Module, call: AttentionRequest, positions: Any) -> tuple[Program | None, AttentionRequest]:
+    """Returns what a module's plan does about a call, None where it is exact, and the call as that needs it.
+
+    `positions` say how many tokens a cache dropped, where a dense mask does not.
+    """
+    compiling = torch.compiler.is_compiling()
+    program: Program | None = None
+    if compiling:  # blocks of `use_plan` run outside of graphs
+        program = getattr(module, LAYER, None)
+    else:
+        from ..plans.bound import checked_layer
+
+        program = checked_layer(module)
+    if program is not None and isinstance(positions, Tensor) and positions.dim() == 2:
+        dropped = (positions[:, -1] - call.structure.kv_len + 1).clamp_min(0)
+        call = replace(call, structure=call.structure.with_changes(dropped=dropped))
+    if compiling:
+        if program is not None and program.is_exact_for(call.query.shape[2]):
+            program = None
+        if program is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None):
+            _refuse_chunks(module, program)
+    return program, call
+
+
+def _refuse_chunks(module: nn.Module, program: Program) -> None:
+    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show (ValueError)."""
+    if any(choice.keys is not None for choice in program.plan.choices):
+        raise ValueError(
+            f"plan of layer {program.plan.layer}: counts keys from a sequence's first, which a traced graph of "
+            f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove the "
+            "plan with adaattn_hf.remove_plan(model)"
+        )

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adaattn_hf.attention.tap import SEATED, transform_at_work
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_trace, transform_at_work
 
-from .arguments import Call
+from ..plans.slots import BLOCKS
 from .extended import attend_extended as attend_extended
-from .resolved import launch_of as launch_of
+from .resolved import attend_ordinary
+
+UNREAD: Any = None
+"""In place of the structure and the scaling of a call that nobody has read yet."""
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
-
-_tracing = torch._C._get_tracing_state
-_transforms = torch._C._functorch.peek_interpreter_stack
-_modes = torch._C._len_torch_dispatch_stack
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -54,7 +54,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         """
         compiling = torch.compiler.is_compiling()
         watched = not compiling and (
-            _tracing() is not None or forward_ad._current_level >= 0 or _transforms() or _modes()
+            jit_trace() is not None or forward_ad._current_level >= 0 or func_transform() or dispatch_modes()
         )
         if compiling and (outside := _outside_graphs(module, key)) is not None:
             return outside(
@@ -66,10 +66,15 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         stored = streams = None
         if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
             carriers: tuple[Any, Any] = key, value
-            stored, streams = carriers[0].record, carriers[0].streams
+            stored, streams, prompt = carriers[0].record, carriers[0].streams, carriers[0].prompt
             key, value = carriers[0].codes, carriers[1].codes
-        elif not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
-            prompt.reread(query, key)  # its cache rounds the keys again; see `cache.tokens.PROMPT`
+            if prompt is not None and not compiling:
+                prompt.reread(query, key)  # its cache rounds the keys again, for these queries
+        said_scaling: Any = scaling  # None where it is left to whoever reads the call
+        call = AttentionRequest(
+            query, key, value, UNREAD, said_scaling, dropout, softcap, sinks if s_aux is None else s_aux, position_bias,
+            stored=stored,
+        )  # fmt: skip
         if (
             not (compiling or watched or dropout)
             and softcap is None
@@ -80,17 +85,11 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             and (sliding_window is None or attention_mask is not None)
             and (scaling is None or (type(scaling) is float and scaling > 0.0))
         ):
-            found = launch_of(module, query, key, value, attention_mask, is_causal, backend, stored, kwargs)
-            if found is not None:
-                launch, structure = found
-                factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                return launch(query, key, value, factor, structure, stored).contiguous(), None
-        sink_logits = sinks if s_aux is None else s_aux
-        call = Call(
-            forced, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
-            sink_logits, position_bias, kwargs, stored, streams,
-        )  # fmt: skip
-        return attend_extended(call, compiling)
+            out = attend_ordinary(module, call, attention_mask, is_causal, backend, kwargs)
+            if out is not None:
+                return out.contiguous(), None
+            call.scaling = said_scaling
+        return attend_extended(module, call, attention_mask, is_causal, sliding_window, forced, streams, kwargs)
 
     return adaattn
 
@@ -108,7 +107,7 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
 
 def _outside_graphs(module: nn.Module, key: Any) -> AttentionFunction | None:
     outside: AttentionFunction | None = None
-    if getattr(module, SEATED, False):
+    if getattr(module, BLOCKS, False):
         outside = use_plan_runs_outside_graphs
     elif getattr(key, "streams", None) is not None:
         outside = streaming_heads_run_outside_graphs

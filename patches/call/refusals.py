@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import broadcast_to_scores
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import transform_at_work
+from adaattn_hf.attention.tracing import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
 from .keywords import IDLE, KNOWN, PAGED

@@ -1,91 +1,114 @@
-"""Ordinary calls: from what Transformers hands over straight to the launch of their kind.
+"""Ordinary calls: from what Transformers hands over straight to the kernel of their kind.
 
 A small call spends more time in Python than in its kernel, so that nothing is looked at here but what may differ
 between calls of one kind. Whatever is not ordinary (a listener, autocast, a keyword with a meaning, rows beyond the
-lengths of a plan) goes the long way, by `extended` and a request.
+lengths of a plan) goes the long way, by `extended`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from adaattn_hf import config as settings
+from adaattn_hf.attention.listeners import listeners
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import NOBODY, listening
-from adaattn_hf.backends.base import Launch
-from adaattn_hf.backends.select import launch_for
+from adaattn_hf.attention.tracing import any_autocast
+from adaattn_hf.backends.select import kernel_of
+from adaattn_hf.config import settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
+from ..plans.slots import LAYER, layer_of
 from .keywords import IDLE
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
-    from adaattn_hf.attention.stored import StoredKV
+    from adaattn_hf.plans.program import Program
 
 collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
-_casts = torch._C._is_any_autocast_enabled
 
 
-def launch_of(
+def attend_ordinary(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: AttentionRequest,
     attention_mask: Any,
     is_causal: bool | None,
     backend: str | None,
-    stored: StoredKV | None,
     kwargs: dict[str, Any],
-) -> tuple[Launch, CallStructure] | None:
-    """The launch of a call and its structure; None where the call goes the long way."""
-    fields = module.__dict__
+) -> Tensor | None:
+    """The output `[batch, q_len, heads, head_dim_v]` of an ordinary call; None for one that goes the long way.
+
+    `call` has no structure yet, which the mask gives, and no rules per head, which a plan does.
+    """
+    fields, query, key, value = module.__dict__, call.query, call.key, call.value
+    q_shape, k_shape = query.shape, key.shape  # each is made anew when it is asked for
     if (
         not IDLE.issuperset(kwargs)
-        or listening() != NOBODY
-        or _casts()
+        or listeners()
+        or any_autocast()
         or fields.get("reorder_and_upcast_attn")
         or ((collector := collecting()) is not None and "attentions" in collector)
-        or not query.dim() == key.dim() == value.dim() == 4
-        or not query.shape[0] == key.shape[0] == value.shape[0]
-        or not (stored is not None or query.dtype is key.dtype is value.dtype)
+        or not len(q_shape) == len(k_shape) == value.dim() == 4
+        or q_shape[0] != k_shape[0]
+        or not (call.stored is not None or query.dtype is key.dtype is value.dtype)
     ):
         return None
     if type(attention_mask) is StructuredMask:
         structure: CallStructure | None = attention_mask.structure
-        if attention_mask.by_positions and "position_ids" in kwargs:
-            return None
     elif attention_mask is None:
-        structure = recall(maskless(module, query.shape, key.shape, is_causal))
+        structure = recall(maskless(module, q_shape, k_shape, is_causal))
     else:
         structure = None
-    if structure is None or structure.q_len != query.shape[2] or structure.kv_len != key.shape[2]:
+    if structure is None or structure.q_len != q_shape[2] or structure.kv_len != k_shape[2]:
         return None
-    if structure.batch != query.shape[0]:
-        structure = structure.expanded(query.shape[0])
+    if structure.batch != q_shape[0]:
+        structure = structure.expanded(q_shape[0])
     if structure.key_padding is not None or type(structure.q_offset) is not int:
         structure = structure.settled()
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
-    if raw is None and settings.GIVEN:
-        raw = settings.raw_settings(config)  # of all models of a type, under `adaattn run --plan`
-    rules: HeadRules | None = None
     if raw is not None:
-        asked = settings.settings_of(raw)
-        if asked.monitor or asked.shadow:
-            return None
+        asked = settings_of(raw, LAYER in fields)
+        if asked.monitor or asked.shadow or (asked.plan is not None and LAYER not in fields):
+            return None  # also where it is said that a plan is not bound
         backend = asked.backend if backend is None else backend
-        if asked.plan is not None:
-            from .planned import rules_of  # models without plans need nothing of them
+    call.structure = structure
+    if (program := layer_of(module)) is not None:
+        rules = _rules(module, program, call)
+        if rules is None:
+            return None
+        (call.per_head,) = rules
+    if call.scaling is None:
+        call.scaling = (q_shape[3] or 1) ** -0.5
+    kernel = kernel_of(call, backend, compiling=False)
+    # where nobody serves the rules of all heads at once, the long way asks for them apart
+    return None if kernel is None else kernel(call).out
 
-            planned = rules_of(module, raw, structure, query, key, value, stored)
-            if planned is None:
-                return None
-            (rules,) = planned
-    launch = launch_for(query, key, value, structure, backend, stored, rules)
-    return None if launch is None else (launch, structure)
+
+def _rules(module: nn.Module, program: Program, call: AttentionRequest) -> tuple[HeadRules | None] | None:
+    """The rules per head by which a module's plan is one launch, `(None,)` where it is exact; None for the long way."""
+    bound = None if module.training or program.owner is None else program.owner()
+    if bound is None or get_ident() not in bound.threads:
+        return None
+    structure, query, key, value = call.structure, call.query, call.key, call.value
+    few, speaks = program.speaks_for(structure)
+    if isinstance(few, Tensor) or speaks is None:
+        return None
+    if not speaks:
+        return (None,)
+    if (
+        structure.mask is not None
+        or len(program.plan.choices) != key.shape[1]
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    ):
+        return None
+    if call.stored is not None:
+        program = program.over_stored
+    asked = program.few if few else program.many
+    return None if asked.apart or len(asked.heads) != len(program.plan.choices) else (asked.rules,)

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adaattn_hf.attention.request import holds_no_memory
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import tracing
+from adaattn_hf.attention.tracing import holds_no_memory, tracing
 
 
 def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: int = 0) -> CallStructure:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-Rules = dict[str, Any]
-"""The rules of a mask function by fields of `CallStructure`: `causal`, `window`, `chunk`, `chunk_start`, `k_segments`,
+MaskFields = dict[str, Any]
+"""What a mask function says, by fields of `CallStructure`: `causal`, `window`, `chunk`, `chunk_start`, `k_segments`,
 `spans`; and `key_padding` where a function hides it itself. Positions are those of the whole sequence."""
 
 
@@ -27,7 +27,7 @@ def causality(function: Callable[..., Any]) -> bool | None:
     return False if function is masking_utils.bidirectional_mask_function else None
 
 
-def read_pattern(function: Callable[..., Any]) -> Rules | None:
+def read_pattern(function: Callable[..., Any]) -> MaskFields | None:
     """Returns the rules of a mask function, None if it is not composed of Transformers' own factories.
 
     In a traced graph closures cannot be read; there only the two bare functions are recognised.
@@ -43,9 +43,9 @@ def read_pattern(function: Callable[..., Any]) -> Rules | None:
     return None if reader is None else reader(captured)
 
 
-def _all_of(captured: dict[str, Any]) -> Rules | None:
+def _all_of(captured: dict[str, Any]) -> MaskFields | None:
     """Reads a conjunction, None if a part is unknown or two of them disagree about a rule."""
-    merged: Rules = {}
+    merged: MaskFields = {}
     for rules in map(read_pattern, captured["mask_functions"]):
         # "causal or same span" combined with further rules is no structure: compute the dense mask
         if rules is None or "spans" in merged or ("spans" in rules and merged):
@@ -57,7 +57,7 @@ def _all_of(captured: dict[str, Any]) -> Rules | None:
     return merged
 
 
-def _any_of(captured: dict[str, Any]) -> Rules | None:
+def _any_of(captured: dict[str, Any]) -> MaskFields | None:
     """Reads "causal, or in the same span", which lets the tokens of an image see one another."""
     parts = [read_pattern(function) for function in captured["mask_functions"]]
     known = [rules for rules in parts if rules is not None]
@@ -66,13 +66,13 @@ def _any_of(captured: dict[str, Any]) -> Rules | None:
     return known[0] | known[1]
 
 
-def _packed_positions(captured: dict[str, Any]) -> Rules | None:
+def _packed_positions(captured: dict[str, Any]) -> MaskFields | None:
     """Reads positions that restart in every document: the rules stay the same, since documents are contiguous."""
     inner = read_pattern(captured["mask_function"])
     return None if inner is None or "spans" in inner else inner
 
 
-_READERS: dict[str, Callable[[dict[str, Any]], Rules | None]] = {
+_READERS: dict[str, Callable[[dict[str, Any]], MaskFields | None]] = {
     "sliding_window_overlay": lambda c: {"window": c["sliding_window"]},
     # here Transformers includes keys at exactly this distance
     "sliding_window_bidirectional_overlay": lambda c: {"window": c["sliding_window"] + 1},

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import tracing, transient
+from adaattn_hf.attention.tracing import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
@@ -58,12 +58,11 @@ def adaattn_mask(
     family = family_of(config)
     if config is not None and (family.unrouted or not uses_interface(type(config))):
         raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
-    told = None
+    packed = None
     if family.loses_borders and not tracing():
-        from .told import told_to_model  # imported here: few families keep what they are told to themselves
+        from .packed_arguments import caller_arguments  # imported here: few families keep documents to themselves
 
-        told = told_to_model()
-    by_positions = told is not None and told.by_positions
+        packed = caller_arguments()
 
     def stock() -> Tensor:
         built = sdpa_mask(
@@ -84,7 +83,7 @@ def adaattn_mask(
 
     if family.dense_mask:
         return stock()
-    if bare or by_positions:
+    if bare or (packed is not None and packed.bare):
         attention_mask = None  # at most one of ones; the model may have made it itself
     padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
     rules = None if use_vmap else _rules_of(mask_function, q_length, kv_length, kv_offset)
@@ -102,8 +101,9 @@ def adaattn_mask(
     structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
         remember(key, structure)
-    structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
-    return StructuredMask(structure, mask_device, by_positions, chunks)
+    structure = structure if packed is None else packed.added_to(structure)
+    structure = _for_graphs(structure, mask_device, padding, config)
+    return StructuredMask(structure, mask_device, chunks)
 
 
 def _rules_of(mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_offset: int) -> dict[str, Any] | None:
@@ -125,7 +125,7 @@ def _rules_of(mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_off
     return rules
 
 
-def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
+def _for_graphs(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
     """Returns the structure itself; in a traced graph with a dense mask, made once for all layers, unless it is plain.
 
     Where a kernel reads the structure while the graph runs, it stays, as it does when generation makes the mask.

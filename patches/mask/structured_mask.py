@@ -8,7 +8,7 @@ tensors, and with it all that was derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -29,34 +29,34 @@ class StructuredMask:
     dtype = torch.bool
 
     def __init__(
-        self,
-        structure: CallStructure,
-        device: torch.device,
-        by_positions: bool = False,
-        fixed_chunks: bool = False,
-        cut: int = 0,
+        self, structure: CallStructure, device: torch.device, fixed_chunks: bool = False, cut: int = 0
     ) -> None:
-        """`device` is the device of the dense mask; for `by_positions` see `told.Told`.
+        """`device` is the device of the dense mask.
 
         With `fixed_chunks` chunks that count from the row's first key are in the dense mask, and no longer told. `cut`
         first queries of the call were sliced off.
         """
-        self.structure, self.device, self.by_positions = structure, device, by_positions
+        self.structure, self.device = structure, device
         self.fixed_chunks, self.cut = fixed_chunks, cut
-        self._made: dict[tuple[int, ...], tuple[tuple[Tensor, ...], CallStructure]] = {}
+        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]] = {}
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
 
-    def once(self, make: Callable[..., CallStructure], structure: CallStructure, *told: Tensor) -> CallStructure:
-        """Returns `make(structure, *told)`, made once for all layers of this forward pass that are told the same."""
-        key = tuple(id(tensor) for tensor in told)
-        if key not in self._made:
+    def packed(self, structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
+        """Returns a structure with document borders, made once for all layers that are told the same lengths.
+
+        It is kept here, as structures without tensors are shared with later passes.
+        """
+        key = id(cu_q), id(cu_k)
+        if key not in self._packed:
+            from .documents import with_documents  # imported here: few calls are packed
+
             # the tensors are kept so that their identities stay theirs
-            self._made[key] = told, make(structure, *told)
-        return self._made[key][1]
+            self._packed[key] = cu_q, cu_k, with_documents(structure, cu_q, cu_k, self.cut)
+        return self._packed[key][2]
 
     def dim(self) -> int:
         """Four."""
@@ -84,7 +84,7 @@ class StructuredMask:
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
         moved = _moved(structure, there) if grows else structure.derived(_moved, there)
-        return StructuredMask(moved, there, self.by_positions, self.fixed_chunks, self.cut)
+        return StructuredMask(moved, there, self.fixed_chunks, self.cut)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask."""
@@ -111,7 +111,7 @@ class StructuredMask:
         if structure.mask is not None and structure.mask.shape[-2] > 1:
             changes["mask"] = structure.mask[..., first:, :]
         last = structure.with_changes(**changes)
-        return StructuredMask(last, self.device, self.by_positions, self.fixed_chunks, self.cut + first)
+        return StructuredMask(last, self.device, self.fixed_chunks, self.cut + first)
 
     def __and__(self, other: Any) -> Tensor:
         """Conjunction with a dense mask."""

@@ -1,7 +1,8 @@
-"""What a forward pass calls its key/value cache: `cache` since Transformers 5.24, `past_key_values` before.
+"""What a forward pass is called with: its arguments by name, and the one that is the key/value cache.
 
-Transformers renamed it in its own models; models that come with their own code keep the name they were written with.
-Callers may pass the former name to a forward that has the new one.
+The cache is `cache` since Transformers 5.24, `past_key_values` before. Transformers renamed it in its models; models
+that come with their own code keep the name they were written with. Callers may pass the former name to a forward that
+has the new one.
 """
 
 from __future__ import annotations
@@ -33,3 +34,16 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
             f"{' or '.join(CACHE_KEYWORDS)}; call a model that generates text"
         )
     return {name: cache}
+
+
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of a call by its name; a cache by the name that this forward has for it."""
+    bound = signature.bind_partial(None, *args, **kwargs).arguments
+    named: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        named |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    keyword = cache_keyword(signature)
+    for other in CACHE_KEYWORDS:
+        if keyword is not None and other != keyword and other in named:
+            named.setdefault(keyword, named.pop(other))
+    return named

@@ -21,6 +21,7 @@ class Family:
         dense_mask: The model slices or combines the prepared mask and needs a tensor.
         loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention;
             what its caller told of documents is looked up, and they begin where positions fall back.
+        numbers_tokens: The model numbers the real tokens of a padded batch, and not its columns.
         computes_with_cache: The model computes with what its cache hands to it before attention does, which codes are
             not for.
         unrouted: How a part of the model bypasses Transformers' attention interface, where its source does not show
@@ -30,32 +31,35 @@ class Family:
     encoder_only: bool = False
     dense_mask: bool = False
     loses_borders: bool = False
+    numbers_tokens: bool = False
     computes_with_cache: bool = False
     unrouted: str = ""
 
 
-_ENCODERS = """
-albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert
-jina_embeddings_v3 mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer
-splinter xlm-roberta xlm-roberta-xl xmod
-"""
-_DENSE = """
-axk2 deepseek_v32 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
-nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
-siglip2 diffusion_gemma
-"""
-_BORDERLESS = """
-afmoe biogpt gpt_oss nemotron opt stablelm
-"""
-
+_FACTS = {
+    "encoder_only": """
+        albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert
+        jina_embeddings_v3 mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer
+        splinter xlm-roberta xlm-roberta-xl xmod
+        """,
+    "dense_mask": """
+        axk2 deepseek_v32 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
+        nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
+        siglip2 diffusion_gemma
+        """,
+    "loses_borders": "afmoe biogpt gpt_oss nemotron opt stablelm",
+    "numbers_tokens": "biogpt opt",
+    "computes_with_cache": "cpmant diffllama doge jetmoe",
+}
+_UNROUTED = {
+    "bigbird_pegasus": "adds the attention mask to scores of its own in the encoder",
+    "deepseek_v4": "extends the mask by scores of its own",
+    "inkling2": "gives every token attention sinks of its own",
+    "inkling2_loop": "gives every token attention sinks of its own",
+}
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(_ENCODERS.split(), Family(encoder_only=True)),
-    **dict.fromkeys(_DENSE.split(), Family(dense_mask=True)),
-    **dict.fromkeys(_BORDERLESS.split(), Family(loses_borders=True)),
-    **dict.fromkeys(("cpmant", "diffllama", "doge", "jetmoe"), Family(computes_with_cache=True)),
-    "bigbird_pegasus": Family(unrouted="adds the attention mask to scores of its own in the encoder"),
-    "deepseek_v4": Family(unrouted="extends the mask by scores of its own"),
-    **dict.fromkeys(("inkling2", "inkling2_loop"), Family(unrouted="gives every token attention sinks of its own")),
+    name: Family(**{fact: name in names.split() for fact, names in _FACTS.items()}, unrouted=_UNROUTED.get(name, ""))
+    for name in sorted({*" ".join(_FACTS.values()).split(), *_UNROUTED})
 }
 _ORDINARY = Family()
 ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)

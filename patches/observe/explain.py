@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallSpec
+from adaattn_hf.attention.listeners import Listener, listening
+from adaattn_hf.attention.request import AttentionRequest, head_dim_of
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
@@ -26,7 +27,8 @@ from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
-from ..plans.attach import plan_of
+from ..plans.attach import plan_in, plan_of
+from ..plans.slots import LAYER
 
 _LENGTH = 8
 _FOREIGN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -89,7 +91,7 @@ class Explanation:
             first, last = layers[0].layer, layers[-1]
             refused = dict(last.refused)
             for name in () if self.verbose else last.refused:
-                if (needed := BACKENDS[name].device) not in ("", spec.device):
+                if (needed := BACKENDS[name].supports.device) not in ("", spec.device.type):
                     apart[name] = needed
                     del refused[name]
             span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
@@ -98,7 +100,7 @@ class Explanation:
                 before |= said
             said = refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
-            if spec.dropout and spec.device == "cpu":
+            if spec.features & DROPOUT and spec.device.type == "cpu":
                 lines.append("           dropout in attention keeps the whole score matrix on a CPU")
             if plan:
                 lines.append(f"           plan: {plan}")
@@ -174,7 +176,8 @@ def explain(
             "configuration; pass the model that it was made of"
         )
     given = None if plan is None else Plan.from_pretrained(plan)
-    plans = [plan_of(tower) if given is None else given for _, tower in towers]
+    own = plan_in if isinstance(model, (str, Path)) else plan_of
+    plans = [own(tower) if given is None else given for _, tower in towers]
     waiting = [(*tower, its) for tower, its in zip(towers, plans, strict=True)]
     layers: list[LayerChoice] = []
     memories: list[CacheMemory] = []
@@ -212,17 +215,6 @@ def explain(
     )
 
 
-def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        ghost: Any = type(model)(copy.deepcopy(model.config))
-    for part in ghost.to(dtype=dtype).eval().modules():
-        if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
-            vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
-        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
-            vars(part)["forward"] = partial(_or_input, part.forward)
-    return ghost
-
-
 class _Unasked(TorchFunctionMode):
     """Answers no where a model asks whether all of a mask is true, say, which only data could tell."""
 
@@ -243,6 +235,36 @@ def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 Call = tuple[str, nn.Module, CallSpec, str | None]  # name and module, facts of the call, the backend that is forced
+
+
+class _DryRun(Listener):
+    """A copy of a model on the meta device, whose calls are noted and answered by tensors of the right shape."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        with torch.device("meta"):
+            copied: Any = type(model)(copy.deepcopy(model.config))
+        self.model = copied.to(dtype=dtype).eval()
+        self.names = {module: name for name, module in copied.named_modules()}
+        self.calls: list[Call] = []
+        for part in self.names:
+            vars(part)[LAYER] = None  # a plan is not missing here
+            if isinstance(part, PreTrainedModel):  # its warning would read the tokens, which are none of the user's
+                vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+                part.config.output_attentions = False
+            if not any("Attention" in type(inner).__name__ for inner in part.modules()):
+                vars(part)["forward"] = partial(_or_input, part.forward)
+
+    def answer(self, module: nn.Module, call: AttentionRequest) -> torch.Tensor:
+        """Note a call, and answer it by an uninitialised tensor."""
+        self.calls.append((self.names.get(module, type(module).__name__), module, call.checked_kind(), call.backend))
+        batch, heads, q_len, _ = call.query.shape
+        return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
+
+    def run(self, **keywords: Any) -> Any:
+        """Runs the copy; `calls` are then those of this pass."""
+        self.calls = []
+        with torch.set_grad_enabled(self.model.training), listening(self), _Unasked():
+            return self.model(**keywords)
 
 
 def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | None) -> list[LayerChoice]:
@@ -294,38 +316,34 @@ def _phases(
         missed.append(f"{phase}: {type(model).__name__} cannot run without data: {why:.240}")
 
     try:
-        ghost = _ghost(model, dtype)
-        inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
+        dry = _DryRun(model, dtype)
+        inputs = _inputs(dry.model) if given is None else {name: value.to("meta") for name, value in given.items()}
     except _FOREIGN as error:
         return missing("inputs", error)
-    names = {module: name for name, module in ghost.named_modules()}
-    takes = cache_keyword(inspect.signature(type(ghost).forward)) is not None
-    cached = takes and ghost.can_generate() and not ghost.config.is_encoder_decoder
 
     def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
-        seen, out = Recorder(dry=True), None
+        out = None
         try:
-            with torch.set_grad_enabled(ghost.training), recording(seen), _Unasked():
-                out = ghost(**keywords)
+            out = dry.run(**keywords)
         except BackendRefusal:
             raise
         except _FOREIGN as error:
             missing(phase, error)
-        return out, [
-            (names.get(module, type(module).__name__), module, spec._replace(device=device), forced)
-            for module, spec, forced in seen.calls
-        ]
+        where = torch.device(device)
+        return out, [(name, who, spec._replace(device=where), forced) for name, who, spec, forced in dry.calls]
 
     if model.training:
-        ghost.train()
+        dry.model.train()
         _, calls = calls_of("training", **inputs)
-        if any(spec.dropout for _, _, spec, _ in calls):
+        if any(spec.features & DROPOUT for _, _, spec, _ in calls):
             yield "training", calls
-        ghost.eval()
+        dry.model.eval()
+    takes = cache_keyword(inspect.signature(type(model).forward)) is not None
+    cached = takes and model.can_generate() and not model.config.is_encoder_decoder
     # with a cache Transformers does not look for packed documents, which would need data
     keywords: dict[str, Any] = {"use_cache": True} if cached else {}
     if stored != "model":
-        keywords |= with_cache(ghost, AdaAttnCache(ghost, stored))
+        keywords |= with_cache(dry.model, AdaAttnCache(dry.model, stored))
     out, calls = calls_of("prefill", **inputs, **keywords)
     yield "prefill", calls
     if out is None:
@@ -337,8 +355,8 @@ def _phases(
         return
     if isinstance(filled, Cache):
         memories.append(memory_of(filled, stored, spans))
-    token = inputs["input_ids"][:, :1]
-    _, calls = calls_of("decode", input_ids=token, use_cache=True, **with_cache(ghost, filled))
+    step = {"input_ids": inputs["input_ids"][:, :1], "use_cache": True, **with_cache(dry.model, filled)}
+    _, calls = calls_of("decode", **step)
     yield "decode", calls
     if device == "cuda":
         yield "compiled", [call for call in map(_compiled, calls) if call is not None]
@@ -348,8 +366,8 @@ def _compiled(call: Call) -> Call | None:
     """A decode step as generation with a static cache compiles it; None for one that no such graph holds."""
     name, module, step, forced = call
     # where the tokens end lies on the device, and a traced graph knows no lengths
-    kind = "ragged" if step.kind == "suffix" else step.kind
-    spec = step._replace(kind=kind, compiling=True, keys=0, kv_bytes=0, pairs=0)
+    shape, features = "ragged" if step.shape == "suffix" else step.shape, step.features | COMPILING
+    spec = step._replace(shape=shape, features=features, keys=0, kv_bytes=0, pairs=0)
     served = spec.stored is None and (forced is None or not refusals_of(forced, spec))
     return (name, module, spec, forced) if served else None
 

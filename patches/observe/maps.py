@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.plans.execute import rows_within
 from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.profile import pooled_weights

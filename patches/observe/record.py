@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.listeners import Listener, listening
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
@@ -28,7 +27,7 @@ from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
 from ..models.support import Holder, model_in, refuse_other_attention
-from ..plans.attach import programs_for
+from ..plans.bound import BoundPlan
 from .maps import head_map, plan_map
 
 ENERGIES = (0.95, 0.99, 0.999)
@@ -55,7 +54,7 @@ class _Layer:
     structures: Counter[str] = field(default_factory=Counter)
 
 
-class AttentionRecord(Recorder):
+class AttentionRecord(Listener):
     """The recorded statistics. `print` shows a table of layers; `to_dict` and `figure` give everything.
 
     Attributes:
@@ -64,7 +63,7 @@ class AttentionRecord(Recorder):
         errors: For the same heads, exact weights minus those of the plan that they are compared with.
     """
 
-    looks = True
+    whole = "adaattn_hf.record"
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ class AttentionRecord(Recorder):
         maps: dict[tuple[int, int], Tensor | None],
         programs: Mapping[int, Program | None] | None = None,
     ) -> None:
-        super().__init__()
         self.layers: dict[int, _Layer] = {}
         self.maps, self.programs = maps, programs
         self.errors: dict[tuple[int, int], Tensor] = {}
@@ -83,11 +81,8 @@ class AttentionRecord(Recorder):
         self._names = {id(module): name for name, module in model.named_modules() if hasattr(module, "is_causal")}
         self._numbers: dict[int, int] = {}
 
-    def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
-        """Does nothing: calls are measured once they are computed."""
-
     @torch.no_grad()
-    def answered(self, module: nn.Module, request: AttentionRequest, forced: str | None, out: Tensor) -> None:
+    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
         """Adds the statistics of sampled rows of a call, if it is a call of this model."""
         if id(module) not in self._names:
             return
@@ -95,10 +90,9 @@ class AttentionRecord(Recorder):
         if not isinstance(index, int):
             index = self._numbers.setdefault(id(module), len(self._numbers))
         layer = self.layers.setdefault(index, _Layer(self._names[id(module)]))
-        spec = spec_of(request)
-        request = request.widened()  # what a cache stores as codes
-        layer.backends[choose(spec, forced).name] += 1
-        layer.structures[spec.kind] += 1
+        spec, request = call.checked_kind(), call.widened()  # what a cache stores as codes
+        layer.backends[choose(spec, call.backend).name] += 1
+        layer.structures[spec.shape] += 1
         structure = request.structure
         phase = "prefill"
         if structure.q_len == 1 and structure.kv_len > 1:
@@ -289,7 +283,6 @@ def record(
     refuse_other_attention(held)
     programs = None
     if against is not None:
-        _, found = programs_for(held, Plan.from_pretrained(against), unverified=True)
-        programs = {index: program for index, (_, program) in found.items()}
-    with recording(AttentionRecord(held, rows, seed, dict.fromkeys(maps), programs)) as listener:
-        yield listener  # type: ignore[misc]
+        programs = BoundPlan(held, Plan.from_pretrained(against), unverified=True).by_index
+    with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), programs)) as listener:
+        yield listener

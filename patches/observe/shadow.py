@@ -10,17 +10,21 @@ backend: shadowing checks kernels, not the loss of a plan, which calibration ver
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_rows
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.listeners import Listener
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.backends.select import choose
+from adaattn_hf.config import AdaAttnConfig
 from adaattn_hf.errors import warn
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.program import Program
 
 ROWS = 64
 """Query rows that are compared in a call without a plan."""
@@ -40,59 +44,51 @@ _SLOT = "_adaattn_shadow"
 """Attribute in which an attention module counts its calls by kind."""
 
 
-@torch.no_grad()
-def compare(
-    module: nn.Module,
-    request: AttentionRequest,
-    forced: str | None,
-    program: Any,
-    out: Tensor,
-    *,
-    limit: int,
-    action: str,
-) -> None:
-    """Compares a call's output with the reference, if the call is one of the first of its kind in this model.
+@dataclass(eq=False)
+class Shadow(Listener):
+    """Compares a call of a layer that runs by `program` with the reference, if it is one of the first of its kind."""
 
-    ShadowMismatch: they differ by more than rounding explains, and `action` is `raise`.
-    """
-    spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
-    layer = getattr(module, "layer_idx", None)
-    if request.dropout:
-        return
-    counts: Counter[CallSpec] = module.__dict__.setdefault(_SLOT, Counter())
-    counts[spec] += 1
-    if counts[spec] > limit:
-        return
-    request = request.widened()  # what a cache stores as codes
-    if program is None:
-        count = min(ROWS, request.structure.q_len)
-        rows = (
-            torch.linspace(0, request.structure.q_len - 1, count, dtype=torch.float32, device=out.device).round().long()
-        )
-        expected, answer = reference.attention(some_rows(request, rows)).out, out[:, rows]
-        allowed = TOLERANCE[out.dtype]
-    else:
-        if request.query.shape[:3].numel() * request.structure.kv_len > _MOST_WEIGHTS:
+    program: Program | None
+    settings: AdaAttnConfig
+
+    @torch.no_grad()
+    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+        """Compare; ShadowMismatch where the outputs differ by more than rounding explains, or a warning."""
+        if call.dropout:
+            return
+        spec = call.checked_kind()._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
+        counts: Counter[CallSpec] = module.__dict__.setdefault(_SLOT, Counter())
+        counts[spec] += 1
+        if counts[spec] > self.settings.shadow:
+            return
+        structure, call = call.structure, call.widened()  # what a cache stores as codes
+        if self.program is None:
+            places = torch.linspace(
+                0, structure.q_len - 1, min(ROWS, structure.q_len), dtype=torch.float32, device=out.device
+            )
+            rows = places.round().long().to(out.device)
+            expected, out, allowed = reference.attention(some_rows(call, rows)).out, out[:, rows], TOLERANCE[out.dtype]
+        elif call.query.shape[:3].numel() * structure.kv_len > _MOST_WEIGHTS:
             warn(
-                f"shadow: a planned call of {request.structure.q_len} queries and {request.structure.kv_len} keys was "
+                f"shadow: a planned call of {structure.q_len} queries and {structure.kv_len} keys was "
                 "not compared, its weights would not fit; shorter calls of this model are",
                 RuntimeWarning,
             )
             return
-        from adaattn_hf.plans import execute
-
-        expected, answer = execute.attend(program, request, "eager").out, out
-        allowed = max(PLANNED_TOLERANCE, TOLERANCE[out.dtype])
-    expected, answer = expected.double(), answer.double()
-    size = expected.square().sum((1, 3)).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    error = float(((answer - expected).square().sum((1, 3)).sqrt() / size).max())
-    if error <= allowed:  # false for NaN, too
-        return
-    sentence = (
-        f"shadow: layer {layer} of {type(module).__name__} on {choose(spec, forced).name} is off by {error:.3g} of the "
-        f"output's size, expected at most {allowed:g} ({spec.words()}{', planned' if program is not None else ''}); "
-        'load the model with attn_implementation="adaattn_sdpa" or "sdpa" and report this sentence'
-    )
-    if action == "raise":
-        raise ShadowMismatch(sentence)
-    warn(sentence, RuntimeWarning)
+        else:
+            expected = execute.attend(self.program, call, "eager").out
+            allowed = max(PLANNED_TOLERANCE, TOLERANCE[out.dtype])
+        expected, out = expected.double(), out.double()
+        size = expected.square().sum((1, 3)).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+        error = float(((out - expected).square().sum((1, 3)).sqrt() / size).max())
+        if error <= allowed:  # false for NaN, too
+            return
+        sentence = (
+            f"shadow: layer {getattr(module, 'layer_idx', None)} of {type(module).__name__} on "
+            f"{choose(spec, call.backend).name} is off by {error:.3g} of the output's size, expected at most "
+            f"{allowed:g} ({spec.words()}{', planned' if self.program is not None else ''}); "
+            'load the model with attn_implementation="adaattn_sdpa" or "sdpa" and report this sentence'
+        )
+        if self.settings.mismatch == "raise":
+            raise ShadowMismatch(sentence)
+        warn(sentence, RuntimeWarning)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.listeners import Listener, listening
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.limits import unproven
 
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
-class _Tally(Recorder):
+class _Tally(Listener):
     def __init__(self) -> None:
-        super().__init__()
         self.counts: Counter[tuple[CallSpec, str | None]] = Counter()
 
-    def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
-        self.counts[spec, forced] += 1
+    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+        self.counts[call.checked_kind(), call.backend] += 1
 
     def drained(self) -> dict[str, float]:
         total = sum(self.counts.values())
@@ -35,7 +35,7 @@ class _Tally(Recorder):
         shares: Counter[str] = Counter()
         for (spec, forced), count in self.counts.items():
             shares[f"adaattn/backend/{choose(spec, forced).name}"] += count
-            shares[f"adaattn/structure/{spec.kind}"] += count
+            shares[f"adaattn/structure/{spec.shape}"] += count
         self.counts.clear()
         return {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
 
@@ -89,7 +89,7 @@ class AdaAttnCallback(TrainerCallback):
         """Read the plan and begin to count."""
         self._listening.close()
         self._tally = _Tally()
-        self._listening.enter_context(recording(self._tally))
+        self._listening.enter_context(listening(self._tally))
         self._plan = plan_statistics(kwargs["model"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,32 +1,44 @@
-"""Gives a plan to every model of its type in a process, for programs that load a model by themselves."""
+"""Binds plans to the models that a program loads by itself, under `adaattn run`."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from adaattn_hf.config import GIVEN
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
 from adaattn_hf.plans.plan import Plan, PlanError
-from adaattn_hf.plans.store import CONFIG_KEY
+
+from .attach import load_carried
 
 
-def configuration_of(plan: Plan) -> type[Any]:
-    """Returns the class of configurations that a plan is of; PlanError if there is none, or its tensors are lost."""
-    from transformers import CONFIG_MAPPING
+def bind_when_loaded(plan: Plan | None) -> Callable[[], None]:
+    """From here on, binds to each model that `from_pretrained` loads for our attention the plan that it carries.
 
-    plan.tensor_bytes()
-    if plan.model_type not in CONFIG_MAPPING:
-        raise PlanError(
-            f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in the "
-            "program, by adaattn_hf.load_plan(model, directory)"
-        )
-    return CONFIG_MAPPING[plan.model_type]  # type: ignore[no-any-return]
+    Models of the type of `plan` that carry none get that one. The program that loads them cannot call `load_plan`, so
+    its class method is wrapped: the process is the command's own.
 
+    Returns:
+        A function that ends it.
 
-def give(directory: str | Path) -> None:
-    """Gives a plan to all models of its type that carry none; each checks it when it first runs (PlanError)."""
-    plan = Plan.from_pretrained(directory)
-    settings = {CONFIG_KEY: plan.to_dict()}
-    GIVEN[plan.model_type] = settings
-    # a graph that is traced before any call asks the class, and says that the model is to be called once first
-    configuration_of(plan).adaattn = settings
+    Raises:
+        PlanError: No configuration of Transformers has the plan's type, or its tensors are lost.
+    """
+    if plan is not None:
+        plan.tensor_bytes()
+        if plan.model_type not in CONFIG_MAPPING:
+            raise PlanError(
+                f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in the "
+                "program, by adaattn_hf.load_plan(model, directory)"
+            )
+    plain: Any = vars(PreTrainedModel)["from_pretrained"]
+
+    @functools.wraps(plain.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = plain.__func__(cls, *args, **kwargs)
+        load_carried(loaded[0] if isinstance(loaded, tuple) else loaded, plan)  # with `output_loading_info`
+        return loaded
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]
+    return functools.partial(setattr, PreTrainedModel, "from_pretrained", plain)

@@ -68,7 +68,10 @@ def _hash(weights: dict[str, Any]) -> str:
 
 def _contents(name: str, value: Any) -> list[bytes]:
     if isinstance(value, Tensor):
-        return [content for piece in pieces(value.detach()) for content in _of_tensor(piece)]
+        # sharded ones are gathered first
+        held: Any = value.detach()
+        whole = held.full_tensor() if hasattr(held, "full_tensor") else held
+        return [content for piece in pieces(whole) for content in _of_tensor(piece)]
     if isinstance(value, (list, tuple)):
         return [content for one in value for content in _contents(name, one)]
     if isinstance(value, (bool, int, float, str, bytes, torch.dtype, type(None))):
@@ -81,8 +84,6 @@ def _contents(name: str, value: Any) -> list[bytes]:
 
 def _of_tensor(tensor: Tensor) -> list[bytes]:
     about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-    if hasattr(tensor, "full_tensor"):  # sharded: gathered first
-        tensor = tensor.full_tensor()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:

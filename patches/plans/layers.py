@@ -45,11 +45,11 @@ def number_layers(model: nn.Module) -> None:
             module.layer_idx = index  # type: ignore[assignment]
 
 
-def model_of(module: nn.Module) -> nn.Module | None:
+def running_model(module: nn.Module) -> nn.Module | None:
     """Returns the outermost Transformers model in whose pass a module runs; None where it runs by itself.
 
-    A layer does not know its model, so the call stack is asked: once per model and plan, and not where
-    `adaattn_hf.load_plan` names the model.
+    A layer does not know its model, so the call stack is asked: for planned layers outside of a pass that their own
+    model began, and by the kernel of the Hub, to which nobody gives a model.
     """
     frame: Any = sys._getframe(1)
     found: nn.Module | None = None

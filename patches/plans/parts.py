@@ -19,11 +19,15 @@ _FLAT = "_fsdp_flattened"
 
 
 class Part(NamedTuple):
-    """A module within another one: its dotted name as if nothing were wrapped, itself, its wrappers from outside."""
+    """A module within another one: its dotted name as if nothing were wrapped, itself, its wrappers from outside.
+
+    `listed`: whether it is in a list of modules, as the layers of a model are.
+    """
 
     prefix: str
     module: nn.Module
     wrappers: tuple[nn.Module, ...]
+    listed: bool = False
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -46,16 +50,17 @@ class Part(NamedTuple):
         return {name: held for name, held in self.module._buffers.items() if held is not None and not held.is_meta}
 
 
-def parts(module: nn.Module, prefix: str = "") -> Iterator[Part]:
+def parts(module: nn.Module, prefix: str = "", listed: bool = False) -> Iterator[Part]:
     """Yields a module and all that it holds, looking through wrappers."""
     wrappers: list[nn.Module] = []
     while (inner := inner_of(module, _INNER)) is not None:
         wrappers.append(module)
         module = inner
-    yield Part(prefix, module, tuple(wrappers))
+    listed = listed or isinstance(module, nn.ModuleList)
+    yield Part(prefix, module, tuple(wrappers), listed)
     for name, child in module._modules.items():
         if child is not None:
-            yield from parts(child, f"{prefix}{name}.")
+            yield from parts(child, f"{prefix}{name}.", listed)
 
 
 def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
@@ -64,9 +69,17 @@ def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
 
 
 def resident(module: nn.Module) -> bool:
-    """Whether a module's weights lie there between passes: none is offloaded, none gathered by FSDP for each pass."""
+    """Whether a module holds its own weights between passes: none is offloaded, or made of FSDP's flat ones."""
     held = (weight for weight in module._parameters.values() if weight is not None)
-    return not any(weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, _FLAT) for weight in held)
+    return not any(weight.is_meta or hasattr(weight, _FLAT) for weight in held)
+
+
+def offloaded(module: nn.Module) -> list[Tensor]:
+    """The weights of a module that accelerate keeps in memory elsewhere, and brings for each pass."""
+    kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    names = [name for name, weight in module._parameters.items() if weight is not None and weight.is_meta]
+    pairs = [(kept[name], kept[name]) for name in names] if kept is not None else []
+    return [one for one, again in pairs if one is again]  # from a disk they are read anew
 
 
 def adapted(module: nn.Module) -> bool:
@@ -107,12 +120,13 @@ def _present(part: Part, name: str, weight: Any) -> Any:
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor, or those that a subclass without memory of its own wraps; DTensors stay what they are."""
-    if hasattr(tensor, "full_tensor") or not hasattr(tensor, "__tensor_flatten__"):
+    """Yields a tensor, or those that a subclass without memory of its own wraps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from pieces(getattr(tensor, name))
+        if isinstance(piece := getattr(tensor, name), Tensor):  # a sharded one names its devices, too
+            yield from pieces(piece)
 
 
 def module_dtype(module: nn.Module) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from adaattn_hf.plans.binding import Binding
 from adaattn_hf.plans.plan import Plan
 
-from .attach import attach, remove_plan
+from .attach import load_plan, remove_plan
 from .configured import computes_by, name_of_model
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules, number_layers
@@ -19,7 +19,7 @@ from .positions import learned_positions, stated_positions
 
 
 class Subject:
-    """A model as `calibration.subject.Subject` describes it, which runs our attention (else a ValueError).
+    """A model to calibrate, which runs our attention (else a ValueError).
 
     Layers that the model does not number are numbered here.
     """
@@ -62,7 +62,7 @@ class Subject:
 
     def give(self, plan: Plan) -> None:
         """Lets the model run by a plan."""
-        attach(self.model, plan)
+        load_plan(self.model, plan)
 
     def remove_plan(self) -> None:
         """Takes away the plan that the model carries."""

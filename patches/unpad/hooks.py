@@ -1,16 +1,17 @@
 """Forward hooks that remove the padding of a model's inputs and restore it in its outputs.
 
 They are registered on the model (so that token-wise heads run packed, too), on its base model (so that other heads see
-padded hidden states) and on the pooler. Nothing of the model or of Transformers is replaced.
+padded hidden states) and on the pooler. Nothing of the model or of Transformers is replaced, but for a model whose
+`forward` a library calls itself.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adaattn_hf.attention.tap import tracing
+from adaattn_hf.attention.tracing import tracing
 
-from ..models.cache_keyword import cache_keyword
-from .call import Pass, arguments_of, has_cache, pack_call, position_rule, read_layout, scored_padding
+from ..models.cache_keyword import arguments_of, cache_keyword
 from .layout import PackedLayout, PackedPrefill
+from .packing import NotPacked, has_cache, pack_call, position_rule, read_layout, scored_padding
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -31,6 +32,7 @@ UNPADDED = "unpadded"
 _TOKEN_WISE = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
 # Suffixes of classes whose head reads every token.
 _EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
+_CALLERS = ("sentence_transformers.",)
 
 
 class PaddedCallError(RuntimeError):
@@ -39,62 +41,77 @@ class PaddedCallError(RuntimeError):
 
 @dataclass
 class _Frame:
+    """A call of a hooked module that is under way, and the outputs that are padded already."""
+
     module: nn.Module
     owner: Unpadding
     layout: PackedLayout | None = None
-    blocked: Pass | None = None
+    blocked: NotPacked | None = None
     padded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def pad(self, value: Any) -> Any:
+        """The padded form of what a module is given or returns."""
+        layout = self.layout
+        if layout is None:
+            return value
+        if isinstance(value, Tensor) and layout.is_packed(value):
+            # pad each tensor once: outputs that are the same object must stay the same object
+            if id(value) not in self.padded:
+                self.padded[id(value)] = value, layout.pad(value)
+            return self.padded[id(value)][1]
+        if isinstance(value, PackedPrefill) and value.layout is layout:
+            return value.target
+        if isinstance(value, dict):
+            for name in list(value):
+                value[name] = self.pad(value[name])
+        elif isinstance(value, (tuple, list)):
+            return type(value)(self.pad(v) for v in value)
+        return value
 
 
 _frames: ContextVar[tuple[_Frame, ...]] = ContextVar("adaattn_unpad_frames", default=())
 
 
-@contextmanager
-def frames_closed() -> Iterator[None]:
-    """Leaves no frame open behind the block, not even after KeyboardInterrupt, when torch calls no hooks."""
-    before = _frames.get()
-    try:
-        yield
-    finally:
-        _frames.set(before)
-
-
 class Unpadding:
     """The hooks of one model, whose base model is `trunk`; `calls` counts passes, those not packed by reason."""
 
-    def __init__(self, top: nn.Module, trunk: nn.Module, on_padded: str = "run") -> None:
+    def __init__(self, top: nn.Module, trunk: nn.Module) -> None:
         """Registers nothing yet; `install` does."""
-        self.top, self.trunk, self.on_padded = top, trunk, on_padded
+        self.top, self.trunk, self.on_padded = top, trunk, "run"
         self.calls: Counter[str] = Counter()
         self.config: Any = trunk.config
-        self._top_signature = inspect.signature(type(top).forward)
-        self._trunk_signature = inspect.signature(type(trunk).forward)
-        self.takes_cache = cache_keyword(self._trunk_signature) is not None
+        self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
         self._rule = position_rule(trunk, self.config)
-        ending = next((end for end in _TOKEN_WISE if type(top).__name__.endswith(end)), None)
-        pooled = getattr(trunk, "pooler", None) is not None
-        self.token_wise = ending is not None and top is not trunk and not pooled
-        reads_all = type(top).__name__.endswith((*_TOKEN_WISE, *_EVERY_TOKEN))
-        # a head that summarises says how; others of encoders read position 0, of decoders the last token
-        summary = next((m.summary_type for m in top.modules() if hasattr(m, "summary_type")), "first")
-        self.pools = "" if top is trunk or reads_all else "last" if has_cache(self.config) else "first"
-        self.pools = "all" if self.pools == "first" and summary != "first" else "first" if pooled else self.pools
-        self._shifted = ending is not None and _TOKEN_WISE[ending]
         self._handles: list[RemovableHandle] = []
         self._said: set[str] = set()
+        head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None
+        ending = next((end for end in _TOKEN_WISE if head.endswith(end)), None)
+        self.takes_cache = cache_keyword(self._signatures[1]) is not None
+        self.token_wise = ending is not None and top is not trunk and not pooled
+        self._shifted = ending is not None and _TOKEN_WISE[ending]
+        # a head that summarises says how; others of encoders read position 0, of decoders the last token
+        summary = next((m.summary_type for m in top.modules() if hasattr(m, "summary_type")), "first")
+        self.pools = "last" if has_cache(self.config) else "first"
+        if top is trunk or head.endswith((*_TOKEN_WISE, *_EVERY_TOKEN)):
+            self.pools = ""
+        if self.pools == "first" and summary != "first":
+            self.pools = "all"
+        elif pooled:
+            self.pools = "first"
 
     def install(self) -> None:
-        """Registers the hooks."""
-        for module in dict.fromkeys((self.top, self.trunk)):
-            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        """Registers the hooks: `enter` before a module runs, `leave` behind it."""
+        before, behind = [self.top, self.trunk], [self.top, self.trunk]
         pooler = getattr(self.trunk, "pooler", None)
         if isinstance(pooler, nn.Linear):
             # the model slices the first token off before it calls this pooler
-            encoder = self.trunk.get_submodule("encoder")
-            self._handles.append(encoder.register_forward_hook(self._leave_encoder))
+            behind.append(self.trunk.get_submodule("encoder"))
         elif isinstance(pooler, nn.Module):
-            self._handles.append(pooler.register_forward_pre_hook(self._enter_pooler))
+            before.append(pooler)
+        for module in dict.fromkeys(before):
+            self._handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
+        for module in dict.fromkeys(behind):
+            self._handles.append(module.register_forward_hook(self.leave, always_call=True))
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -102,61 +119,50 @@ class Unpadding:
             handle.remove()
         self._handles.clear()
 
-    def runs(self, module: nn.Module) -> bool:
-        """Whether `module` should just run now: it is inside of a hooked call already, or a graph is traced."""
-        return tracing() or any(frame.module is module for frame in _frames.get())
-
-    # ------------------------------------------------------------------ pre-hooks
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hands the packed call to a model, and its padded form to a pooler; None leaves the call as it is."""
+        frames = () if tracing() else _frames.get()
+        if module is not self.top and module is not self.trunk:
+            held = bool(frames) and frames[-1].owner is self
+            return (tuple(frames[-1].pad(a) for a in args), kwargs) if held else None
         if tracing():
             return None
-        frames = self._open(module)
-        outer = next((f for f in reversed(frames) if f.owner is self), None)
+        if any(frame.owner is self and frame.module is module for frame in frames):
+            # a model does not call itself: KeyboardInterrupt, for which torch calls no hooks, left these open
+            frames = tuple(frame for frame in frames if frame.owner is not self)
+        outer = next((frame for frame in reversed(frames) if frame.owner is self), None)
         frame = _Frame(module, self)
         _frames.set((*frames, frame))
-        if outer is not None and outer.layout is not None:
-            return None
-        at_trunk = module is self.trunk
-        signature = self._trunk_signature if at_trunk else self._top_signature
+        if outer is None or outer.layout is None:
+            return self._packed(frame, None if outer is None else outer.blocked, args, kwargs)
+        return None
+
+    def _packed(self, frame: _Frame, blocked: NotPacked | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at_trunk = frame.module is self.trunk
+        signature = self._signatures[at_trunk]
         arguments = arguments_of(signature, args, kwargs)
-        if at_trunk:
-            frame.blocked = None if outer is None else outer.blocked
-        else:
-            frame.blocked = scored_padding(arguments, shifted=self._shifted)
-            keep = arguments.get("logits_to_keep", 0)
-            if frame.blocked or not self.token_wise or not (keep is None or (isinstance(keep, int) and keep == 0)):
+        if not at_trunk:
+            blocked = scored_padding(arguments, shifted=self._shifted)
+            keep = arguments.get("logits_to_keep")
+            whole = keep is None or (isinstance(keep, int) and keep == 0)
+            frame.blocked = blocked
+            if blocked or not self.token_wise or not whole:
                 return None
-        layout = read_layout(arguments, self.config, pools=self.pools)
-        if not isinstance(layout, Pass) and frame.blocked is not None:
-            layout = frame.blocked
-        if isinstance(layout, Pass):
+        layout = read_layout(arguments, self.config, self.pools)
+        if not isinstance(layout, NotPacked):
+            layout = blocked or layout
+        if isinstance(layout, NotPacked):
             if at_trunk:
                 self._count(layout)
             return None
         self.calls[UNPADDED] += 1
-        packed = pack_call(
-            module,
-            arguments,
-            layout,
-            self._rule,
-            self.config,
-            cache=cache_keyword(signature),
-            shifted_labels=self._shifted and not at_trunk,
-        )
         frame.layout = layout
-        return (), packed
+        shifted, cache = self._shifted and not at_trunk, cache_keyword(signature)
+        return (), pack_call(
+            frame.module, arguments, layout, self._rule, self.config, cache=cache, shifted_labels=shifted
+        )
 
-    def _open(self, module: nn.Module) -> tuple[_Frame, ...]:
-        """The open frames where a module is entered, without those that KeyboardInterrupt has left open.
-
-        A model does not call itself, so that a frame of its own can only be such a one.
-        """
-        frames = _frames.get()
-        if any(frame.owner is self and frame.module is module for frame in frames):
-            return tuple(frame for frame in frames if frame.owner is not self)
-        return frames
-
-    def _count(self, passed: Pass) -> None:
+    def _count(self, passed: NotPacked) -> None:
         self.calls[passed.reason] += 1
         if not passed.costs:
             return
@@ -169,41 +175,50 @@ class Unpadding:
             self._said.add(passed.reason)
             logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, passed.reason)
 
-    # ------------------------------------------------------------------ hooks
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Pads what a module returns; None where it failed, or leaves it as it is."""
         frames = () if tracing() else _frames.get()
-        if not frames or frames[-1].module is not module:
+        inside = module is not self.top and module is not self.trunk  # the encoder, in the call of its model
+        if not frames or not (frames[-1].owner is self if inside else frames[-1].module is module):
             return None
-        _frames.set(frames[:-1])
-        return None if output is None else _padded(output, frames[-1])
-
-    def _enter_pooler(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        frame = self._current()
-        return None if frame is None else tuple(_padded(a, frame) for a in args)
-
-    def _leave_encoder(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        frame = self._current()
-        return None if frame is None else _padded(output, frame)
-
-    def _current(self) -> _Frame | None:
-        frames = () if tracing() else _frames.get()
-        return frames[-1] if frames and frames[-1].owner is self else None
+        if not inside:
+            _frames.set(frames[:-1])
+        return None if output is None else frames[-1].pad(output)
 
 
-def _padded(value: Any, frame: _Frame) -> Any:
-    layout = frame.layout
-    if layout is None:
-        return value
-    if isinstance(value, Tensor) and layout.is_packed(value):
-        # pad each tensor once: outputs that are the same object must stay the same object
-        if id(value) not in frame.padded:
-            frame.padded[id(value)] = (value, layout.pad(value))
-        return frame.padded[id(value)][1]
-    if isinstance(value, PackedPrefill) and value.layout is layout:
-        return value.target
-    if isinstance(value, dict):
-        for name in list(value):
-            value[name] = _padded(value[name], frame)
-    elif isinstance(value, (tuple, list)):
-        return type(value)(_padded(v, frame) for v in value)
-    return value
+class DirectForward:
+    """Makes hooks run where a library calls `model.forward(...)` instead of `model(...)`, which torch runs none for.
+
+    Replaces the `forward` of one model, not of its class: it calls the model, hooks included, and inside of that call
+    the model's own forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Replaces `module.forward` at once; `remove` undoes it."""
+        self.module, self.inner = module, module.forward
+        functools.update_wrapper(self, self.inner)
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the arguments and returns the result of the model's forward."""
+        before = _frames.get()
+        if tracing() or any(frame.module is self.module for frame in before):
+            return self.inner(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            _frames.set(before)
+
+    def remove(self) -> None:
+        """Gives the model back the `forward` that it had before."""
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if getattr(self.inner, "__func__", None) is not type(self.module).forward:
+                self.module.__dict__["forward"] = self.inner
+
+
+def called_directly(holder: nn.Module) -> Iterator[nn.Module]:
+    """Modules inside `holder` whose parent calls their `forward` directly, as those of sentence-transformers do."""
+    for module in holder.modules():
+        if type(module).__module__.startswith(_CALLERS):
+            yield from module.children()

@@ -35,11 +35,6 @@ class PackedLayout:
         self.contiguous = bool(((last - first + 1 == counts) | (counts == 0)).all())
 
     @property
-    def from_first(self) -> bool:
-        """Whether position 0 of every row is a real token."""
-        return not any(self.starts)
-
-    @property
     def tokens(self) -> int:
         """Number of real tokens."""
         return len(self.index)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from adaattn_hf.calibration import pricing
-from adaattn_hf.calibration.measure import Measurement
-from adaattn_hf.calibration.search import Picks
-from adaattn_hf.calibration.verify import Evidence
+from adaattn_hf.calibration.layers import Measurement, Picks
+from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.policy.knapsack import shared_prices
 
 

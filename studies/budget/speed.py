@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.tap import tapping
-from adaattn_hf.calibration.arms import exact_tap
+from adaattn_hf.eval.arms import exact_tap
 from adaattn_hf.plans.execute import attend
 from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.stopwatch import on_device, quartiles

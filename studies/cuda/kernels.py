@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def growing(section: Section) -> None:
 def _shorter(whole: AttentionRequest, kv_len: int) -> AttentionRequest:
     """The step that reads the first keys alone."""
     structure = CallStructure(whole.structure.batch, 1, kv_len, causal=True, q_offset=kv_len - 1)
-    return whole.with_tensors(whole.query, whole.key[:, :, :kv_len], whole.value[:, :, :kv_len], structure)
+    return replace(whole, key=whole.key[:, :, :kv_len], value=whole.value[:, :, :kv_len], structure=structure)
 
 
 def _synchronized() -> float:

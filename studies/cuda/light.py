@@ -10,9 +10,8 @@ from functools import partial
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.base import bound, spec_of
 
-from .measure import ON_CUDA, Cell, Section, length, medians, request, stock
+from .measure import ON_CUDA, Cell, Section, by, length, medians, request, stock
 
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64))
 TOKENS = (100, 300, 512, 900, 1024, 1500, 2048, 3000, 4096, 8192)
@@ -30,9 +29,9 @@ def light(section: Section) -> None:
 def _cell(row: Cell, batch: int, n: int, shape: tuple[int, int, int]) -> None:
     heads, kv_heads, dim = shape
     asked = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv_heads, dim=dim)
-    spec = spec_of(asked)
+    spec = asked.checked_kind()
     names = ("sdpa", "triton") if ON_CUDA else ("sdpa",)
     taken = select.choose(spec)
-    calls = {"sdpa": stock(asked), "auto": bound(taken, asked)}
-    calls |= {f"by our {name}": bound(select.BACKENDS[name], asked) for name in names}
+    calls = {"sdpa": stock(asked), "auto": by("auto", asked)}
+    calls |= {f"by our {name}": by(name, asked) for name in names}
     row |= {**medians(calls), "auto takes": taken.name}

@@ -30,7 +30,6 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.stats import stopwatch
 
@@ -98,9 +97,9 @@ def stock(r: AttentionRequest) -> Callable[[], Any]:
 
 def refusals(backend: str, r: AttentionRequest) -> tuple[str, ...]:
     """Why a backend does not serve a call; for Triton in the interpreter as if on a device."""
-    spec = spec_of(r, backend)
+    spec = r.checked_kind(named=True)
     if not ON_CUDA and backend == "triton":
-        spec = spec._replace(device="cuda")
+        spec = spec._replace(device=torch.device("cuda"))
     return select.refusals_of(backend, spec)
 
 
@@ -108,7 +107,7 @@ def by(backend: str, r: AttentionRequest) -> Callable[[], AttentionResult]:
     """The call by a backend, or by what `auto` takes."""
     if backend == "auto":
         return lambda: select.attend(r)
-    return lambda: select.BACKENDS[backend].attend(r)
+    return lambda: select.attend(r, backend)
 
 
 @dataclass
@@ -191,7 +190,7 @@ def timed(
             arms[backend] = by(backend, r)
     race(row, arms)
     if "auto" in backends:
-        row["auto takes"] = select.choose(spec_of(r)).name
+        row["auto takes"] = select.choose(r.checked_kind()).name
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:

@@ -23,7 +23,6 @@ TRAINED = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 32768,
 }  # fmt: skip
-"""LLaMA's layers, 0.4B."""
 TINY = TRAINED | {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

@@ -1,8 +1,6 @@
-"""Runs the test-suite under every pair of Python and Transformers at hand, each in a virtual environment of
-its own.
+"""Runs the test-suite under every pair of Python and Transformers at hand, each in an environment of its own.
 
-    python tests/conformance/matrix.py [--pairs 3.11:5.17.0,3.11:5.24.0] [--torch 2.13.0] [-- PYTEST_ARGUMENT
-    ...]
+    python tests/conformance/matrix.py [--pairs 3.11:5.17.0,3.11:5.24.0] [--torch 2.13.0] [-- PYTEST_ARGUMENT ...]
     python tests/conformance/matrix.py --engine
     python tests/conformance/matrix.py --lowest
     python tests/conformance/matrix.py --ready PYTHON --record docs/results/versions.json [-- PYTEST_ARGUMENT ...]
@@ -61,19 +59,24 @@ def lowest(package: str) -> str:
     return next(match[1] for match in found if match)
 
 
+def ran(command: list[str], check: bool = False) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=check)
+
+
+def tested(command: list[str]) -> Outcome:
+    done = ran(command)
+    if done.returncode:
+        print(done.stdout[-4000:], done.stderr[-2000:], sep="\n", flush=True)
+    return Outcome("failed" if done.returncode else "passed", last_line(done.stdout))
+
+
 def install(python: Path, transformers: str, torch: str | None, tools: list[str]) -> str | None:
     """Installs the project with one version of Transformers; returns why it could not be done, or None."""
     wanted = ["torch" if torch is None else f"torch=={torch}", f"transformers=={transformers}"]
     # where the second index cannot be reached pip goes on with the first
     cpu = ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "0", "--timeout", "3"]
     for packages in ([*wanted, *cpu], [*wanted, "setuptools>=77", "wheel"], ["--no-build-isolation", *tools, *wanted]):
-        done = subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", *packages],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
+        done = ran([str(python), "-m", "pip", "install", "-q", *packages])
         if done.returncode:
             return last_line(done.stderr)
     return None
@@ -87,53 +90,38 @@ def run(pair: str, torch: str | None, arguments: list[str], tools: Sequence[str]
     home = ROOT / "build" / "matrix" / pair.replace(":", "-")
     python = home / "bin" / "python"
     if not python.exists():
-        made = subprocess.run([found, "-m", "venv", str(home)], capture_output=True, text=True, check=False)
+        made = ran([found, "-m", "venv", str(home)])
         if made.returncode:
             return Outcome("absent", last_line(made.stderr + made.stdout))
     refusal = install(python, transformers, torch, list(tools))
     if refusal is not None:
         return Outcome("absent", refusal)
     # the script, and not `python -m`, which would put the checkout in front of the installed package
-    command = [str(home / "bin" / "pytest"), "-q", *(arguments or ["tests"])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        print(done.stdout[-4000:], done.stderr[-2000:], sep="\n", flush=True)
-    return Outcome("failed" if done.returncode else "passed", last_line(done.stdout))
+    return tested([str(home / "bin" / "pytest"), "-q", *(arguments or ["tests"])])
 
 
 def counts(line: str) -> dict[str, int]:
-    return {
-        name.rstrip("s"): int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)
-    }
+    found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)
+    return {name.rstrip("s"): int(number) for number, name in found}
 
 
 def ready(python: str, label: str | None, arguments: list[str], record: Path) -> Outcome:
     """Returns how pytest went in an environment as it is, and keeps it under its versions and `label`."""
     program = "import json, platform, torch, transformers as t; v = [platform.python_version(), torch.__version__]"
-    said = subprocess.run(
-        [python, "-c", f"{program}; print(json.dumps([*v, t.__version__]))"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    said = ran([python, "-c", f"{program}; print(json.dumps([*v, t.__version__]))"], check=True)
     versions = json.loads(last_line(said.stdout))
-    command = [python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or ["tests"])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        print(done.stdout[-4000:], done.stderr[-2000:], sep="\n", flush=True)
-    line = last_line(done.stdout)
+    outcome = tested([python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or ["tests"])])
     kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     row = kept.setdefault(" ".join(versions), dict(zip(("python", "torch", "transformers"), versions, strict=True)))
-    ran = [argument for argument in arguments if argument.startswith("tests")] or ["tests"]
-    for part in [label] if label else ran:
+    parts = [argument for argument in arguments if argument.startswith("tests")] or ["tests"]
+    for part in [label] if label else parts:
         row.setdefault("runs", {}).pop(part, None)
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True)
-    row.setdefault("runs", {})[label or " ".join(ran)] = {**counts(line), "commit": asked.stdout.strip()}
+    commit = ran(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
+    row.setdefault("runs", {})[label or " ".join(parts)] = {**counts(outcome.line), "commit": commit}
     temporary = record.with_suffix(".tmp")
     temporary.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(temporary, record)
-    return Outcome("failed" if done.returncode else "passed", line)
+    return outcome
 
 
 def main() -> None:

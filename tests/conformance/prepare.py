@@ -16,13 +16,9 @@ from pathlib import Path
 
 DECLARED = Path(__file__).parent / "declared"
 HELPERS = (
-    "run_distributed",
-    "_get_distributed_backend",
-    "_get_distributed_device_type",
-    "_get_rank_device",
-    "_set_rank_device",
-    "_start_rank_processes",
-)
+    "run_distributed", "_get_distributed_backend", "_get_distributed_device_type", "_get_rank_device",
+    "_set_rank_device", "_start_rank_processes",
+)  # fmt: skip
 INI = """[pytest]
 addopts = -p no:cacheprovider -p no:xdist --import-mode=prepend
 filterwarnings = ignore
@@ -30,16 +26,7 @@ filterwarnings = ignore
 
 
 def prepare(checkout: Path, sdist: Path, out: Path) -> None:
-    """Fill `out` with `tests/`, a link to the installed sources and a bare pytest configuration.
-
-    Args:
-        checkout: Working tree or git directory of Transformers.
-        sdist: `transformers-X.Y.Z.tar.gz` of the installed version.
-        out: Directory to create.
-
-    Raises:
-        ValueError: If the source distribution is of another version than the installed Transformers.
-    """
+    """Fill `out` with `tests/` of a checkout and of the source distribution, a link to the sources, a configuration."""
     installed = metadata.version("transformers")
     if installed not in sdist.name:
         raise ValueError(f"sdist: got {sdist.name}, expected the source distribution of {installed}, as installed")
@@ -78,10 +65,8 @@ def prepare(checkout: Path, sdist: Path, out: Path) -> None:
 
 
 def name_what_is_missing(tests: Path, mixin: str) -> None:
-    """Define as None what per-model tests import from a shared module of another version, which lacks it.
-
-    The tests that would call it need several devices, and are not selected.
-    """
+    """Define as None what per-model tests import from a shared module of another version, which lacks it."""
+    # the tests that would call it need several devices, and are not selected
     file = tests / f"{mixin}.py"
     content = file.read_text()
     wanted: set[str] = set()

@@ -27,12 +27,9 @@ PRELOAD = ["torch", "transformers.testing_utils", "transformers.trainer", "pytes
 
 def one(suite: str, family: str, name: str, partial: str, selection: str) -> None:
     os.environ.update(
-        CONFORMANCE_NAME=name,
-        CONFORMANCE_FORCE="1" if name != "sdpa" and family in WITHOUT_STOCK_SDPA else "0",
-        CONFORMANCE_RESULTS=partial,
-        HF_HUB_OFFLINE="1",
-        TOKENIZERS_PARALLELISM="false",
-    )
+        CONFORMANCE_NAME=name, CONFORMANCE_FORCE="1" if name != "sdpa" and family in WITHOUT_STOCK_SDPA else "0",
+        CONFORMANCE_RESULTS=partial, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+    )  # fmt: skip
     os.chdir(suite)
     log = os.open(f"{partial}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -75,14 +72,11 @@ def run(suite: Path, results: Path, family: str, name: str, selection: str, limi
         child.join()
     lines = partial.read_text().splitlines() if partial.exists() else []
     content = {
-        "family": family,
-        "implementation": name,
-        "exit": "timeout" if late else child.exitcode,
+        "family": family, "implementation": name, "exit": "timeout" if late else child.exitcode,
         "seconds": round(time.monotonic() - began, 1),
-        "versions": {p: metadata.version(p) for p in ("transformers", "torch", "adaattn-hf")},
-        "commit": commit,
+        "versions": {p: metadata.version(p) for p in ("transformers", "torch", "adaattn-hf")}, "commit": commit,
         "tests": merged([json.loads(line) for line in lines]),
-    }
+    }  # fmt: skip
     temporary = target.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, target)

@@ -57,10 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Count this test's calls; in force mode let tests believe that the family supports `sdpa`.
-
-    Both implementations get the same random inputs, which Transformers' tests leave to chance.
-    """
+    """Count this test's calls, of inputs that chance draws alike; in force mode say that the family supports `sdpa`."""
     global _calls_at_start
     _calls_at_start = _calls
     seed = zlib.crc32(item.nodeid.encode())
@@ -94,11 +91,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         elif report.skipped and isinstance(report.longrepr, tuple):
             why = str(report.longrepr[2])[:200]
         line = {
-            "test": report.nodeid.split("::", 1)[1],
-            "outcome": outcome,
-            "seconds": round(report.duration, 3),
-            "calls": _calls - _calls_at_start,
-            "why": why,
-        }
+            "test": report.nodeid.split("::", 1)[1], "outcome": outcome, "seconds": round(report.duration, 3),
+            "calls": _calls - _calls_at_start, "why": why,
+        }  # fmt: skip
         with open(RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -43,9 +43,8 @@ KINDS: dict[str, Any] = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "encoder": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "other": auto.MODEL_MAPPING_NAMES,
-}
+    "encoder": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "other": auto.MODEL_MAPPING_NAMES,
+}  # fmt: skip
 """Classes of a family's models, by kind; the first kind that has the family counts."""
 OURS = tuple(str(ROOT / name) for name in ("adaattn_hf", "patches"))
 MOST, LIMIT_S = 70_000_000, 120.0
@@ -77,11 +76,9 @@ def inputs_of(model: Any) -> dict[str, Any]:
     size = getattr(vision, "image_size", None) or 16
     height, width = (size, size) if isinstance(size, int) else size
     given = {
-        "input_ids": tokens(),
-        "pixel_values": torch.randn(3, getattr(vision, "num_channels", 3), height, width),
-        "input_features": torch.randn(3, getattr(config, "num_mel_bins", 80), 60),
-        "input_values": torch.randn(3, 2000),
-    }
+        "input_ids": tokens(), "pixel_values": torch.randn(3, getattr(vision, "num_channels", 3), height, width),
+        "input_features": torch.randn(3, getattr(config, "num_mel_bins", 80), 60), "input_values": torch.randn(3, 2000),
+    }  # fmt: skip
     found: dict[str, Any] = {name: given[name]} | ({"input_ids": tokens()} if "input_ids" in takes else {})
     if "pixel_values" in takes and not model.can_generate():
         found["pixel_values"] = given["pixel_values"]  # two towers
@@ -238,11 +235,9 @@ def surveyed(family: str) -> Answers:
 def raw(families: dict[str, Answers]) -> list[str]:
     """Answers that are none of ours and none of stock's; a bare `KeyError: 'adaattn'` comes before we are asked."""
     return [
-        f"{family}: {door}: {answer}"
-        for family, doors in families.items()
-        for door, answer in doors.items()
+        f"{family}: {door}: {answer}" for family, doors in families.items() for door, answer in doors.items()
         if answer.startswith(RAW) and not (door == "load" and answer == f"{RAW}KeyError: 'adaattn'")
-    ]
+    ]  # fmt: skip
 
 
 def reasons(answer: str, cls: str) -> list[str]:
@@ -287,12 +282,10 @@ def page(record: dict[str, Any]) -> str:
         refused.append(f"| `{name}` | {why[1] if why else families[name]['check']}{bare} |")
     return Template((Path(__file__).parent / "supported.md").read_text(encoding="utf-8")).substitute(
         {name: record[name] for name in ("transformers", "torch", "commit")},
-        **{name: len(names) for name, names in parts.items()},
-        tables="\n".join(tables),
-        reasons="\n".join(f"{number}. {one}" for one, number in numbers.items()),
-        not_supported="\n".join(refused),
+        **{name: len(names) for name, names in parts.items()}, tables="\n".join(tables),
+        reasons="\n".join(f"{number}. {one}" for one, number in numbers.items()), not_supported="\n".join(refused),
         not_tried=", ".join(f"`{name}`" for name in parts["untried"]),
-    )
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -40,8 +40,7 @@ def read(directory: Path) -> Results:
 
 
 def group(test: str) -> str:
-    name = test.split("::")[-1].removeprefix("test_")
-    return re.sub(r"_\d+(_.*)?$", "", name)
+    return re.sub(r"_\d+(_.*)?$", "", test.split("::")[-1].removeprefix("test_"))
 
 
 def outcomes(content: dict[str, Any]) -> dict[str, str]:
@@ -61,9 +60,8 @@ def kind_of(family: str) -> str:
 def summary(results: Results) -> list[str]:
     lines = [
         "| family | kind | stock `sdpa` | `adaattn` | failed by both | passed by `sdpa`, failed by `adaattn` | "
-        "passed by `adaattn` alone | calls |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+        "passed by `adaattn` alone | calls |", "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
     order = [*LISTED, "other"]
     for family in sorted(results, key=lambda name: (order.index(kind_of(name)), name)):
         stock, ours = (outcomes(results[family][name]) for name in ("sdpa", NAME))
@@ -84,15 +82,13 @@ def matrix(results: Results) -> list[str]:
     counted = Counter(group(t) for both in results.values() for t, o in outcomes(both["sdpa"]).items() if o == GOOD)
     columns = [name for name, _ in counted.most_common()]
     lines = [
-        "| family | " + " | ".join(str(n + 1) for n in range(len(columns))) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
+        "| family | " + " | ".join(str(n + 1) for n in range(len(columns))) + " |", "|---|" + "---|" * len(columns),
+    ]  # fmt: skip
     for family, both in sorted(results.items()):
         cells = []
         for column in columns:
-            passed = []
-            for name in ("sdpa", NAME):
-                passed.append(sum(o == GOOD and group(t) == column for t, o in outcomes(both[name]).items()))
+            tests = [[o for t, o in outcomes(both[name]).items() if group(t) == column] for name in ("sdpa", NAME)]
+            passed = [found.count(GOOD) for found in tests]
             cells.append(" " if not any(passed) else f"{passed[0]} {passed[1]}")
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     legend = [f"{n + 1}. `{name}`" for n, name in enumerate(columns)]
@@ -100,10 +96,7 @@ def matrix(results: Results) -> list[str]:
 
 
 def listed(results: Results, outcome_of_ours: tuple[str, ...], stock_sdpa: bool = True) -> list[str]:
-    """Returns the tests that stock passes and ours does not, with what ours said.
-
-    `stock_sdpa`: of families that sdpa serves, or of those whose stock column is eager's.
-    """
+    """Tests that stock passes and ours does not, of families that sdpa serves, or whose stock column is eager's."""
     lines = []
     for family, both in sorted(results.items()):
         if (family in WITHOUT_STOCK_SDPA) == stock_sdpa:
@@ -144,11 +137,7 @@ def versions_table(record: Path) -> list[str]:
 
 
 def with_versions(page: str, record: Path) -> str:
-    """Returns a page with another table of versions.
-
-    Raises:
-        ValueError: The page has none, or several.
-    """
+    """Returns a page with another table of versions, of which it must have one."""
     table = "\n".join(versions_table(record))
     head = re.escape(table.partition("\n")[0])
     renewed, count = re.subn(rf"^{head}\n(?:\|.*\n)*", lambda _: f"{table}\n", page, flags=re.MULTILINE)
@@ -163,31 +152,21 @@ def document(results: Results) -> str:
     }
     commits = sorted({str(b[i]["commit"]) for b in results.values() for i in b})
     stock_passed = sum(
-        outcome == GOOD
-        for family, both in results.items()
-        if family not in WITHOUT_STOCK_SDPA
+        outcome == GOOD for family, both in results.items() if family not in WITHOUT_STOCK_SDPA
         for outcome in outcomes(both["sdpa"]).values()
-    )
+    )  # fmt: skip
     failed, skipped = listed(results, ("failed", "error")), listed(results, ("skipped",))
     eager = listed(results, ("failed", "error", "skipped"), stock_sdpa=False)
     count = 0 if failed == ["None."] else len(failed)
     template = Template((HERE / "page.md").read_text(encoding="utf-8"))
     return template.substitute(
-        transformers=", ".join(sorted(versions["transformers"])),
-        torch=", ".join(sorted(versions["torch"])),
+        transformers=", ".join(sorted(versions["transformers"])), torch=", ".join(sorted(versions["torch"])),
         commit=", ".join(commits),
-        families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()),
-        passed=stock_passed,
-        failures=count,
-        beside=0 if eager == ["None."] else len(eager),
-        summary="\n".join(summary(results)),
-        failed="\n".join(failed),
-        skipped="\n".join(skipped),
-        eager="\n".join(eager),
-        alone="\n".join(alone(results)),
-        matrix="\n".join(matrix(results)),
-        versions="\n".join(versions_table(VERSIONS)),
-    )
+        families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()), passed=stock_passed,
+        failures=count, beside=0 if eager == ["None."] else len(eager), summary="\n".join(summary(results)),
+        failed="\n".join(failed), skipped="\n".join(skipped), eager="\n".join(eager), alone="\n".join(alone(results)),
+        matrix="\n".join(matrix(results)), versions="\n".join(versions_table(VERSIONS)),
+    )  # fmt: skip
 
 
 def alone(results: Results) -> list[str]:

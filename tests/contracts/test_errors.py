@@ -3,6 +3,7 @@
 The messages themselves are recorded in docs/errors.md.
 """
 
+import copy
 import os
 import re
 import tempfile
@@ -31,12 +32,12 @@ from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import by_name
-from adaattn_hf.calibration.calibrate import CalibrationSettings
-from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import Known
-from adaattn_hf.calibration.texts import text_of
+from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.eval.provenance import commit
-from adaattn_hf.patches.cache.layers import FullLayer
+from adaattn_hf.eval.texts import text_of
+from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.documents import with_documents
@@ -51,7 +52,7 @@ from ..support.calibration import calibrate
 from ..support.choices import make_choice
 from ..support.families import models
 from ..support.models import config_of, fresh_pair, tokens
-from ..support.plans import PROVEN, plan_for
+from ..support.plans import PROVEN, give, plan_for
 from ..support.source_tree import ROOT
 
 TABLE = ROOT / "docs" / "errors.md"
@@ -95,9 +96,23 @@ def run_with(**settings: Any) -> Any:
 def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) -> Any:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=2)).to_dict()
-    model.config.adaattn = {"plan": {**plan, **changes}}
+    adaattn_hf.load_plan(model, Plan.from_dict({**plan, **changes}))
     with block or nullcontext(), torch.no_grad():
         return model(input_ids=tokens())
+
+
+def with_plan_taken_out_by_hand() -> Any:
+    model = fresh_pair("llama").ours
+    give(model, make_choice("window", window=2))
+    model.config.adaattn = {}
+    return model(input_ids=tokens())
+
+
+def with_layer_of_planned_model() -> Any:
+    model, other = fresh_pair("llama").ours, fresh_pair("llama").ours
+    give(model, make_choice("window", window=2))
+    other.model.layers[0] = copy.deepcopy(model.model.layers[0])
+    return other(input_ids=tokens())
 
 
 def step(*mask: Any, **keywords: Any) -> Any:
@@ -124,10 +139,17 @@ def load_damaged() -> Any:
 
 @torch.no_grad()
 def numbers_for_codes() -> Any:
-    layer = FullLayer("int8")
+    layer = CachedLayer("int8")
     layer.update(ZEROS, ZEROS)
     layer.keys = ZEROS
-    return layer.update(ZEROS, ZEROS)
+
+
+@torch.no_grad()
+def keys_without_values() -> Any:
+    layer = CachedLayer("model")
+    layer.update(ZEROS, ZEROS)
+    layer.keys = ZEROS[:, :, ::2]
+    layer.update(ZEROS, ZEROS)
 
 
 def run_unrouted() -> Any:
@@ -160,7 +182,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("name a backend that does not exist", lambda: by_name("flash"),
          "backend | 'flash' | expected one of | sdpa"),
         ("force a backend on a call that it does not support", lambda: attend(backend="fa2"),
-         "'fa2' | got cpu tensors | runs on CUDA | attn_implementation=\"adaattn\""),
+         "'fa2' | got cpu tensors | run on CUDA devices | attn_implementation=\"adaattn\""),
         ("misspell an instruction set", lambda: under("ADAATTN_NATIVE_LEVEL", "avx256", lambda: load_library(ROOT)),
          "ADAATTN_NATIVE_LEVEL | 'avx256' | expected one of | Did you mean 'avx2'?"),
         ("set ADAATTN_COMMIT to something that is not a hash",
@@ -226,7 +248,7 @@ CASES: dict[str, tuple[Case, ...]] = {
          lambda: step(torch.ones(1, 1, 6, 6), cu_seq_lens_q=torch.tensor([0, 6]), read_index=[]),
          "attention_mask | got a mask | expected none | set max_blocks_per_request=0"),
         ("mix dtypes in one call",
-         lambda: AttentionRequest(ZEROS, *[ZEROS.bfloat16()] * 2, CallStructure(1, 6, 6), 1.0),
+         lambda: AttentionRequest(ZEROS, *[ZEROS.bfloat16()] * 2, CallStructure(1, 6, 6), 1.0).check(),
          "query, key, value | torch.bfloat16 | expected one dtype | key.to(query.dtype)"),
         ("pass learned sinks for another number of heads", lambda: attend(s_aux=torch.zeros(3)),
          "sink_logits | (3,) | expected one for each of the 2 query heads | slice"),
@@ -272,6 +294,8 @@ CASES: dict[str, tuple[Case, ...]] = {
          "cache | got 'int8' for DogeForCausalLM | expected a model that does not | cache=\"model\""),
         ("replace the keys of a quantised cache by a float tensor", numbers_for_codes,
          'cache | replaced by a Tensor | expected them left as they are | cache="model"'),
+        ("replace the keys of a cache, but not its values", keys_without_values,
+         "cache | replaced by [1, 2, 3, 4] beside values [1, 2, 6, 4] | expected the same | assign the layer's values"),
         ("load a damaged cache file", load_damaged,
          "path | its checksum is not that of its content | expected what was written | read the prompt again"),
         ("set --kv-bytes to 0", lambda: CalibrationSettings(kv_bytes=0.0),
@@ -302,6 +326,10 @@ CASES: dict[str, tuple[Case, ...]] = {
          "autocast | computes in bfloat16 | calibrated in float32 | leave autocast"),
         ("run a plan on trained or merged weights", lambda: with_plan(weight_hash="model:another"),
          "weights of the model | fine-tuned, merged | calibrated on | remove_plan(model)"),
+        ("take the plan of a model out of its configuration by hand", with_plan_taken_out_by_hand,
+         "config.adaattn['plan'] | got another one | expected that one | remove_plan(model)"),
+        ("run a copied layer of a planned model in another one", with_layer_of_planned_model,
+         "LlamaAttention of layer 0 | taken from a model | checked for that model alone | load_plan(model)"),
         ("run a plan on another number of key/value heads", lambda: planned(make_choice(precision="bf16"), heads=4),
          "plan of layer 0 | got keys with 4 | made for 2 key/value heads | calibrate the model"),
         ("train under a plan with int8",

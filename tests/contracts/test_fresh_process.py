@@ -15,7 +15,7 @@ LATE = (
     "adaattn_hf.backends.native.library", "torch._dynamo",
 )  # fmt: skip
 """What only commands, calibration, plans, plots, the first call on a processor or a tracer needs."""
-MOST = 37
+MOST = 41
 """Modules of ours that registering names may load."""
 
 GUARD = """

@@ -18,12 +18,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (f"{P}.plans",),
     # deciding
     (f"{P}.policy",),
-    # a model over text; Transformers
-    (f"{P}.calibration", f"{P}.patches"),
+    # Transformers
+    (f"{P}.patches",),
     # the face
     (P,),
-    # evidence
+    # a model over text: evidence
     (f"{P}.eval",),
+    # making and verifying plans
+    (f"{P}.calibration",),
     # the command line
     ("adaattn_cli", f"{P}.__main__"),
 )
@@ -154,21 +156,17 @@ PLANTED = {
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_rule_finds_a_planted_violation(rule: Rule, tmp_path: Path) -> None:
     clean = {
-        "adaattn_hf/__init__.py": "from .patches import register\n",
-        "adaattn_hf/attention/__init__.py": "",
-        "adaattn_hf/attention/structure.py": "import torch\n",
-        "adaattn_hf/plans/__init__.py": "",
+        "adaattn_hf/__init__.py": "from .patches import register\n", "adaattn_hf/attention/__init__.py": "",
+        "adaattn_hf/attention/structure.py": "import torch\n", "adaattn_hf/plans/__init__.py": "",
         "adaattn_hf/plans/plan.py": "from ..attention.structure import x\n",
-        "adaattn_hf/plans/store.py": "from .plan import x\n",
-        "adaattn_hf/stats/__init__.py": "",
-        "adaattn_hf/stats/entropy.py": "",
-        "adaattn_hf/backends/__init__.py": "",
+        "adaattn_hf/plans/store.py": "from .plan import x\n", "adaattn_hf/stats/__init__.py": "",
+        "adaattn_hf/stats/entropy.py": "", "adaattn_hf/backends/__init__.py": "",
         "adaattn_hf/backends/eager.py": "from ..attention.structure import x\n",
         "adaattn_hf/backends/sdpa.py": "from ..attention.structure import x\n",
         "patches/__init__.py": "from .registry import register\n",
         "patches/registry.py": "import transformers\nfrom adaattn_hf.backends import eager\n",
         "eval/bench/grid.py": "import adaattn_hf\n",
-    }
+    }  # fmt: skip
     for name, text in clean.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

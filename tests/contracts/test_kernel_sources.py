@@ -37,12 +37,7 @@ def bound(tree: ast.Module) -> set[str]:
 
 
 def absent(modules: Mapping[str, Path], own: Mapping[str, Path]) -> Iterator[str]:
-    """Names that a kernel's own modules import relatively, or ask of modules so imported, and that are not there.
-
-    Args:
-        modules: All modules of the kernel by their path in it.
-        own: Those among them that are written for it alone.
-    """
+    """Names that a kernel's `own` modules import relatively, or ask of modules so imported, and that are not there."""
     trees = {inside: ast.parse(path.read_text(encoding="utf-8")) for inside, path in modules.items()}
 
     def module_at(parts: list[str]) -> str | None:

@@ -14,7 +14,7 @@ OF_THE_STACK = frozenset({"_getframe", "currentframe", "f_back", "f_locals"})
 """How callers are looked at from within."""
 LOOKS_AT_CALLERS = {
     # a mask function is not handed what its model was called with, and no other way of Transformers leads to it
-    "patches/mask/told.py",
+    "patches/mask/packed_arguments.py",
     # a layer does not know the model that runs it
     "patches/plans/layers.py",
     # a warning names the user's line
@@ -49,14 +49,11 @@ def test_callers_are_looked_at_where_it_is_said_alone() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "index = module.layer_idx",
-        'index = getattr(module, "layer_idx", None)',
-        'kept = module.__dict__["_hf_hook"]',
-        'LEARNED = ("position_embeddings", "wpe")',
-        "frame = sys._getframe(1)",
-        "outer = frame.f_back",
+        "index = module.layer_idx", 'index = getattr(module, "layer_idx", None)',
+        'kept = module.__dict__["_hf_hook"]', 'LEARNED = ("position_embeddings", "wpe")',
+        "frame = sys._getframe(1)", "outer = frame.f_back",
     ],
-)
+)  # fmt: skip
 def test_a_planted_violation_is_found(line: str, tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(f"def f(module, frame):\n    {line}\n")

@@ -22,14 +22,12 @@ NETWORK = frozenset(
 """Packages that talk to others, or that fetch what they are given by name."""
 DOCUMENTED = {
     "adaattn_hf/plans/store.py": {
-        "huggingface_hub.HfApi",
-        "huggingface_hub.hf_hub_download",
-        "huggingface_hub.errors.EntryNotFoundError",
+        "huggingface_hub.HfApi", "huggingface_hub.hf_hub_download", "huggingface_hub.errors.EntryNotFoundError",
     },
     "eval/corpora.py": {"datasets"},
     "eval/lm_eval_model.py": {"lm_eval.api.registry.register_model", "lm_eval.models.huggingface.HFLM"},
     "eval/metric/adaattn_perplexity/adaattn_perplexity.py": {"datasets", "evaluate"},
-}
+}  # fmt: skip
 """The places of the table in docs/support.md, and all that they may name of those packages."""
 
 GUARD = """
@@ -63,22 +61,14 @@ model(**inputs, labels=inputs["input_ids"]).loss.backward()
 
 
 def behind_the_back(code: str, place: Path) -> list[str]:
-    """What a fresh program asked of the network, and the files that it left behind.
-
-    The Hub is not set to be offline, and home, caches and the current directory are empty ones.
-    """
+    """What a fresh program, to which the Hub is not offline, asked of the network, and the files that it left."""
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     kept = {name: value for name, value in os.environ.items() if name not in offline and name != "HF_HOME"}
     environment = {**kept, "HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", f"{GUARD}\n{textwrap.dedent(code)}\nprint(*asked, sep=chr(10))"],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [sys.executable, "-P", "-c", f"{GUARD}\n{textwrap.dedent(code)}\nprint(*asked, sep=chr(10))"], cwd=place,
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     files = (path for path in place.rglob("*") if path.is_file())
     return [*filter(None, done.stdout.splitlines()), *(f"wrote {path.relative_to(place)}" for path in files)]
@@ -87,9 +77,8 @@ def behind_the_back(code: str, place: Path) -> list[str]:
 def state_of(directory: Path) -> dict[str, tuple[int, int]]:
     return {
         str(path.relative_to(directory)): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in directory.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
+        for path in directory.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    }  # fmt: skip
 
 
 def test_loading_and_running_a_model_asks_nobody_and_writes_nothing(tmp_path: Path) -> None:
@@ -122,23 +111,17 @@ def named(source: str) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
-            "import_module",
-            "__import__",
-        ):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             names = [str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
-        for name in names:
-            harmless = name.startswith("urllib.parse")  # takes addresses apart
-            if name.partition(".")[0] in NETWORK and not harmless:
-                yield name
+        # urllib.parse takes addresses apart
+        yield from (n for n in names if n.partition(".")[0] in NETWORK and not n.startswith("urllib.parse"))
 
 
 def test_the_source_names_the_network_in_the_documented_places_alone() -> None:
     found = {
-        str(module.path.relative_to(ROOT)): names
-        for module in read_modules().values()
+        str(module.path.relative_to(ROOT)): names for module in read_modules().values()
         if (names := set(named(module.path.read_text(encoding="utf-8"))))
-    }
+    }  # fmt: skip
     assert found == DOCUMENTED
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     assert [place for place in DOCUMENTED if f"`{place}`" not in page] == []
@@ -149,13 +132,12 @@ def test_the_source_names_the_network_in_the_documented_places_alone() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        ("import socket", "socket"),
-        ("from urllib.request import urlopen", "urllib.request.urlopen"),
+        ("import socket", "socket"), ("from urllib.request import urlopen", "urllib.request.urlopen"),
         ("def f():\n    import requests as r", "requests"),
         ("importlib.import_module('huggingface_hub')", "huggingface_hub"),
         ("from huggingface_hub import snapshot_download", "huggingface_hub.snapshot_download"),
     ],
-)
+)  # fmt: skip
 def test_a_module_of_the_network_is_found(line: str, name: str) -> None:
     assert list(named(line)) == [name]
     assert list(named("from urllib.parse import urlsplit\nfrom .http import page\nimport json")) == []

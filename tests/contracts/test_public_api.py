@@ -1,5 +1,6 @@
 """What the face offers, name by name and argument by argument: a change is seen before a user sees it."""
 
+import contextlib
 import dataclasses
 import inspect
 import subprocess
@@ -17,10 +18,9 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
 
 def signature(function: Callable[..., Any]) -> str:
-    try:
+    with contextlib.suppress(ValueError):
         return str(inspect.signature(function))
-    except ValueError:
-        return "(...)"
+    return "(...)"
 
 
 def members(cls: type) -> Iterator[str]:

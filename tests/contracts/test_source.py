@@ -86,11 +86,17 @@ def undocumented(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {node.name} has no docstring"
 
 
-def speaks_of_the_workplace(source: str) -> Iterator[str]:
-    """Paths and names that mean something on one machine alone."""
-    for number, line in enumerate(source.splitlines(), 1):
-        if re.search(r"(?<![\w.])/(work|tmp|root|home)/|\bissue \d|\.\./shared/(?!assets)", line):
-            yield f"{number}: {line.strip()}"
+def lines_with(pattern: str) -> Callable[[str], Iterator[str]]:
+    """The check that finds lines with a pattern."""
+    return lambda source: (
+        f"{number}: {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if re.search(pattern, line)
+    )
+
+
+speaks_of_the_workplace = lines_with(r"(?<![\w.])/(work|tmp|root|home)/|\bissue \d|\.\./shared/(?!assets)")
+"""Paths and names that mean something on one machine alone."""
+manages_the_allocator = lines_with(r"\b(empty_cache|set_per_process_memory_fraction)\(")
+"""Calls that empty or limit torch's memory pool, which belongs to the user's program."""
 
 
 def dead_advice(source: str) -> Iterator[str]:
@@ -106,18 +112,8 @@ def dead_advice(source: str) -> Iterator[str]:
 
 def own_suggestions(source: str) -> Iterator[str]:
     """Nearest names and warnings anywhere but in `errors`, which knows one sentence and the user's line."""
-    if "def unknown(" in source:
-        return
-    for number, line in enumerate(source.splitlines(), 1):
-        if "get_close_matches" in line or "warnings.warn(" in line:
-            yield f"{number}: {line.strip()}"
-
-
-def manages_the_allocator(source: str) -> Iterator[str]:
-    """Calls that empty or limit torch's memory pool, which belongs to the user's program."""
-    for number, line in enumerate(source.splitlines(), 1):
-        if re.search(r"\b(empty_cache|set_per_process_memory_fraction)\(", line):
-            yield f"{number}: {line.strip()}"
+    if "def unknown(" not in source:
+        yield from lines_with(r"get_close_matches|warnings\.warn\(")(source)
 
 
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
@@ -172,13 +168,11 @@ PLANTED = {
     "allocator": ["torch.cuda.empty_cache()\n", "torch.cuda.set_per_process_memory_fraction(0.7)\n"],
     "device": ["table = torch.tensor(rows, dtype=torch.int64)\n"],
     "dtype": [
-        "table = torch.zeros(3, device=d)\n",
-        "rows = torch.tensor(rows, device=d)\n",
-        "sign = torch.where(x > 0, 1.0, -1.0)\n",
-        "steps = torch.arange(0, 1, 0.1, device=d)\n",
+        "table = torch.zeros(3, device=d)\n", "rows = torch.tensor(rows, device=d)\n",
+        "sign = torch.where(x > 0, 1.0, -1.0)\n", "steps = torch.arange(0, 1, 0.1, device=d)\n",
     ],
     "advice": ["raise ValueError('call adaattn_hf.repair(model)')\n", "# written by `adaattn mend`\n"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", list(CHECKS))

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import ONE_QUERY, OPTIONS
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import base, select
+from adaattn_hf.backends import select
 
 from ..contracts.test_source import undocumented
 from ..support.pages import blocks
@@ -42,14 +43,12 @@ def test_a_quantised_cache_is_refused_by_name(dense: Any) -> None:
     request = AttentionRequest(query, codes, codes, structure, scaling=1.0, stored=stored)
     with pytest.raises(select.BackendRefusal, match="dense calls have no keys and values stored as codes"):
         select.attend(request, dense.name)
-    with pytest.raises(select.BackendRefusal, match="dense calls have no keys and values stored as codes"):
-        select.launch_for(query, codes, codes, structure, dense.name, stored)
     assert select.attend(request).out.shape == (1, 6, 4, 8)
 
 
 def test_an_option_of_later_days_is_refused(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 2, 1, 4)
-    spec = CallSpec.of(AttentionRequest(x, x, x, CallStructure(1, 1, 1), scaling=1.0))
+    spec = AttentionRequest(x, x, x, CallStructure(1, 1, 1), scaling=1.0).checked_kind()
     assert dense.refusals(spec) == ()
-    monkeypatch.setitem(base.OPTIONS, "decode", "planted option")
+    monkeypatch.setitem(OPTIONS, ONE_QUERY, "planted option")
     assert dense.refusals(spec) == ("dense calls have no planted option",)

@@ -109,13 +109,9 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
         .replace("hooks: [docs/_hooks.py]", f"hooks: [{ROOT / 'docs' / '_hooks.py'}]")
     )
     done = subprocess.run(
-        [*python, "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [*python, "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")], env=environment,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     pages = sorted((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 40

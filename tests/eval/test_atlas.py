@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
-from typer.testing import Result
 
 from adaattn_hf.errors import DataUnavailable
 from adaattn_hf.eval import corpora, pages
@@ -21,16 +21,14 @@ from ..support.plans import plan_for
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 
-def profile(*words: object, **expected: Any) -> Result:
-    return adaattn("profile", *words, **expected)
+profile = partial(adaattn, "profile")
 
 
 @pytest.fixture(scope="module")
 def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile")
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="adaattn")
-    plan = plan_for(model, make_choice("window", 4))
-    (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    (out / "plan.json").write_text(plan_for(model, make_choice("window", 4)).to_json(), encoding="utf-8")
     words = ("--data", texts / "plain.txt", "--output-dir", out, "--map", "1.3")
     result = profile(llama, *words, "--against", out / "plan.json", "--json", says="decode")
     assert json.loads(result.stdout) == json.loads((out / "profile.json").read_text(encoding="utf-8"))
@@ -85,9 +83,7 @@ def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     assert 'data-theme="' in moved
 
 
-def test_the_packages_text_is_for_the_packages_model_alone(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_packages_text_is_for_its_model_alone(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the name of somebody's directory."""
     asked: list[str] = []
 
@@ -96,27 +92,21 @@ def test_the_packages_text_is_for_the_packages_model_alone(
         raise DataUnavailable("data: none here")
 
     monkeypatch.setattr(corpora, "load", absent)
-    mine = shutil.copytree(llama, tmp_path / "model-of-mine")
-    profile(mine, code=3)
+    profile(shutil.copytree(llama, tmp_path / "model-of-mine"), code=3)
     assert asked == ["wikitext"]
     own = profile("--length", 16, "--sequences", 1, "--decode", 0, "--json")
-    assert len(asked) == 1
-    assert json.loads(own.stdout)["text"] == "the package's held-out pages"
+    assert (len(asked), json.loads(own.stdout)["text"]) == (1, "the package's held-out pages")
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("--map", "1"), 2, "layer.head"),
-        (("--map", "9.0"), 2, "layer.head of this model"),
-        (("--against", "nowhere"), 2, "no map"),
-        (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
-        (("--length", "65"), 2, "at most the 64"),
-        (("--plan", "nowhere"), 4, "does not exist"),
-        (("--threads", "0"), 2, "threads"),
-        (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
+        (("--map", "1"), 2, "layer.head"), (("--map", "9.0"), 2, "layer.head of this model"),
+        (("--against", "nowhere"), 2, "no map"), (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
+        (("--length", "65"), 2, "at most the 64"), (("--plan", "nowhere"), 4, "does not exist"),
+        (("--threads", "0"), 2, "threads"), (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
     ],
-)
+)  # fmt: skip
 def test_wrong_words_are_refused(llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str) -> None:
     profile(llama, "--data", texts / "plain.txt", *words, code=code, says=says)
 

@@ -19,7 +19,6 @@ from adaattn_cli import bench as bench_module
 from adaattn_cli.commands import Bench
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval.bench import measure as measuring
 from adaattn_hf.eval.bench import ways as ways_module
 from adaattn_hf.eval.bench.grid import read_grid
 from adaattn_hf.eval.bench.measure import measure
@@ -27,6 +26,7 @@ from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.ways import KERNELS, ways
 from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.timing import peak_bytes, spread
+from adaattn_hf.stats import stopwatch
 from adaattn_hf.stats.stopwatch import Elapsed
 
 from ..support.command import adaattn
@@ -421,7 +421,7 @@ def test_samples_alternate_and_those_of_what_is_no_rival_are_few(monkeypatch: py
         order.append((name, repeats))
         return None, Elapsed(seconds[name], seconds[name])
 
-    monkeypatch.setattr(measuring, "timed", timed)
+    monkeypatch.setattr(stopwatch, "timed", timed)
     times = measure({name: name for name in seconds}, 3, CPU)  # type: ignore[misc]
     assert {name: len(clocks["wall"]) for name, clocks in times.items()} == {"ours": 3, "near": 3, "far": 2}
     ours, near, far = ("ours", 10), ("near", 1), ("far", 1)

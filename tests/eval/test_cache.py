@@ -30,18 +30,11 @@ def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(loaded: checkpoi
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"cache": "int4"}, "cache: got 'int4'"),
-        ({"cache": "int8", "padding": "left"}, "expected --padding none"),
+        ({"cache": "int4"}, "cache: got 'int4'"), ({"cache": "int8", "padding": "left"}, "expected --padding none"),
         ({"cache": "int8", "cache_piece": 0}, "cache_piece: got 0"),
         ({"cache": "int8", "attn_implementation": "eager"}, "cannot read codes"),
     ],
-)
-def test_what_cannot_be_measured_over_a_cache_is_said(
-    loaded: checkpoint.Checkpoint, given: dict[str, Any], words: str
-) -> None:
-
-    def measured() -> None:
-        runner.evaluate(loaded, OWN_PAGES, Settings(**given))
-
+)  # fmt: skip
+def test_what_no_cache_can_measure_is_said(loaded: checkpoint.Checkpoint, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        measured()
+        runner.evaluate(loaded, OWN_PAGES, Settings(**given))

@@ -38,8 +38,7 @@ def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp
     pages, lastword = report_of(tmp_path, "wikitext"), report_of(tmp_path, "lambada")
     assert [a["implementation"] for a in pages["quality"]["arms"]] == ["sdpa", "adaattn", "eager"]
     assert abs(pages["quality"]["comparisons"][0]["perplexity_ratio"]["value"] - 1) < 1e-5
-    assert pages["activation"][1]["rate"] == 0.0
-    assert lastword["quality"]["arms"][0]["items"] == 6
+    assert (pages["activation"][1]["rate"], lastword["quality"]["arms"][0]["items"]) == (0.0, 6)
     page = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## tiny-llama on wikitext (3 documents), float32" in page
     assert "## tiny-llama on lambada (6 documents), float32" in page
@@ -66,19 +65,19 @@ def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -
     assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
     evaluate(llama, *data, "--max-delta-nll", -1.0, "--output-dir", tmp_path / "b", code=1, says="max_delta_nll -1")
     assert "above it" in (tmp_path / "b" / "report.md").read_text(encoding="utf-8")
+    (tmp_path / "short.txt").write_text("the lamp", encoding="utf-8")
+    one_window = ("--data", tmp_path / "short.txt", "--max-delta-nll", 1.0, "--output-dir", tmp_path / "c")
+    evaluate(llama, *one_window, code=1, says="no interval")
 
 
 def test_json_holds_the_reports_of_this_run_alone(llama: Path, texts: Path, tmp_path: Path) -> None:
-    """And not those that lie in the directory since earlier."""
     output = ("--limit-tokens", 40, "--output-dir", tmp_path, "--json")
     evaluate(llama, "--data", texts / "plain.txt", *output)
     other = evaluate(llama, "--data", f"wikitext:{texts / 'pages.txt'}", *output)
     assert json.loads(other.stdout) == report_of(tmp_path, "wikitext")
 
 
-def test_a_default_place_that_cannot_be_written_is_told_before_weights_are_read(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_place_is_told_first(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").touch()
     monkeypatch.delattr(tf.AutoModelForCausalLM, "from_pretrained")
@@ -86,16 +85,7 @@ def test_a_default_place_that_cannot_be_written_is_told_before_weights_are_read(
         evaluate(*words, code=2, says=("output_dir: results/eval/", "give a directory that can be written"))
 
 
-def test_one_window_proves_no_bound(llama: Path, tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("the lamp", encoding="utf-8")
-    bound = ("--max-delta-nll", 1.0)
-    evaluate(llama, "--data", path, *bound, "--output-dir", tmp_path / "out", code=1, says="no interval")
-
-
-def test_an_interrupted_command_says_how_to_go_on_and_does(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_can_go_on(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output-dir", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "forward", failing(scoring.forward, 9, KeyboardInterrupt()))
@@ -140,9 +130,7 @@ def test_wrong_arguments(
     assert not list(tmp_path.rglob("report.json"))
 
 
-def test_reports_stay_in_the_output_directory(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_stay_in_their_place(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a directory named after its text, whatever way the text is named."""
     shutil.copytree(texts, tmp_path / "texts")
     (tmp_path / "texts" / "below").mkdir()
@@ -156,24 +144,17 @@ def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> 
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path / "out")
     evaluate(tmp_path / "nothing", *data, code=4, says="cannot load")
     evaluate(tmp_path / "nothing", "--data", "nowhere.txt", code=4, says="there is no such directory")
-    config = tf.AutoConfig.from_pretrained(llama)
-    tf.AutoModel.from_config(config).save_pretrained(tmp_path / "headless")
+    tf.AutoModel.from_config(tf.AutoConfig.from_pretrained(llama)).save_pretrained(tmp_path / "headless")
     tf.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "headless")
     evaluate(tmp_path / "headless", *data, code=4, says="language-model head")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.Q4.gguf").touch()
     evaluate(tmp_path / "folder", *data, code=4, says="--gguf-file model.Q4.gguf")
     evaluate(tmp_path / "headless", *data, "--objective", "causal", code=4, says="would be random")
-
-
-def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
-    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path)
     adaattn("eval", llama, *data, "--attn-implementation", "adaattn_fa2", "--device", "cpu", code=4, says="flash-attn")
 
 
-def test_rolling_windows_need_a_prefix_token(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rolling_needs_a_prefix(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before the weights are read."""
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     tokenizer.bos_token = tokenizer.eos_token = None
@@ -187,21 +168,17 @@ def test_rolling_windows_need_a_prefix_token(
 
 
 def test_help_states_the_exit_codes() -> None:
-    result = adaattn("eval", "--help")
-    shown = " ".join(result.output.split())
+    shown = " ".join(adaattn("eval", "--help").output.split())
     for code in {0, 1, 130, *(one.exit_code for one in EvalError.__subclasses__())}:
         assert f"{code} " in shown
     assert "data unavailable" in shown
-
-
-def test_an_unknown_command_names_the_nearest() -> None:
     adaattn("evl", code=2, says="eval")
 
 
 def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     result = adaattn("explain", tmp_path, "--device", "cpu", "--verbose", says="prefill")
-    assert "flash-attn is not installed" in result.output or "flash-attn runs on CUDA" in result.output
+    assert "flash-attn is not installed" in result.output or "flash-attn's kernels run on CUDA" in result.output
 
 
 @pytest.mark.parametrize(
@@ -218,9 +195,7 @@ def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, say
 
 
 @pytest.mark.parametrize("command", ["eval", "explain", "profile"])
-def test_a_misspelt_directory_is_answered_with_the_one_beside_it(
-    command: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_directory_names_the_right_one(command: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(llama.parent)
     adaattn(command, f"{llama.name}a", code=4, says=f"no directory {llama.name}a; did you mean {llama.name}?")
     assert not Path("results").exists(), "a failed command leaves nothing"
@@ -234,9 +209,6 @@ def test_programs_hear_of_unknown_words_as_well() -> None:
         Settings(padding="top")
     with pytest.raises(UsageError, match="dtype: got 'fp8'"):
         resolve_dtype("fp8")
-
-
-def test_an_unknown_name_without_a_near_one_lists_all() -> None:
     assert unknown("x", "zzz", ["b", "a"]) == "x: got 'zzz', expected one of a, b."
 
 
@@ -246,20 +218,14 @@ def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, 
         pytest.skip("runs from a checkout alone")
     data = ["--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", "1", "--output-dir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, str(script), str(llama), *data, "--quiet"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
+        [sys.executable, str(script), str(llama), *data, "--quiet"], capture_output=True, text=True, timeout=120,
+        check=False, cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path, "wikitext")["data"]["documents"] == 1
 
 
-def test_a_polite_kill_ends_like_an_interruption(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_polite_kill_interrupts(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = failing(scoring.forward, 6, lambda: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(scoring, "forward", killed)
     before = signal.getsignal(signal.SIGTERM)
@@ -280,9 +246,7 @@ def test_a_masked_model_says_last_words(bert: Path, texts: Path, tmp_path: Path)
     evaluate(bert, *words, code=2, says="disjoint")
 
 
-def test_a_full_disk_is_a_sentence_and_keeps_finished_batches(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_no_batch(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (llama, "--data", texts, "--output-dir", tmp_path / "out", "--context", 16)
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")

@@ -10,7 +10,7 @@ import pytest
 import transformers as tf
 
 from adaattn_hf.errors import DataUnavailable, UsageError
-from adaattn_hf.eval import corpora, lambada, wikitext
+from adaattn_hf.eval import corpora, wikitext, windows
 
 from .conftest import PAGES, PASSAGES
 
@@ -115,15 +115,12 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
 @pytest.mark.parametrize(
     ("content", "spec", "says"),
     [
-        (None, "{path}", "no file or directory here"),
-        (None, "wikitext:{path}", "does not exist"),
-        (None, "lambada:{path}", "does not exist"),
-        ("", "{path}", "no text"),
-        ("\n", "wikitext:{path}", "no text"),
-        ("word\n", "lambada:{path}", "at least two words"),
+        (None, "{path}", "no file or directory here"), (None, "wikitext:{path}", "does not exist"),
+        (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
+        ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
         (b"caf\xe9", "{path}", "as UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
     path = tmp_path / "text.txt"
     if content is not None:
@@ -150,7 +147,7 @@ def test_rows_of_wikitext_without_a_page(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_texts(tmp_path: Path) -> None:
-    with pytest.raises(DataUnavailable, match="without a readable file"):
+    with pytest.raises(DataUnavailable, match="holds no text, expected files named"):
         corpora.load(str(tmp_path))
 
 
@@ -167,22 +164,22 @@ def test_a_corpus_is_known_by_its_text() -> None:
     [("a b c", ("a b", " c")), ("one two", ("one", " two")), ("double  space", ("double ", " space"))],
 )
 def test_the_last_word(passage: str, parts: tuple[str, str]) -> None:
-    assert lambada.split_passage(passage) == parts
+    assert windows.split_passage(passage) == parts
 
 
 @pytest.mark.parametrize("passage", ["one two", " two", "double  space"])
 def test_the_last_word_is_the_end_of_the_whole(llama: Path, passage: str) -> None:
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
-    window = lambada.causal_window(tokenizer, passage, 40, 0, prefix=0)
+    window = windows.causal_window(tokenizer, passage, 40, 0, prefix=0)
     whole = tokenizer.encode(passage, add_special_tokens=False)
     assert [*window.input_ids, window.targets[-1]][-len(whole) :] == whole
-    assert tokenizer.decode(window.targets).strip() == lambada.split_passage(passage)[1].strip()
+    assert tokenizer.decode(window.targets).strip() == windows.split_passage(passage)[1].strip()
 
 
 def test_a_passage_without_a_prompt_needs_a_prefix(llama: Path) -> None:
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     with pytest.raises(UsageError, match="prefix token"):
-        lambada.causal_window(tokenizer, " two", 40, 3)
+        windows.causal_window(tokenizer, " two", 40, 3)
 
 
 def test_a_pipe_is_refused_by_what_it_is(tmp_path: Path) -> None:

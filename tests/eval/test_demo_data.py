@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,25 +13,9 @@ NAMES = tuple(demo.DEMO_MODELS)
 DATA = Path(demo.__file__).parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_network() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("socket.socket.connect", _refuse)
-        yield
-
-
-def _refuse(*arguments: object) -> None:
-    raise AssertionError("the demo reached for the network")
-
-
-def load(name: str) -> Any:
-    loader = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
-    return loader.from_pretrained(demo.demo_model_path(name))
-
-
-def record(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((demo.demo_model_path(name) / "training.json").read_text())
-    return loaded
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the demo reached for the network"))
 
 
 def test_everything_together_is_at_most_8_mb() -> None:
@@ -44,14 +27,15 @@ def test_everything_together_is_at_most_8_mb() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_model_loads_in_fp32_and_is_what_its_record_says(name: str) -> None:
-    model, facts = load(name), record(name)
+    place, loader = demo.demo_model_path(name), AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    model, facts = loader.from_pretrained(place), json.loads((place / "training.json").read_text())
     assert model.dtype == torch.float32
     assert model.config.model_type == name
     assert model.config.max_position_embeddings >= 512
     assert model.num_parameters() == facts["parameters"]
     assert model.config.num_attention_heads >= 4
     assert name != "llama" or 1 < model.config.num_key_value_heads < model.config.num_attention_heads
-    assert f"{facts['figures']['nll']['heldout']:.3f}" in (demo.demo_model_path(name) / "README.md").read_text()
+    assert f"{facts['figures']['nll']['heldout']:.3f}" in (place / "README.md").read_text()
 
 
 def test_held_out_documents_were_not_trained_on() -> None:

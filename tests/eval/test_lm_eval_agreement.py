@@ -30,14 +30,10 @@ def their_task(name: str, field: str, texts: tuple[str, ...], directory: Path) -
     path = directory / f"{name}.jsonl"
     path.write_text("".join(json.dumps({field: t}) + "\n" for t in texts), encoding="utf-8")
     task = {
-        "include": str(FILES[name]),
-        "task": name,
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(directory)},
-        "training_split": None,
+        "include": str(FILES[name]), "task": name, "dataset_path": "json", "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(directory)}, "training_split": None,
         "validation_split": None,
-    }
+    }  # fmt: skip
     (directory / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     return TaskManager(include_path=str(directory), include_defaults=False)
 
@@ -78,15 +74,11 @@ def test_lambada(request: pytest.FixtureRequest, tmp_path: Path, kind: str, leng
     assert found["accuracy"] == expected["acc"]
 
 
-def test_our_model_is_known_to_their_registry_and_agrees(llama: Path, tmp_path: Path) -> None:
+def test_our_model_is_known_to_their_registry_agrees_and_runs_our_attention(llama: Path, tmp_path: Path) -> None:
     manager = their_task("wikitext", "page", PAGES, tmp_path)
     arguments = f"pretrained={llama},dtype=float32"
     found = theirs(lm_eval_model.NAME, "wikitext", manager, model_args=arguments, device="cpu", batch_size=1)
-    expected = ours(llama, OWN_PAGES)
-    assert found["word_perplexity"] == pytest.approx(expected["word_perplexity"], rel=1e-6)
-
-
-def test_our_model_runs_our_attention(llama: Path) -> None:
+    assert found["word_perplexity"] == pytest.approx(ours(llama, OWN_PAGES)["word_perplexity"], rel=1e-6)
     fresh = lm_eval_model.AdaAttnLM(pretrained=str(llama), device="cpu", dtype="float32")
     assert fresh.model.config._attn_implementation == "adaattn"
     loaded = checkpoint.load(llama, device="cpu")

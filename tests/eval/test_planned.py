@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from adaattn_hf import config
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import report, runner, tasks
 from adaattn_hf.eval.settings import Settings
@@ -41,8 +40,8 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
 
 @pytest.fixture
 def planned(llama: Path) -> checkpoint.Checkpoint:
-    loaded = checkpoint.load(llama, device="cpu")
-    attach.attach(loaded.model, plan_of(loaded))
+    loaded = checkpoint.load(llama, device="cpu", implementation="adaattn")
+    attach.load_plan(loaded.model, plan_of(loaded))
     return loaded
 
 
@@ -97,10 +96,10 @@ def test_streaming_heads_are_measured_over_their_cache(loaded: checkpoint.Checkp
 def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="streaming: got no cache"):
         Settings(streaming=True)
-    loaded = checkpoint.load(llama, device="cpu")
+    loaded = checkpoint.load(llama, device="cpu", implementation="adaattn")
     with pytest.raises(UsageError, match="without a plan"):
         runner.evaluate(loaded, OWN_PAGES, Settings(cache="int8", streaming=True))
-    attach.attach(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))
+    attach.load_plan(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))
     with pytest.raises(UsageError, match="windows of 64 tokens and a plan that speaks for 32"):
         runner.evaluate(loaded, OWN_PAGES, Settings(cache="int8", streaming=True))
 
@@ -189,20 +188,21 @@ def test_a_program_is_not_started_with_a_plan_that_is_none(tmp_path: Path) -> No
     assert done.stdout == ""
 
 
-def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_loaded_under_the_command_is_bound_and_can_be_unbound(llama: Path, tmp_path: Path) -> None:
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
-    monkeypatch.setattr(transformers.LlamaConfig, "adaattn", None, raising=False)
-    monkeypatch.setitem(config.GIVEN, "llama", {})  # so that what is given is taken away behind the test
-    everywhere.give(plan)
-    one, other = (checkpoint.load(llama, device="cpu", implementation="adaattn").model for _ in range(2))
+    end = everywhere.bind_when_loaded(Plan.from_pretrained(plan))
+    try:
+        one, other = (checkpoint.load(llama, device="cpu", implementation="adaattn").model for _ in range(2))
+        stock = checkpoint.load(llama, device="cpu", implementation="sdpa").model
+    finally:
+        end()
     attach.remove_plan(one)
     with torch.no_grad():
         exact, planned = (model(torch.arange(60)[None]).logits for model in (one, other))
     assert not torch.equal(exact, planned)
-    assert attach.plan_of(one) is None
+    assert attach.plan_of(one) is attach.plan_of(stock) is None
     assert attach.plan_of(other) == Plan.from_pretrained(plan)
+    assert attach.plan_of(checkpoint.load(llama, device="cpu", implementation="adaattn").model) is None
 
 
 def test_no_room_for_a_batch_is_a_sentence(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Interruptions: at every stage nothing that was finished is lost, and the numbers are those of one run, bit by bit."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,7 @@ class Stop:
     """Interrupts the forward passes at the n-th call, as Ctrl-C would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-        self.calls = 0
-        self.after = after
+        self.calls, self.after = 0, after
         self._forward: Callable[..., torch.Tensor] = scoring.forward
         monkeypatch.setattr(scoring, "forward", self)
 
@@ -46,17 +47,12 @@ class Stop:
         return self._forward(*args, **options)
 
 
-def forwards(loaded: checkpoint.Checkpoint) -> int:
-    """Forward passes of a whole run: one per arm for memory, then one per arm and batch."""
-    batches = len(runner.measure(loaded, corpus(), SETTINGS).records)
-    return 2 + 2 * batches
-
-
 def test_an_interruption_at_any_forward_pass_loses_nothing(
     loaded: checkpoint.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(loaded, None)
-    count = forwards(loaded)
+    # one per arm for memory, then one per arm and batch
+    count = 2 + 2 * len(runner.measure(loaded, corpus(), SETTINGS).records)
     assert count > 12
     for after in range(1, count + 1):
         output = tmp_path / str(after)
@@ -115,39 +111,29 @@ def test_a_journal_is_not_overwritten_unasked(loaded: checkpoint.Checkpoint, tmp
     ("change", "names"),
     [
         (
-            {"settings": Settings(attn_implementation="adaattn", batch_size=2, context=16)},
-            "settings.attn_implementation: there 'eager', now 'adaattn'",
+            {"settings": replace(SETTINGS, attn_implementation="adaattn")},
+            "settings.attn_implementation: there 'eager', n",
         ),
-        (
-            {"settings": Settings(attn_implementation="eager", batch_size=3, context=16)},
-            "settings.batch_size: there 2, now 3",
-        ),
-        ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"),
-        ({"weights": True}, "weights: there"),
+        ({"settings": replace(SETTINGS, batch_size=3)}, "settings.batch_size: there 2, now 3"),
+        ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"), ({"weights": True}, "weights: there"),
     ],
-)
-def test_another_run_s_journal_is_refused_with_the_reason(
-    llama: Path, tmp_path: Path, change: dict[str, Any], names: str
-) -> None:
+)  # fmt: skip
+def test_another_runs_journal_is_refused(llama: Path, tmp_path: Path, change: dict[str, Any], names: str) -> None:
     mine = checkpoint.load(llama, device="cpu")
     run(mine, tmp_path)
     before = (tmp_path / journal.NAME).read_bytes()
     if change.get("weights"):
         with torch.no_grad():
             mine.model.model.norm.weight[0] += 1e-3
-    with pytest.raises(JournalMismatch) as refusal:
-        runner.evaluate(
-            mine, change.get("corpus", corpus()), change.get("settings", SETTINGS), output=tmp_path, resume=True
-        )
-    assert names in str(refusal.value)
+    asked = change.get("corpus", corpus()), change.get("settings", SETTINGS)
+    with pytest.raises(JournalMismatch, match=re.escape(names)):
+        runner.evaluate(mine, *asked, output=tmp_path, resume=True)
     assert (tmp_path / journal.NAME).read_bytes() == before
 
 
 def test_two_writers_do_not_share_a_journal(tmp_path: Path) -> None:
-    with (
-        journal.Journal(tmp_path, {"a": 1}, resume=False),
-        pytest.raises(JournalMismatch, match="is being written by another process"),
-    ):
+    another = pytest.raises(JournalMismatch, match="is being written by another process")
+    with journal.Journal(tmp_path, {"a": 1}, resume=False), another:
         journal.Journal(tmp_path, {"a": 1}, resume=True)
     with journal.Journal(tmp_path, {"a": 1}, resume=True) as again:
         assert not again.records

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import corpora, runner, scoring, tasks
+from adaattn_hf.eval.objectives import special_tokens
 from adaattn_hf.eval.perplexity import totals
 from adaattn_hf.eval.settings import PADDINGS, Settings
-from adaattn_hf.eval.windows import Window
+from adaattn_hf.eval.windows import TokenWindow
 from adaattn_hf.patches import checkpoint
 
 from .conftest import OWN_PAGES, OWN_PASSAGES
 
 
-def window_of(length: int, positions: list[int], targets: list[int]) -> Window:
-    return Window(0, np.zeros(length, np.int64), np.array(positions), np.array(targets))
+def window_of(length: int, positions: list[int], targets: list[int]) -> TokenWindow:
+    return TokenWindow(0, np.zeros(length, np.int64), np.array(positions), np.array(targets))
 
 
 def test_scores_are_their_definitions() -> None:
@@ -102,11 +103,9 @@ def test_an_arm_against_itself_differs_by_exactly_nothing(
     request: pytest.FixtureRequest, kind: str, implementation: str
 ) -> None:
     settings = {
-        "attn_implementation": implementation,
-        "baseline": implementation,
-        "batch_size": 3,
+        "attn_implementation": implementation, "baseline": implementation, "batch_size": 3,
         "mask_fraction": 0.1,
-    }
+    }  # fmt: skip
     result = measured(request.getfixturevalue(kind), OWN_PAGES, **settings)
     compared = result.report["quality"]["comparisons"][0]
     assert compared["delta_nll"]["mean"] == 0.0
@@ -119,7 +118,7 @@ def test_a_worse_arm_shows(loaded: checkpoint.Checkpoint) -> None:
     """The meta-test of the one above: with one weight changed in one arm, every figure moves."""
     models = checkpoint.arms(loaded, ["sdpa", "sdpa"])
     models[1].model.layers[0].self_attn.v_proj = torch.nn.Linear(32, 16, bias=False)
-    windows = [Window(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
+    windows = [TokenWindow(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
     inputs = scoring.collate(windows, torch.device("cpu"))
     scores = scoring.score([scoring.forward(m, inputs) for m in models], windows, inputs.offsets)
     assert (scores.nll[0] != scores.nll[1]).all()
@@ -169,7 +168,7 @@ def test_totals_are_their_definitions() -> None:
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_special_tokens_are_asked_for_or_left_out(bert: Path, add_bos: bool) -> None:
     loaded = checkpoint.load(bert, device="cpu")
-    assert loaded.special_tokens() == ([2], [3])
+    assert special_tokens(loaded.tokenizer) == ([2], [3])
     corpus = corpora.text_corpus(["the lamp and the keeper"], "here", "x")
     causal = checkpoint.Checkpoint("x", loaded.model, loaded.tokenizer, "causal")
     task = tasks.build(causal, corpus, Settings(windows="strided", add_bos=add_bos))

@@ -26,13 +26,10 @@ def test_detokenize_and_counts_are_lm_evaluation_harness_s(page: str) -> None:
 
 
 def test_pages_are_articles() -> None:
-    text = " \n" + "".join(PAGES)
-    pages = list(wikitext.split_pages(text))
+    pages = list(wikitext.split_pages(" \n" + "".join(PAGES)))
     assert [page.split("\n")[0] for page in pages] == [" = The lighthouse = ", " = A river = ", " = Bread = "]
     assert "".join(pages).replace("\n", "") == "".join(PAGES).replace("\n", "")
-
-
-def test_text_before_the_first_title_is_a_page() -> None:
+    # and text before the first title
     assert list(wikitext.split_pages("a preface \n = Title = \n text")) == ["a preface ", " = Title = \n text"]
 
 

@@ -10,7 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import windows
-from adaattn_hf.eval.windows import Window
+from adaattn_hf.eval.windows import TokenWindow
 
 LENGTHS = st.integers(0, 70)
 CONTEXTS = st.integers(2, 20)
@@ -22,11 +22,11 @@ def tokens_of(length: int) -> list[int]:
     return list(range(100, 100 + length))
 
 
-def scored(made: Iterable[Window]) -> list[int]:
+def scored(made: Iterable[TokenWindow]) -> list[int]:
     return [int(t) for w in made for t in w.targets]
 
 
-def assert_predicts_next(window: Window) -> None:
+def assert_predicts_next(window: TokenWindow) -> None:
     for position, target in zip(window.positions, window.targets, strict=True):
         if position + 1 < len(window.input_ids):
             assert window.input_ids[position + 1] == target

@@ -36,19 +36,14 @@ def test_generate_says_the_same_as_stock(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_perplexity_prints_both_arms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "perplexity.py", "--tokens", "1200")
-    lines = capsys.readouterr().out.splitlines()
-    stock, tested = (
-        float(line.split()[-1])
-        for line in lines
-        if line.strip().startswith(("sdpa: perplexity", "adaattn: perplexity"))
-    )
+    lines = (line.strip() for line in capsys.readouterr().out.splitlines())
+    shown = [line for line in lines if line.startswith(("sdpa: perplexity", "adaattn: perplexity"))]
+    stock, tested = (float(line.split()[-1]) for line in shown)
     assert 5 < stock < 100
     assert tested == pytest.approx(stock, rel=1e-4)
 
 
-def test_perplexity_reads_a_users_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("The Congress met. The President spoke to the Congress. " * 8)
     run(monkeypatch, "perplexity.py", str(ROOT / "eval" / "demo" / "model-llama"), str(text), "--tokens", "64")
@@ -134,9 +129,7 @@ def test_a_long_document_is_summarised_under_a_plan(
     assert change != 0.0
 
 
-def test_a_summary_by_another_model_asks_for_its_plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_asks_for_its_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, "summarise_long.py", "owner/model")
     assert "--plan is absent, expected the plan of MODEL" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.call.batching import attend_requests
-from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice, Window
 
 from ..model.test_batching import together
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None
     if planned:
         # sliding layers count from the first key that they still hold, so that pieces of a prompt lie within the plan
         lengths = (200 if window is None else 400,)
-        attach(found, plan_for(found, Choice.of(Window(24, sinks=4)), lengths=lengths), unverified=True)
+        load_plan(found, plan_for(found, Choice.of(Window(24, sinks=4)), lengths=lengths), unverified=True)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
     with adaattn_hf.continuous_batching(found):

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,11 @@ from transformers import StaticCache
 import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
-from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.backends.select import BACKENDS, BackendRefusal, attend, choose, refusals_of
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import EXACT
 
 from ..support.choices import make_choice
@@ -28,6 +28,7 @@ from ..support.models import main_output
 from ..support.on_device import shifted
 from ..support.operators import NamedOperators
 from ..support.plans import plan_for
+from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 
@@ -90,17 +91,17 @@ def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_backend_equals_reference(backend: str, name: str, dtype: torch.dtype, dim: int) -> None:
     request = make(structures()[name], dtype, dim)
-    reasons = refusals_of(backend, spec_of(request, backend))
+    reasons = refusals_of(backend, request.checked_kind(named=True))
     if reasons:
         pytest.skip("; ".join(reasons))
     truth = reference.attention(request).out
-    close(BACKENDS[backend].attend(request).out, request, truth)
+    close(attended(BACKENDS[backend], request).out, request, truth)
 
 
 def close(out: torch.Tensor, request: AttentionRequest, truth: torch.Tensor) -> None:
     dtype = request.query.dtype
     assert out.dtype == dtype
-    plain = BACKENDS["eager"].attend(request).out.double()
+    plain = attended(BACKENDS["eager"], request).out.double()
     # half precision: twice torch's own error in the same dtype and one rounding band; fp32 matmuls are exact to 1e-5
     bound = 1e-5 if dtype is torch.float32 else 2 * (plain - truth).abs().max().item()
     band = 0.0 if dtype is torch.float32 else torch.finfo(dtype).eps * truth.abs().max().item()
@@ -112,23 +113,21 @@ def test_a_step_asks_for_no_plan_of_its_length(kv_len: int) -> None:
     request = make(CallStructure(2, 1, kv_len, causal=True, q_offset=kv_len - 1), torch.bfloat16, 128)
     truth = reference.attention(request).out
     with NamedOperators() as noted:
-        out = BACKENDS["sdpa"].attend(request).out
+        out = attended(BACKENDS["sdpa"], request).out
     assert not [name for name in noted.names if "cudnn" in name]
     close(out, request, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
-def test_launches_equal_the_reference(name: str, dtype: torch.dtype) -> None:
-    """Without a request around the operator: small calls by a mask, larger ones over packed runs."""
-    structure = structures()[name].settled()
-    request = make(structure, dtype, 64)
-    for look in (False, True):
-        spec = spec_of(request, "sdpa" if look else None)
-        launch = choose(spec).prepare(spec, request.per_head)
+def test_kernels_that_are_kept_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Small calls by a mask, larger ones over packed runs."""
+    request = make(structures()[name].settled(), dtype, 64)
+    for named in (False, True):
+        kind = request.checked_kind(named)
+        kernel = choose(kind).kernel(kind, request.per_head)
         for _ in range(2):
-            out = launch(request.query, request.key, request.value, request.scaling, structure)
-            close(out, request, reference.attention(request).out)
+            close(kernel(request).out, request, reference.attention(request).out)
 
 
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
@@ -142,7 +141,7 @@ def test_gradients_equal_reference(name: str) -> None:
         r = AttentionRequest(*leaves, structure, scaling=request.scaling)
         return list(torch.autograd.grad((compute(r).to(weight.dtype) * weight).sum(), leaves))
 
-    ours = gradients(lambda r: choose(CallSpec.of(r)).attend(r).out)
+    ours = gradients(lambda r: attend(r).out)
     true = gradients(lambda r: reference.attention(r).out)
     for a, b in zip(ours, true, strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
@@ -163,8 +162,8 @@ def test_half_precision_gradients(name: str) -> None:
         grads = torch.autograd.grad((compute(r).double() * weight).sum(), tensors)
         return [grad.double() for grad in grads]
 
-    ours = gradients(lambda r: BACKENDS["sdpa"].attend(r).out, *leaves)
-    eager = gradients(lambda r: BACKENDS["eager"].attend(r).out, *leaves)
+    ours = gradients(lambda r: attended(BACKENDS["sdpa"], r).out, *leaves)
+    eager = gradients(lambda r: attended(BACKENDS["eager"], r).out, *leaves)
     true = gradients(lambda r: reference.attention(r).out, *(t.detach().double().requires_grad_() for t in leaves))
     for a, e, b in zip(ours, eager, true, strict=True):
         assert (a - b).abs().max() <= 2 * (e - b).abs().max() + 2**-7 * b.abs().max()
@@ -297,15 +296,15 @@ def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> No
 
 FULL = """
 import torch
-from adaattn_hf.patches.cache.rounding import append
-from adaattn_hf.patches.cache.tokens import Tokens
+from adaattn_hf.patches.cache.formats import FORMATS, store_tokens
+from adaattn_hf.patches.cache.store import Room
 
 x = torch.randn(2, 3, 1, 64, device="cuda")
-tokens = Tokens(x, x, "int8", reserve=4, fixed=True)
+store = FORMATS["int8"].store(x, x, Room(4, most=4, fixed=True))
 for place in range(5):
-    append(x, x, *tokens.whole(), None, None, tokens.count)
+    store_tokens(x, x, *store.rooms.values(), None, None, store.count)
     torch.cuda.synchronize()
-    print("held", int(tokens.count))
+    print("held", int(store.count))
 """
 
 
@@ -350,7 +349,7 @@ def test_generation_as_transformers_compiles_it(name: str, plan: int, rows: int)
     if plan:  # one head of a window beside an exact one, whose keys are shared out by a table
         made = plan_for(ours, make_choice("window", 12, 4), lengths=(plan,))
         layers = [replace(layer, choices=(layer.choices[0], EXACT)) for layer in made.layers]
-        attach(ours, replace(made, layers=tuple(layers)), unverified=True)
+        load_plan(ours, replace(made, layers=tuple(layers)), unverified=True)
     ids = torch.randint(3, 64, (rows, 40), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, : 9 * (rows > 1)] = 0
@@ -429,12 +428,12 @@ def test_a_step_reads_the_codes_of_a_cache(name: str, adjoin: bool, dtype: torch
         keys, values = keys.contiguous(), values.contiguous()
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
     asked = AttentionRequest(request.query, keys, values, request.structure, request.scaling, stored=record)
-    backend = choose(CallSpec.of(asked))
+    backend = choose(asked.checked_kind())
     assert backend.name == "triton"
     truth = reference.attention(asked.widened()).out
     atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     for _ in range(2):  # the second finds the counters as the first left them
-        torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
+        torch.testing.assert_close(attended(backend, asked).out.double(), truth, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("q_len", [1, 300])
@@ -452,7 +451,7 @@ def test_variants_of_a_kernel_are_launched_again_with_what_they_were_compiled_fo
         for moved in ((), ("key",), (), ("query", "value")):
             tensors = {name: getattr(asked, name) for name in ("query", "key", "value")}
             tensors |= {name: shifted(tensors[name]) for name in moved}
-            out = BACKENDS["triton"].attend(asked.with_tensors(**tensors)).out
+            out = attended(BACKENDS["triton"], replace(asked, **tensors)).out
             torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
 
 
@@ -462,16 +461,16 @@ def test_a_launch_is_launched_again_by_addresses(windows: tuple[int, int] | None
     rule = None if windows is None else HeadRules(windows, (5, 5), ("model",) * 2)
     structure = CallStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
-    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
     for _ in range(4):
         asked = make(structure, torch.bfloat16, 64, per_head=rule)
         tensors = asked.query, asked.key, asked.value
         truth = reference.attention(asked).out
         for one in (tensors, [t.contiguous() for t in tensors], [shifted(t) for t in tensors]):
-            out = launch(*one, asked.scaling, asked.structure)
+            moved = dict(zip(("query", "key", "value"), one, strict=True))
+            out = attend(replace(asked, **moved), "triton").out
             torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
     with pytest.raises(ValueError, match="expected one device"):
-        launch(asked.query, asked.key.cpu(), asked.value, asked.scaling, asked.structure)
+        attend(replace(asked, key=asked.key.cpu()), "triton")
 
 
 def test_a_launch_is_captured_and_replayed() -> None:
@@ -479,15 +478,14 @@ def test_a_launch_is_captured_and_replayed() -> None:
     rule = HeadRules((0, 70), (5, 5), ("model",) * 2)
     structure = CallStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
-    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
-            launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
+            attend(asked, "triton")
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
+        out = attend(asked, "triton").out
     for tensor in (asked.query, asked.key, asked.value):
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()
@@ -512,7 +510,7 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
     request = make(structure, torch.bfloat16, 64, per_head=rule)
     leaves = [t.detach().requires_grad_() for t in (request.query, request.key, request.value)]
     asked = AttentionRequest(*leaves, structure, request.scaling, per_head=rule)
-    if reasons := refusals_of("fa4", spec_of(asked, "fa4")):
+    if reasons := refusals_of("fa4", asked.checked_kind(named=True)):
         pytest.skip("; ".join(reasons))
     # for eager, which knows no rules of heads, the same as a mask
     seen = [s.visible(device="cuda") for s in (structure, structure.with_changes(window=150, sinks=5))]
@@ -521,7 +519,7 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
     truth = reference.attention(request).out
     masked = AttentionRequest(request.query, request.key, request.value, dense, request.scaling)
     torch.testing.assert_close(reference.attention(masked).out, truth)
-    close(BACKENDS["fa4"].attend(request).out, masked, truth)
+    close(attended(BACKENDS["fa4"], request).out, masked, truth)
     weight = torch.randn(truth.shape, device="cuda", dtype=torch.float64)
 
     def gradients(compute: Any, shape: CallStructure, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -529,8 +527,8 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
         grads = torch.autograd.grad((compute(r).out.double() * weight).sum(), tensors)
         return [grad.double() for grad in grads]
 
-    ours = gradients(BACKENDS["fa4"].attend, structure, *leaves)
-    eager = gradients(BACKENDS["eager"].attend, dense, *leaves)
+    ours = gradients(partial(attended, "fa4"), structure, *leaves)
+    eager = gradients(partial(attended, "eager"), dense, *leaves)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     true = gradients(reference.attention, structure, *doubles)
     for a, e, b in zip(ours, eager, true, strict=True):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, refusals_of
-from adaattn_hf.calibration.calibrate import decided, measured
+from adaattn_hf.calibration.calibrate import decided
+from adaattn_hf.calibration.measure import measured
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.patches.checkpoint import placed
 from adaattn_hf.patches.plans import attach
@@ -29,6 +30,7 @@ from ..support.choices import make_choice
 from ..support.head_rules import rules
 from ..support.letters import encode, lettered_llama, random_words
 from ..support.plans import plan_for
+from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -59,7 +61,7 @@ def draw(
 
 
 def skip_if_refused(backend: str, asked: AttentionRequest) -> None:
-    if reasons := refusals_of(backend, spec_of(asked, backend)):
+    if reasons := refusals_of(backend, asked.checked_kind(named=True)):
         pytest.skip("; ".join(reasons))
 
 
@@ -86,16 +88,14 @@ def left() -> Tensor:
 
 
 CALLS: dict[str, Callable[[], AttentionRequest]] = {
-    "prefill": lambda: draw(causal(), 64),
-    "prefill of large heads": lambda: draw(causal(), 128),
+    "prefill": lambda: draw(causal(), 64), "prefill of large heads": lambda: draw(causal(), 128),
     "windows per head": lambda: draw(causal(), 64, WINDOWS),
     "windows of large heads": lambda: draw(causal(), 128, WINDOWS),
-    "left padding": lambda: draw(causal(key_padding=left()), 64),
-    "a step": lambda: draw(causal(q_len=1), 64),
+    "left padding": lambda: draw(causal(key_padding=left()), 64), "a step": lambda: draw(causal(q_len=1), 64),
     "a long step": lambda: draw(causal(9000, q_len=1, batch=1), 128),
     "a padded step": lambda: draw(causal(q_len=1, key_padding=left()), 64),
     "a step of windows": lambda: draw(causal(q_len=1), 64, WINDOWS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("native", "eager")])
@@ -104,18 +104,18 @@ def test_calls(name: str, backend: str) -> None:
     asked = CALLS[name]()
     skip_if_refused(backend, asked)
     # kernels of others may share their work out otherwise each time
-    out = whichever_is_current(lambda: BACKENDS[backend].attend(asked).out, 0.0 if backend == "triton" else ROUNDING)
+    out = whichever_is_current(lambda: attended(BACKENDS[backend], asked).out, 0.0 if backend == "triton" else ROUNDING)
     assert out.device == torch.device(SECOND)
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
 def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> None:
-    from adaattn_hf.backends.triton import hopper
+    from adaattn_hf.backends.triton.launch import device_facts
 
     from .test_specialised import served
 
-    if not hopper.usable(torch.device(SECOND)):
+    if not device_facts(torch.device(SECOND)).specialised:
         pytest.skip("needs a Hopper device and a Triton with Gluon")
     asked = draw(causal(4096, batch=1), 128, per_head, heads=16)
     out = whichever_is_current(lambda: served(asked, "specialised").out)
@@ -127,8 +127,7 @@ def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> No
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
 def test_a_launch_by_the_copy_engine(per_head: HeadRules | None, dim: int) -> None:
     asked = draw(causal(), dim, per_head)
-    launch = BACKENDS["triton"].prepare(spec_of(asked), asked.per_head)
-    out = whichever_is_current(lambda: launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure))
+    out = whichever_is_current(lambda: attended(BACKENDS["triton"], asked).out)
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
 
@@ -141,7 +140,7 @@ def test_a_step_over_codes(bits: int) -> None:
     values, value_scale = quantise(plain.value.float(), bits=bits)
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
     asked = AttentionRequest(plain.query, keys, values, plain.structure, plain.scaling, stored=record)
-    out = whichever_is_current(lambda: BACKENDS["triton"].attend(asked).out)
+    out = whichever_is_current(lambda: attended(BACKENDS["triton"], asked).out)
     torch.testing.assert_close(out.double(), reference.attention(asked.widened()).out, atol=ROUNDING, rtol=0)
 
 
@@ -154,7 +153,7 @@ def test_gradients(backend: str, per_head: HeadRules | None) -> None:
     leaves, weight = (asked.query, asked.key, asked.value), torch.randn(2, N, 8, 64, device=SECOND)
 
     def run() -> tuple[Tensor, ...]:
-        return torch.autograd.grad((BACKENDS[backend].attend(asked).out.float() * weight).sum(), leaves)
+        return torch.autograd.grad((attended(BACKENDS[backend], asked).out.float() * weight).sum(), leaves)
 
     threaded = whichever_is_current(run, 0.0 if backend == "triton" else ROUNDING)
     if backend == "triton":
@@ -175,7 +174,7 @@ def small() -> Any:
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
     model.set_attn_implementation("adaattn")
     plan = plan_for(model, make_choice("window", 32, 4), layers=(0, 1, 2, 3), lengths=(512,))
-    attach.attach(model, plan)
+    attach.load_plan(model, plan)
     return model
 
 
@@ -274,7 +273,7 @@ def test_a_compiled_plan_on_the_second_device() -> None:
 def test_a_capture_on_the_second_device() -> None:
     """A graph is captured and replayed where its tensors lie; the first device is current before and behind."""
     asked = draw(causal(), 64, WINDOWS)
-    attend = BACKENDS["triton"].attend
+    attend = partial(attended, "triton")
     attend(asked)
     with torch.cuda.device(1):
         graph = torch.cuda.CUDAGraph()

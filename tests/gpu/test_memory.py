@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.backends.select import choose
+from adaattn_hf.backends.select import attend
 
 from .test_cuda import make, pair, structures
 
@@ -49,7 +48,7 @@ def test_calls_of_a_shape_reserve_nothing_more(name: str, grad: bool) -> None:
     def call() -> None:
         given = (tensor.detach().requires_grad_(grad) for tensor in (asked.query, asked.key, asked.value))
         request = type(asked)(*given, structure.with_changes(), scaling=asked.scaling)
-        out = choose(CallSpec.of(request)).attend(request).out
+        out = attend(request).out
         if grad:
             out.sum().backward()
 

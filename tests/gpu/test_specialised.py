@@ -13,19 +13,20 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS
 
 pytest.importorskip("triton")
 
-from adaattn_hf.backends.triton import hopper
-from adaattn_hf.backends.triton.launcher import Launcher
+from adaattn_hf.backends.triton import forward, tiling
+from adaattn_hf.backends.triton.launch import Launcher, device_facts
+
+from ..support.requests import attended
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("bulk_always"),
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not hopper.usable(torch.device("cuda", 0)),
+        not torch.cuda.is_available() or not device_facts(torch.device("cuda", 0)).specialised,
         reason="needs a Hopper device and a Triton with Gluon",
     ),
 ]
@@ -88,7 +89,7 @@ def served(request: AttentionRequest, kernel: str) -> Any:
         call(self, *arguments)
 
     with mock.patch.object(Launcher, "__call__", noted):
-        result = BACKENDS["triton"].attend(request)
+        result = attended(BACKENDS["triton"], request)
     assert kernel in launched
     return result
 
@@ -96,8 +97,8 @@ def served(request: AttentionRequest, kernel: str) -> Any:
 @pytest.fixture
 def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of 64 channels are served however few keys their queries read."""
-    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 0)
-    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
+    monkeypatch.setattr(tiling, "_LEAST_OF_WINDOWS", 0)
+    monkeypatch.setattr(tiling, "_LEAST_OF_ROWS", 0)
 
 
 def check(request: AttentionRequest, kernel: str = "specialised") -> None:
@@ -108,7 +109,7 @@ def check(request: AttentionRequest, kernel: str = "specialised") -> None:
         there = truth.lse > float("-inf")
         assert torch.equal(there, result.lse > float("-inf"))
         torch.testing.assert_close(result.lse.double()[there], truth.lse[there], atol=1e-3, rtol=1e-4)
-    again = BACKENDS["triton"].attend(request)  # by what the first launch left behind
+    again = attended(BACKENDS["triton"], request)  # by what the first launch left behind
     assert torch.equal(again.out, result.out)
 
 
@@ -167,7 +168,8 @@ def test_more_items_than_programs(any_length: None) -> None:
         rule = HeadRules((0, 700), (0, 16), ("model",) * 2)
         request = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
         out = served(request, "specialised").out
-        with mock.patch.object(hopper, "usable", return_value=False):
+        plain = device_facts(request.query.device)._replace(specialised=False)
+        with mock.patch.object(forward, "device_facts", return_value=plain):
             other = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
             tensors = {name: getattr(request, name) for name in ("query", "key", "value")}
             expected = served(replace(other, **tensors), "forward").out
@@ -182,7 +184,7 @@ def test_learned_sinks() -> None:
 def test_long_causal_calls_come_here_before_torchs() -> None:
     for batch, n, ours in ((1, 1024, True), (8, 1024, False), (1, 4096, True)):
         request = drawn(CallStructure(batch, n, n, causal=True), 128, 32, torch.bfloat16)
-        order = select.order(spec_of(request))
+        order = select.order(request.checked_kind())
         assert ("triton" in order) is ours
         assert order[-2:] == ("sdpa", "eager")
 
@@ -192,16 +194,16 @@ def test_a_capture_makes_its_own_tables_and_replays_what_the_tensors_hold_then(r
     """Of a structure that was never seen before, which is gone when the graph is replayed."""
     extra = {} if rules is None else {"per_head": HeadRules(*WINDOWS[rules], ("model",) * 2)}
     request = drawn(STRUCTURES["causal"](1024), 128, 8, torch.bfloat16, **extra)
-    BACKENDS["triton"].attend(replace(request))
+    attended(BACKENDS["triton"], replace(request))
     graph = torch.cuda.CUDAGraph()
     anew = replace(request, structure=STRUCTURES["causal"](1024))
     with torch.cuda.graph(graph):
-        out = BACKENDS["triton"].attend(anew).out
+        out = attended(BACKENDS["triton"], anew).out
     del anew
     request.query.copy_(torch.randn_like(request.query))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, BACKENDS["triton"].attend(request).out)
+    assert torch.equal(out, attended(BACKENDS["triton"], request).out)
 
 
 def test_other_calls_go_to_the_kernels_of_one_task() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import choose
 
+from ..support.requests import attended
 from .test_cuda import make, pair
 
 pytestmark = pytest.mark.gpu
@@ -55,10 +56,10 @@ def test_dropout_zeroes_weights_and_scales_the_rest(kind: str, dtype: torch.dtyp
 
     def attend(value: torch.Tensor) -> torch.Tensor:
         request = AttentionRequest(*leaves[:2], value, structure, scaling=asked.scaling, dropout=rate)
-        backend = choose(CallSpec.of(request))
+        backend = choose(request.checked_kind())
         assert backend.name == "sdpa"  # torch draws what is dropped
         torch.manual_seed(3)
-        return backend.attend(request).out
+        return attended(backend, request).out
 
     identity = torch.eye(n, dtype=dtype, device="cuda").expand(3, 2, n, n).contiguous()
     shown = attend(identity.requires_grad_()).detach().double().transpose(1, 2)

@@ -13,10 +13,9 @@ SIZES: dict[str, Any] = dict(
     vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 FAMILIES: dict[str, Any] = {
-    "llama": lambda: tf.LlamaConfig(**SIZES),
-    "mistral": lambda: tf.MistralConfig(**SIZES, sliding_window=4),
+    "llama": lambda: tf.LlamaConfig(**SIZES), "mistral": lambda: tf.MistralConfig(**SIZES, sliding_window=4),
     "gemma2": lambda: tf.Gemma2Config(**SIZES, head_dim=16, sliding_window=4, attn_logit_softcapping=5.0),
-}
+}  # fmt: skip
 """Grouped heads; with windows; with windows in every other layer and a softcap."""
 
 

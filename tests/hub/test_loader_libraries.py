@@ -36,9 +36,8 @@ def test_sentence_transformers_computes_no_padding_by_itself(tmp_path: Path) -> 
     encoder = tiny_encoder(tmp_path)
     stock, ours = embedder(encoder, "eager"), embedder(encoder, FLASH)
     tokens: list[int] = []
-    ours[0].auto_model.encoder.layer[0].register_forward_pre_hook(
-        lambda module, inputs: tokens.append(inputs[0].shape[:2].numel())
-    )
+    first = ours[0].auto_model.encoder.layer[0]
+    first.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[:2].numel()))
     found, right = (model.encode(SENTENCES, convert_to_tensor=True) for model in (ours, stock))
     torch.testing.assert_close(found, right, atol=2e-6, rtol=0)
     lengths = [len(sentence.split()) + 2 for sentence in SENTENCES]
@@ -49,10 +48,8 @@ def test_trl_trains_without_padding(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     generator = torch.Generator().manual_seed(0)
-    rows = [
-        {"input_ids": torch.randint(4, 54, (length,), generator=generator).tolist()}
-        for length in torch.randint(3, 20, (24,), generator=generator).tolist()
-    ]
+    lengths = torch.randint(3, 20, (24,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(4, 54, (length,), generator=generator).tolist()} for length in lengths]
 
     def losses(implementation: str, **changes: Any) -> list[float]:
         torch.manual_seed(0)
@@ -62,11 +59,9 @@ def test_trl_trains_without_padding(tmp_path: Path) -> None:
             report_to="none", save_strategy="no", bf16=False, use_cpu=True, max_length=None, **changes,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
-            model=model,
-            args=settings,
-            train_dataset=datasets.Dataset.from_list(rows),
+            model=model, args=settings, train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer_of_words(),
-        )
+        )  # fmt: skip
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

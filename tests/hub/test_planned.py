@@ -18,7 +18,7 @@ pytest.importorskip("kernels", reason="the package kernels is not installed; `ma
 tf = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("local")]
-NAME = "adaattn/adaattn"
+NAME, GREEDY = "adaattn/adaattn", dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
 CHOICES = {"window": Choice.of(Window(3, sinks=1)), "bf16": Choice.of(Precision("bf16"))}
 
 
@@ -48,9 +48,7 @@ def test_exact_without_a_plan(family: str, side: str) -> None:
 def test_exact_generation(family: str, cache: str | None) -> None:
     stock, ours = beside_stock(family, NAME)
     ids, mask = padded_batch()
-    asked: dict[str, Any] = dict(
-        attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache
-    )
+    asked: dict[str, Any] = dict(GREEDY, attention_mask=mask, cache_implementation=cache)
     assert torch.equal(ours.generate(ids, **asked), stock.generate(ids, **asked))
 
 
@@ -73,7 +71,7 @@ def test_a_plan_in_generation(choice: str) -> None:
     _, package, ours = planned("llama", CHOICES[choice])
     ids, padded = padded_batch()
     for mask in (padded, torch.ones_like(padded)):  # without padding decode steps come without a mask
-        asked: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        asked: dict[str, Any] = dict(GREEDY, attention_mask=mask)
         assert torch.equal(ours.generate(ids, **asked), package.generate(ids, **asked))
 
 
@@ -101,28 +99,22 @@ def test_a_plan_beside_a_mask_of_another_making_is_refused() -> None:
     with pytest.raises(ValueError, match="attention_mask: got a mask that is not made of padding"):
         ours(ids, attention_mask=odd)
     del ours.config.adaattn
+    added = torch.zeros(3, 1, 12, 12).masked_fill(~odd, -torch.inf)
     with torch.no_grad():
-        torch.testing.assert_close(
-            ours(ids, attention_mask=odd).logits,
-            stock(ids, attention_mask=torch.zeros(3, 1, 12, 12).masked_fill(~odd, -torch.inf)).logits,
-            atol=2e-6, rtol=0,
-        )  # fmt: skip
+        found, right = ours(ids, attention_mask=odd).logits, stock(ids, attention_mask=added).logits
+    torch.testing.assert_close(found, right, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"), [({"monitor": True}, "monitoring needs the package"), ({"bakend": "x"}, "bakend")]
 )
-def test_settings_are_read(settings: dict[str, Any], words: str) -> None:
-    _, ours = beside_stock("llama", NAME)
-    ours.config.adaattn = settings
-    with pytest.raises(ValueError, match=words):
-        ours(padded_batch()[0])
-
-
-def test_weights_are_refused() -> None:
+def test_settings_are_read_and_weights_refused(settings: dict[str, Any], words: str) -> None:
     _, ours = beside_stock("llama", NAME)
     with pytest.raises(ValueError, match="output_attentions"):
         ours(padded_batch()[0], output_attentions=True)
+    ours.config.adaattn = settings
+    with pytest.raises(ValueError, match=words):
+        ours(padded_batch()[0])
 
 
 def test_the_package_is_not_what_answers() -> None:

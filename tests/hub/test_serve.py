@@ -55,19 +55,16 @@ def transcript(command: list[str], log: str, body: dict[str, Any], answer: dict[
     return "\n".join(said).replace(body["model"], "MODEL")
 
 
-def written(path: Path, prompt: dict[str, Any], planned: bool) -> list[int]:
+def written(path: Path, prompt: dict[str, Any], planned: bool) -> Any:
     model = tf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="adaattn").eval()
     if not planned:
         adaattn_hf.remove_plan(model)
     found = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    tokens: list[int] = found[0, prompt["input_ids"].shape[1] :].tolist()
-    return tokens
+    return found[0, prompt["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name", [PLANNED, FLASH])
-def test_the_server_answers_with_a_planned_model_or_in_batches(
-    name: str, repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_answers(name: str, repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans run request by request; the engine of continuous batching takes names with "flash", which are exact."""
     monkeypatch.setenv("LOCAL_KERNELS", f"{name}={repositories / name.partition('/')[2]}")
     tokenizer = tf.AutoTokenizer.from_pretrained(demo_model_path("llama"))
@@ -86,12 +83,8 @@ def test_the_server_answers_with_a_planned_model_or_in_batches(
     where = ["--port", str(port), *(engine if name == FLASH else [])]
     body = {"model": str(tmp_path), "prompt": PROMPT, "max_tokens": 8, "temperature": 0.0}
     log = tmp_path / "server.log"
-    with (
-        log.open("w") as lines,
-        subprocess.Popen(
-            [sys.executable, "-m", "transformers.cli.transformers", *command, *where], stdout=lines, stderr=lines
-        ) as server,
-    ):
+    started = [sys.executable, "-m", "transformers.cli.transformers", *command, *where]
+    with log.open("w") as lines, subprocess.Popen(started, stdout=lines, stderr=lines) as server:
         try:
             waited = time.monotonic() + 120
             while ask(port, "/health") is None and server.poll() is None and time.monotonic() < waited:
@@ -99,8 +92,7 @@ def test_the_server_answers_with_a_planned_model_or_in_batches(
             answer = ask(port, "/v1/completions", body)
         finally:
             server.terminate()
-    assert answer["choices"][0]["text"] == tokenizer.decode(
-        exact if name == FLASH else planned, skip_special_tokens=True
-    )
+    right = tokenizer.decode(exact if name == FLASH else planned, skip_special_tokens=True)
+    assert answer["choices"][0]["text"] == right
     if name == PLANNED:
         assert transcript(command, log.read_text(), body, answer) in PAGE.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaattn_hf.patches.plans import running
+from adaattn_hf.patches.plans import bound
 
 from ..support.letters import random_words
 
@@ -21,7 +21,7 @@ def nothing_compiled() -> None:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(running, "_said", set())
+    monkeypatch.setattr(bound, "_said", set())
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     caplog.set_level("WARNING", "adaattn_hf")
     return caplog

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 import adaattn_hf
 from adaattn_hf.backends.native.library import library
-from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice, Precision, Window
 
 from ..support.models import fresh_pair, tokens
@@ -73,7 +73,7 @@ def test_a_rows_precision_does_not_depend_on_who_shares_the_call(
     name: str, lengths: tuple[int, ...], choice: Choice
 ) -> None:
     _, model = fresh_pair(name)
-    attach(model, plan_for(model, choice), unverified=True)
+    load_plan(model, plan_for(model, choice), unverified=True)
     ids, longest = tokens(len(lengths), max(lengths)), max(lengths)
     right = torch.stack([torch.arange(longest) < n for n in lengths]).long()
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_rows_precision_does_not_depend_on_who_shares_the_call(
 @pytest.mark.filterwarnings("ignore")
 def test_requests_under_int8_are_rounded_as_alone() -> None:
     _, model = fresh_pair("llama")
-    attach(model, plan_for(model, PRECISIONS[0]), unverified=True)
+    load_plan(model, plan_for(model, PRECISIONS[0]), unverified=True)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (4, 2, 7, 33, 20, 9, 10, 11)]
     with adaattn_hf.continuous_batching(model):
         found = together(model, prompts, max_batch_tokens=256)
@@ -100,7 +100,7 @@ def test_requests_under_int8_are_rounded_as_alone() -> None:
 
 def test_steps_that_a_plan_leaves_exact_are_so_in_company() -> None:
     _, model = fresh_pair("llama")
-    attach(model, plan_for(model, Choice.of(Window(4, 1)), protocol={"decode": "exact"}), unverified=True)
+    load_plan(model, plan_for(model, Choice.of(Window(4, 1)), protocol={"decode": "exact"}), unverified=True)
     ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, 12:] = 0
     with torch.no_grad():

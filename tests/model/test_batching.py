@@ -15,7 +15,7 @@ from adaattn_hf.attention.reference import attention
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.call.batching import attend_requests
-from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.registry import engine_name
 from adaattn_hf.plans.choices import Choice, Window
 
@@ -39,11 +39,9 @@ def together(model: Any, prompts: list[list[int]], new: int = NEW, **engine: Any
     settings = tf.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     engine = {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 16, **engine}
     found = model.generate_batch(
-        inputs=prompts,
-        generation_config=settings,
-        continuous_batching_config=tf.ContinuousBatchingConfig(**engine),
-        progress_bar=False,
-    ).values()
+        inputs=prompts, generation_config=settings,
+        continuous_batching_config=tf.ContinuousBatchingConfig(**engine), progress_bar=False,
+    ).values()  # fmt: skip
     assert not [answer.error for answer in found if answer.error]
     return [answer.generated_tokens for answer in found]
 
@@ -74,7 +72,7 @@ def test_qwen3_too() -> None:
 )
 def test_planned_tokens_are_those_of_planned_generate(name: str, length: int, backend: str) -> None:
     stock, ours = fresh_pair(name, f"adaattn{backend}")
-    attach(ours, plan_for(ours, NARROW, lengths=(length,)), unverified=True)
+    load_plan(ours, plan_for(ours, NARROW, lengths=(length,)), unverified=True)
     with adaattn_hf.continuous_batching(ours):
         found = together(ours, PROMPTS)
     assert found == one_by_one(ours, PROMPTS)
@@ -87,7 +85,7 @@ def test_shared_prefixes_and_requests_that_wait(planned: bool) -> None:
     """With room for few blocks requests are put off and read again; prompts begin alike for more than a block."""
     _, ours = fresh_pair("llama")
     if planned:
-        attach(ours, plan_for(ours, NARROW), unverified=True)
+        load_plan(ours, plan_for(ours, NARROW), unverified=True)
     prefix = tokens(1, 40, seed=9)[0].tolist()
     prompts = [[*prefix, *ids] for ids in PROMPTS[:3]] + PROMPTS[:4]
     with adaattn_hf.continuous_batching(ours):
@@ -97,7 +95,7 @@ def test_shared_prefixes_and_requests_that_wait(planned: bool) -> None:
 
 def test_more_requests_at_once_than_rows_that_are_computed_precisely() -> None:
     _, ours = fresh_pair("llama")
-    attach(ours, plan_for(ours, NARROW), unverified=True)
+    load_plan(ours, plan_for(ours, NARROW), unverified=True)
     prompts = [tokens(1, 3 + length % 5, seed=length)[0].tolist() for length in range(24)]
     with adaattn_hf.continuous_batching(ours):
         found = together(ours, prompts, max_batch_tokens=64)
@@ -261,7 +259,7 @@ def test_lengths_are_read_once_in_a_forward_pass(name: str, planned: bool, monke
     """On a GPU the host waits for each: once for queries, once for keys of each kind of layer, however many layers."""
     _, ours = fresh_pair(name)
     if planned:  # of one layer: those of the other are other parts of a step
-        attach(ours, plan_for(ours, NARROW, layers=(0,)), unverified=True)
+        load_plan(ours, plan_for(ours, NARROW, layers=(0,)), unverified=True)
     reads: list[int] = []
     passes: list[int] = []
     read = Tensor.tolist

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.tap import listening
-from adaattn_hf.calibration import benefit
-from adaattn_hf.calibration.arms import exact_tap, silent
+from adaattn_hf.attention.listeners import Answers, listeners
+from adaattn_hf.calibration import passes as benefit
+from adaattn_hf.calibration.inputs import Run
+from adaattn_hf.eval.arms import exact_tap
 
 from ..support.models import fresh_pair, tokens
 
@@ -19,16 +20,11 @@ from ..support.models import fresh_pair, tokens
 def bench(model: Any, length: int, batch: int = 1) -> Any:
     ids = tokens(1, length)
     sample = SimpleNamespace(joint=[None])
-    reading = SimpleNamespace(tokens=ids)
     settings = SimpleNamespace(batch=batch)
     return SimpleNamespace(
-        arms=SimpleNamespace(model=model),
-        samples={length: sample},
-        readings=lambda _: [reading],
-        settings=settings,
-        progress=silent,
-        refuse_late=lambda together: None,
-    )
+        arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample},
+        windows=lambda _: [None], settings=settings, run=Run(), refuse_late=lambda together: None,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -41,7 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, list[floa
         forward = model.forward
 
         def slow(*args: Any, **kwargs: Any) -> Any:
-            now[0] += next(turns["exact" if listening().tap is exact_tap else "plan"])
+            (*_, heard) = listeners()
+            assert isinstance(heard, Answers)
+            now[0] += next(turns["exact" if heard.function is exact_tap else "plan"])
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(model, "forward", slow)

@@ -13,11 +13,12 @@ import transformers as tf
 from torch import Tensor
 
 from adaattn_hf import AdaAttnCache, UnsupportedModel, check, explain, prepare
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support.families import LISTED, ROUTED, configured, models
 from ..support.models import Pair, build, main_output, padding, tokens
+from ..support.recorder import Recorder
 
 # older versions of Transformers script functions when they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -27,7 +28,7 @@ def outputs(pair: Pair, **inputs: Any) -> tuple[Tensor, Tensor]:
     """Of both models; ours must have been asked, and only on the interface's own terms."""
     with torch.no_grad():
         expected = main_output(pair.stock(**inputs))
-    with torch.no_grad(), recording(Recorder()) as heard:
+    with torch.no_grad(), listening(Recorder()) as heard:
         actual = main_output(pair.ours(**inputs))
     assert heard.calls, "no attention layer asked for our function"
     return expected, actual
@@ -58,11 +59,9 @@ def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
             logits = []
             for end in (9, 11):  # one token, then two at once
                 state = model(
-                    input_ids=ids[:, (8 if end == 9 else 9) : end],
-                    attention_mask=left[:, :end],
-                    past_key_values=state.past_key_values,
-                    use_cache=True,
-                )
+                    input_ids=ids[:, (8 if end == 9 else 9) : end], attention_mask=left[:, :end],
+                    past_key_values=state.past_key_values, use_cache=True,
+                )  # fmt: skip
                 logits.append(state.logits)
         steps.append(torch.cat(logits, dim=1))
     assert_near(*steps)
@@ -212,7 +211,7 @@ def test_any_head_size(family: str, size: int) -> None:
     changes = dict(hidden_size=2 * size, num_attention_heads=2, num_key_value_heads=1, head_dim=size)
     auto = tf.AutoModel if family == "bert" else tf.AutoModelForCausalLM
     pair = models(family, {**changes, "num_hidden_layers": 1}, auto)
-    with torch.no_grad(), recording(Recorder()) as heard:
+    with torch.no_grad(), listening(Recorder()) as heard:
         pair.ours(input_ids=tokens())
     assert [spec.head_dim for _, spec, _ in heard.calls] == [size], "the family has another name for it"
     for side in ("none", "left"):
@@ -263,16 +262,12 @@ def test_rows_of_padding_stay_out_of_the_way_of_gemma3n() -> None:
     config = configured(
         "gemma3n_text",
         dict(
-            num_hidden_layers=4,
-            num_kv_shared_layers=2,
+            num_hidden_layers=4, num_kv_shared_layers=2,
             layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
-            sliding_window=4,
-            vocab_size_per_layer_input=64,
-            hidden_size_per_layer_input=4,
-            laurel_rank=4,
+            sliding_window=4, vocab_size_per_layer_input=64, hidden_size_per_layer_input=4, laurel_rank=4,
             activation_sparsity_pattern=[0.0] * 4,
         ),
-    )
+    )  # fmt: skip
     model = tf.Gemma3nForCausalLM._from_config(config, attn_implementation="adaattn").train()
     ids, mask = tokens(), padding("right")
     assert mask is not None
@@ -331,7 +326,7 @@ def test_a_mask_that_is_added_to_foreign_scores_raises() -> None:
 
 def test_a_model_that_never_asks_is_found_by_check_alone() -> None:
     model = tf.AutoModel.from_config(configured("deberta-v2", {}), attn_implementation="adaattn").eval()
-    with torch.no_grad(), recording(Recorder()) as heard:
+    with torch.no_grad(), listening(Recorder()) as heard:
         model(input_ids=tokens())
     assert not heard.calls
     with pytest.raises(UnsupportedModel):

@@ -14,8 +14,8 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 import adaattn_hf
 from adaattn_hf.patches.cache.caches import GrowingCache, convert_layers
-from adaattn_hf.patches.cache.growing import GrowingTensor
-from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
+from adaattn_hf.patches.cache.layers import CachedLayer
+from adaattn_hf.patches.cache.store import Room, Store
 
 from ..support.cached import MODELS, SIZES, llama
 
@@ -31,26 +31,19 @@ def tokens(batch: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 # ---------------- storage
-def test_storage_moves_rarely() -> None:
-    store = GrowingTensor(torch.empty(2, 3, 0, 4), growth=1.25)
-    expected, moves = [], 0
-    for _ in range(3000):
-        token = torch.randn(2, 3, 1, 4)
-        before = store.room.data_ptr()
-        store.append(token)
-        moves += store.room.data_ptr() != before
-        expected.append(token)
-    assert torch.equal(store.view(), torch.cat(expected, dim=2))
-    assert moves <= 25  # log(3000 / 64) / log(1.25), and one for each of the first blocks
-    assert store.capacity <= 1.25 * 3000 + 64
-
-
-def test_reserved_storage_never_moves() -> None:
-    store = GrowingTensor(torch.empty(1, 1, 0, 4), reserve=500)
-    place = store.room.data_ptr()
-    for _ in range(500):
-        store.append(torch.randn(1, 1, 1, 4))
-    assert store.room.data_ptr() == place
+def test_a_store_moves_rarely_and_never_where_its_room_was_reserved() -> None:
+    for room, most in ((Room(growth=1.25), 25), (Room(reserve=3000), 0)):
+        store = Store({"keys": torch.empty(2, 3, 0, 4)}, room)
+        expected, moves = [], 0
+        for _ in range(3000):
+            token = torch.randn(2, 3, 1, 4)
+            before = store.rooms["keys"].data_ptr()
+            store.extend(1)[0][:, :, -1:] = token
+            moves += store.rooms["keys"].data_ptr() != before
+            expected.append(token)
+        assert torch.equal(store.views()[0], torch.cat(expected, dim=2))
+        assert moves <= most  # log(3000 / 64) / log(1.25), and one for each of the first blocks
+        assert store.capacity <= 1.25 * 3000 + 64
 
 
 # ---------------- against DynamicCache
@@ -106,6 +99,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
         count = int(share * length)
         for cache in self.both():
             cache.crop(-count)
+        self.kept = []
 
     @precondition(lambda self: self.stock.get_seq_length() > 0)
     @rule(seed=st.integers(0, 1000))
@@ -113,6 +107,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
         rows = torch.randint(self.batch, (self.batch,), generator=torch.Generator().manual_seed(seed))
         for cache in self.both():
             cache.reorder_cache(rows)
+        self.kept = []
 
     @precondition(lambda self: self.stock.get_seq_length() > 0 and self.batch <= 4)
     @rule(times=st.integers(1, 3))
@@ -120,6 +115,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
         for cache in self.both():
             cache.batch_repeat_interleave(times)
         self.batch *= times
+        self.kept = []
 
     @precondition(lambda self: self.stock.get_seq_length() > 0)
     @rule(data=st.data())
@@ -128,6 +124,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
         for cache in self.both():
             cache.batch_select_indices(torch.tensor(rows))
         self.batch = len(rows)
+        self.kept = []
 
     @precondition(lambda self: self.stock.get_seq_length() > 0)
     @rule()
@@ -147,6 +144,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
     @precondition(lambda self: self.stock.get_seq_length() > 0)
     @rule(first=st.integers(0, 3))
     def hold(self, first: int) -> None:
+        """Views, which stay what they are through updates and copies, until something else is done to the cache."""
         for layer in self.ours.layers:
             mine = (layer.keys[:, :, first:], layer.values)
             self.kept += [(tensor, tensor.clone()) for tensor in mine]
@@ -248,7 +246,9 @@ def test_a_sliding_layer_cannot_give_back_what_it_dropped() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("layer", [FullLayer("model"), FullLayer("k8v4"), SlidingLayer("int8", WINDOW)])
+@pytest.mark.parametrize(
+    "layer", [CachedLayer("model"), CachedLayer("k8v4"), CachedLayer("int8", sliding_window=WINDOW)]
+)
 def test_tokens_of_other_rows_are_refused(layer: Any, rows: int) -> None:
     layer.reset()
     layer.update(*[torch.zeros(2, 2, 3, 32)] * 2)
@@ -275,13 +275,10 @@ def test_a_cache_that_holds_tokens_is_not_changed() -> None:
 
 # ---------------- through models
 FLOWS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beam": {"num_beams": 3, "num_return_sequences": 2},
-    "sample": {"do_sample": True, "num_return_sequences": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "chunked prefill": {"prefill_chunk_size": 4},
-    "drafts of an assistant": {},
-}
+    "greedy": {}, "beam": {"num_beams": 3, "num_return_sequences": 2},
+    "sample": {"do_sample": True, "num_return_sequences": 2}, "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked prefill": {"prefill_chunk_size": 4}, "drafts of an assistant": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flow", FLOWS)
@@ -341,4 +338,4 @@ def test_the_public_names() -> None:
     assert isinstance(GrowingCache(config=sliding_config()), DynamicCache)
     cache = GrowingCache()
     cache.update(*tokens(1, 1), 1)
-    assert [type(layer) for layer in cache.layers] == [FullLayer, FullLayer]
+    assert [type(layer) for layer in cache.layers] == [CachedLayer, CachedLayer]

@@ -1,8 +1,8 @@
-"""What a user holds of a cache stays what it was, whatever the cache does next; what a user puts in, it holds."""
+"""The contract of a cache: how long its views are valid, that copies are copies, that it holds what a user puts in."""
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import adaattn_hf
-from adaattn_hf.patches.cache.growing import GrowingTensor
-from adaattn_hf.patches.models.cache_keyword import cache_in, with_cache
+from adaattn_hf.patches.cache.layers import CachedLayer
+from adaattn_hf.patches.cache.store import Store
+from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support import cached
 
@@ -92,32 +93,49 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stored", ["user's", "model"])
+def test_views_of_numbers_outlive_the_tokens_that_follow(stored: str, name: str) -> None:
+    model = MODELS[name]()
+    cache = users(model) if stored == "user's" else adaattn_hf.AdaAttnCache(model, stored)
+    kept: list[Tensor] = []
+    for count in (1, 20, 1, 1, 4, 90, 1):
+        step(model, ids(count, count), cache)
+        kept += [tensor for pair in held(cache) for tensor in pair]
+        before = [tensor.clone() for tensor in kept]
+    step(model, ids(70, 3), cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("stored", ["user's", "model", "int8", "k8v4"])
-def test_tensors_that_were_handed_out_are_never_written_over(stored: str, change: str) -> None:
+def test_a_copy_that_was_taken_in_time_stays_and_goes_on(stored: str, change: str) -> None:
+    """What a view is good for ends with a change; a copy of the cache knows nothing of what follows."""
     model = llama()
     cache = users(model) if stored == "user's" else adaattn_hf.AdaAttnCache(model, stored)
     for tokens in (ids(20, 1), ids(1, 2), ids(4, 3)):
         step(model, tokens, cache)
-    kept = held(cache)
-    parts = [tuple(t[:, :, 3:] for t in pair) for pair in kept] if stored in ("user's", "model") else kept
-    before = numbers(kept), numbers(parts)
+    copied, other = copy.deepcopy(cache), copy.deepcopy(cache)
+    before = numbers(held(copied))
     CHANGES[change](cache)
     for tokens in (ids(7, 4), ids(1, 5), ids(90, 6)):
         step(model, tokens, cache)
-    assert all(torch.equal(a, b) for a, b in zip(before[0], numbers(kept), strict=True))
-    del kept  # a slice of what was handed out promises no less
-    assert all(torch.equal(a, b) for a, b in zip(before[1], numbers(parts), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, numbers(held(copied)), strict=True))
+    assert torch.equal(step(model, ids(3, 7), copied), step(model, ids(3, 7), other))
 
 
-def test_codes_that_were_handed_out_before_the_mean_is_known_stay() -> None:
-    model = llama()
-    cache = adaattn_hf.AdaAttnCache(model, "int8")
-    step(model, ids(7, 1), cache)
-    kept = held(cache)
-    before = numbers(kept)
-    step(model, ids(20, 2), cache)
-    assert all(torch.equal(a, b) for a, b in zip(before, numbers(kept), strict=True))
+@pytest.mark.parametrize("stored", ["model", "int8"])
+def test_tokens_behind_a_crop_are_written_in_place_of_those_that_went(stored: str) -> None:
+    """So a view from before is of no use any more, as the contract says, and no past has moved."""
+    layer, keys = CachedLayer(stored), torch.randn(2, 2, 20, 32)
+    with torch.no_grad():
+        layer.update(keys, keys)
+        view = layer.keys if stored == "model" else layer.keys.codes
+        layer.crop(-2)
+        layer.update(-keys[:, :, :1], keys[:, :, :1])
+        now = layer.keys if stored == "model" else layer.keys.codes
+    assert torch.equal(view[:, :, :19], now)
+    assert view.data_ptr() == now.data_ptr()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,7 +147,7 @@ def test_branches_of_a_tree_have_the_logits_of_the_stock_cache(name: str) -> Non
         cache.activate_past_recording()
         step(model, ids(12, 1), cache)
         seen = [step(model, ids(4, 2), cache)]
-        first = held(cache)
+        first = [(keys.clone(), values.clone()) for keys, values in held(cache)]
         cache.crop(-4)
         seen += [step(model, ids(4, 3), cache), step(model, ids(1, 4), cache)]
         again = DynamicCache(first) if name == "llama" else copy.deepcopy(cache)
@@ -205,64 +223,34 @@ def test_tokens_that_a_user_chose_are_the_ones_that_are_read() -> None:
 
 
 FLOWS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "greedy": {}, "beams": {"num_beams": 3}, "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "drafts": {"assistant_model": None},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-def test_generation_writes_in_place_where_nobody_looks(flow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_writes_in_place(flow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams that move and drafts that are taken back cost no copy of the past: no past moves to another room."""
-    model, rooms = llama(), []
+    model, moved = llama(), list[int]()
     how = {**FLOWS[flow], **({"assistant_model": llama(seed=4)} if flow == "drafts" else {})}
-    made = GrowingTensor._refill
+    move = Store._move
 
-    def refill(self: GrowingTensor, past: Tensor, *args: Any) -> None:
-        rooms.extend([past.shape[2]] if past.shape[2] else [])
-        made(self, past, *args)
+    def counted(self: Store, views: Iterable[Tensor], *args: Any) -> None:
+        views = list(views)
+        moved.extend(view.shape[2] for view in views if view.shape[2])
+        move(self, views, *args)
 
-    monkeypatch.setattr(GrowingTensor, "_refill", refill)
-    prompt = ids(9, 1, batch=1)
+    monkeypatch.setattr(Store, "_move", counted)
+    prompt = ids(9, 1, batch=1).repeat(1, 2)
     settings: dict[str, Any] = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
-    out = model.generate(prompt.repeat(1, 2), **settings, **how)
-    assert rooms == []
-    looking: list[Any] = []
-    model.register_forward_hook(lambda module, args, out: looking.append(held(cache_in(out))))
-    assert torch.equal(model.generate(prompt.repeat(1, 2), **settings, **how), out)
-    assert bool(rooms) == (flow != "greedy")  # somebody looks at every step
+    out = model.generate(prompt, **settings, **how)
+    assert moved == []
+    model.generate(prompt, **{**settings, "max_new_tokens": 80}, **how)
+    assert moved, "a longer text needs more room"
     stock = llama("sdpa")
     if flow == "drafts":
         how["assistant_model"] = llama("sdpa", seed=4)
-    assert torch.equal(out, stock.generate(prompt.repeat(1, 2), **settings, **how))
-
-
-def test_somebody_who_looks_is_seen() -> None:
-    """The count that decides, against every way to hold memory, and against none."""
-    store = GrowingTensor(torch.empty(2, 1, 0, 4), reserve=64)
-    store.append(torch.randn(2, 1, 8, 4))
-    assert not store._viewed()
-    for look in (
-        lambda: store.view(),
-        lambda: store.view()[:, :, 2:3],
-        lambda: store.view().numpy(),
-        lambda: [store.view().unbind(2)[0]],
-        lambda: store.view().__dlpack__(),
-    ):
-        holder = look()
-        assert store._viewed()
-        del holder
-        assert not store._viewed()
-    room = store.room.data_ptr()
-    store.crop(2)
-    store.append(torch.randn(2, 1, 1, 4))
-    assert store.room.data_ptr() == room
-    holder = store.view()
-    store.crop(2)
-    store.append(torch.randn(2, 1, 1, 4))
-    assert store.room.data_ptr() != room
-    del holder
+    assert torch.equal(out, stock.generate(prompt, **settings, **how))
 
 
 @pytest.mark.parametrize("stored", ["user's", "model", "int8"])

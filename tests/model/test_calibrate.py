@@ -18,20 +18,21 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
 from adaattn_cli.place import nats
-from adaattn_hf.attention.tap import tapping
-from adaattn_hf.calibration import fisher, verify
+from adaattn_hf.attention.listeners import tapping
+from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration import measure as measuring
-from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, choose_and_verify
-from adaattn_hf.calibration.corpus import draw
+from adaattn_hf.calibration import proof as verify
+from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import observe_layers
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
-from adaattn_hf.calibration.needles import build, most, retrieved
-from adaattn_hf.calibration.scoring import Reading
 from adaattn_hf.calibration.search import Joint, JointPasses
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, Known
+from adaattn_hf.eval.arms import ModelArms, compare, exact_tap
+from adaattn_hf.eval.needles import build, most, retrieved
+from adaattn_hf.eval.windows import TokenWindow, draw, next_token
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import store
@@ -141,8 +142,7 @@ def test_several_sources_give_as_many_sequences_each(tmp_path: Path) -> None:
     short.write_text("b" * 640)
     sample = draw([long, short], encode, 64, {"own": 6}, 0, spare=4)
     sources = [sequence.source for sequence in sample.parts["own"]]
-    assert len(sources) == 10
-    assert sources.count(str(short)) == 5
+    assert (len(sources), sources.count(str(short))) == (10, 5)
     assert len(draw([short], encode, 64, {"own": 6}, 0, spare=40).parts["own"]) == 10, "what there is"
 
 
@@ -171,16 +171,17 @@ def test_an_interrupted_run_goes_on_with_the_same_weights_and_tokens_alone(
 ) -> None:
     """Risks depend on all weights; the hashes of a plan's layers are those of attention alone."""
     model, few = lettered_llama(), replace(SETTINGS, sequences=1, rows=8, labels=1)
-    measure(open_inputs(model, encode, text, few), prices=letter_prices(), directory=tmp_path)
-    measure(open_inputs(model, encode, text, few), prices=letter_prices(), directory=tmp_path, resume=True)
+    measure(open_inputs(model, encode, text, few, directory=tmp_path), prices=letter_prices())
+    measure(open_inputs(model, encode, text, few, directory=tmp_path, resume=True), prices=letter_prices())
     with torch.no_grad():
         if part == "mlp":
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         elif part == "head":
             model.lm_head.weight.mul_(1.5)
-    other = open_inputs(model, (lambda t: encode(t.upper())) if part == "tokens" else encode, text, few)
+    read = (lambda t: encode(t.upper())) if part == "tokens" else encode
+    other = open_inputs(model, read, text, few, directory=tmp_path, resume=True)
     with pytest.raises(ValueError, match="belongs to another model, text or settings"):
-        measure(other, prices=letter_prices(), directory=tmp_path, resume=True)
+        measure(other, prices=letter_prices())
 
 
 def test_a_disk_that_fills_up_leaves_the_models_configuration_whole(
@@ -212,12 +213,12 @@ def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> Non
         broken.lm_head.weight[5].fill_(float("nan"))
     with pytest.raises(ValueError, match=r"exact attention gives \d+ of \d+ tokens a loss of nan or infinity"):
         calibrate(broken, encode, text, SETTINGS, prices=letter_prices())
-    arms, tokens = ModelArms(broken), torch.arange(LENGTH)[None] % 128
+    arms, window = ModelArms(broken), next_token(np.arange(LENGTH) % 128)
     with pytest.raises(ValueError, match=f"exact attention gives {LENGTH - 1} of {LENGTH - 1} tokens"):
-        compare(arms, tokens, exact_tap)
+        compare(arms, window, exact_tap)
     arms, exact = ModelArms(lettered_llama()), torch.zeros(1, LENGTH, 64)
     with pytest.raises(ValueError, match=f"the plan gives {LENGTH - 1} of {LENGTH - 1} tokens"):
-        compare(arms, tokens, lambda module, request: exact_tap(module, request) * math.nan, exact)
+        compare(arms, window, lambda module, request: exact_tap(module, request) * math.nan, exact)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_a_limit_that_is_none_is_refused(name: str, value: float) -> None:
 
 def test_another_major_version_and_lost_or_changed_tensors_are_refused(result: Calibration, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="another major version"):
-        attach.attach(lettered_llama(), replace(result.plan, transformers="4.57.0"))
+        attach.load_plan(lettered_llama(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
         store.tensors_of(needs.tensors, str(tmp_path))
@@ -257,7 +258,7 @@ def test_int8_tensors_are_stored_and_read(
     with torch.no_grad():
         wanted = fresh(tokens).logits
     monkeypatch.setattr(store, "_tensors", {})
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    loaded = attach.load_plan(LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
 
@@ -273,7 +274,7 @@ def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Cho
 
 def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
     model = lettered_llama()
-    attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
+    attach.load_plan(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weights = model(tokens, output_attentions=True).attentions
@@ -283,7 +284,7 @@ def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
 
 def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> None:
     tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
-    scores = compare(ModelArms(model), tokens, exact_tap)
+    scores = compare(ModelArms(model), next_token(tokens[0].numpy()), exact_tap)
     assert np.abs(scores.delta).max() == 0
     assert np.abs(scores.kl).max() < 1e-12
     assert scores.agree.all()
@@ -332,15 +333,15 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
 def test_risks_for_retrieval_that_overflow_forbid_a_choice_once_needles_are_lost(
     model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = measuring._risks_of_reading
+    real = measuring._risks_of_window
 
-    def overflown(inputs: Inputs, layers: Any, reading: Reading, *given: Any) -> tuple[np.ndarray, np.ndarray]:
-        sums, dropped = real(inputs, layers, reading, *given)
-        if reading.places is not None:
+    def overflown(inputs: Inputs, layers: Any, window: TokenWindow, *given: Any) -> tuple[np.ndarray, np.ndarray]:
+        sums, dropped = real(inputs, layers, window, *given)
+        if window.positions is not None:
             sums[2] = [np.nan, *[np.inf] * (len(CHOICES) - 1)]
         return sums, dropped
 
-    monkeypatch.setattr(measuring, "_risks_of_reading", overflown)
+    monkeypatch.setattr(measuring, "_risks_of_window", overflown)
     measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
     assert measurement.state.needles[LENGTH][2].tolist() == [0.0, *[math.inf] * (len(CHOICES) - 1)]
     monkeypatch.setattr(JointPasses, "joint", lossy(lambda picks: 20 * bool(picks[2])))
@@ -354,7 +355,7 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     deaf = lettered_llama()
     with torch.no_grad():
         deaf.model.layers[1].self_attn.o_proj.weight[:, :64] = 0.0  # the two query heads of the first key/value head
-    measurement = measure(open_inputs(deaf, encode, text, SETTINGS), prices=letter_prices(), directory=tmp_path)
+    measurement = measure(open_inputs(deaf, encode, text, SETTINGS, directory=tmp_path), prices=letter_prices())
     risks = measurement.state.needles[LENGTH]
     assert (risks[:, 0] == 0.0).all()
     assert (risks[2] == 0.0).all()
@@ -362,11 +363,11 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     picks = np.array([4, 0, 4, 4])
     joint = JointPasses(measurement).joint(picks, LENGTH)
     assert joint.risk == pytest.approx(risks[[0, 3], 4].sum())
-    kept = measure(open_inputs(deaf, encode, text, SETTINGS), prices=letter_prices(), directory=tmp_path, resume=True)
+    kept = measure(open_inputs(deaf, encode, text, SETTINGS, directory=tmp_path, resume=True), prices=letter_prices())
     assert (kept.state.needles[LENGTH] == risks).all()
     measurement.state.save(tmp_path, RISKS_FILE)
     known = Known.read(tmp_path)
-    taken = measure(open_inputs(deaf, encode, text, SETTINGS), prices=letter_prices(), known=known)
+    taken = measure(open_inputs(deaf, encode, text, SETTINGS, known=known), prices=letter_prices())
     assert (taken.state.needles[LENGTH] == risks).all()
 
 
@@ -405,8 +406,8 @@ def _measured(model: LlamaForCausalLM, tokens: Tensor, rows: int, labels: int) -
     found: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(3)
     fisher.measure(
-        ModelArms(model), tokens, [make_choice("window", 8), make_choice(precision="int8")], {}, labels=labels,
-        rows=stratified_rows(tokens.shape[1], rows, generator), generator=generator,
+        ModelArms(model), next_token(tokens[0].numpy()), [make_choice("window", 8), make_choice(precision="int8")], {},
+        labels=labels, rows=stratified_rows(tokens.shape[1], rows, generator), generator=generator,
         report=lambda i, *layer: found.update({i: layer}),
     )  # fmt: skip
     return found
@@ -577,11 +578,11 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
         device = torch.device("cpu")
 
-        def hidden(self, asked: Reading) -> Tensor:
-            right = asked.tokens.roll(-1, 1)
+        def hidden(self, asked: TokenWindow) -> Tensor:
+            right = torch.from_numpy(asked.input_ids)[None].roll(-1, 1)
             for index in range(8, 12):
                 right[0, haystack.answers[index] - 1] = haystack.tokens[haystack.answers[index - 8]]
-            return right[:, asked.places]
+            return right[:, asked.rows]
 
         def logits(self, hidden: Tensor) -> Tensor:
             return torch.nn.functional.one_hot(hidden, 1024).float()
@@ -593,7 +594,7 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
-    from adaattn_hf.calibration.verify import Evidence, judge
+    from adaattn_hf.calibration.proof import Evidence, judge
     from adaattn_hf.plans.limits import Gates
 
     evidence = Evidence()

@@ -13,18 +13,20 @@ from transformers import LlamaForCausalLM
 import adaattn_hf
 from adaattn_cli.pictures.grid import notes
 from adaattn_cli.pictures.page import explorer
-from adaattn_hf.attention.tap import Recorder, recording, tapping
-from adaattn_hf.calibration.arms import FIRST, stored_tap
-from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
-from adaattn_hf.calibration.campaign import Campaign
-from adaattn_hf.calibration.measure import Measurement, measure
+from adaattn_hf.attention.listeners import listening, tapping
+from adaattn_hf.calibration.calibrate import Campaign, choose_and_verify, searched
+from adaattn_hf.calibration.layers import Measurement
+from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.proof import prove
-from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.search import TOLERANCE, seek, solve
+from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import choose_storage
+from adaattn_hf.eval.arms import FIRST, stored_tap
+from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches.cache.caches import AdaAttnCache
-from adaattn_hf.patches.plans.fit import program_of
 from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
 from adaattn_hf.policy.prices import PriceTable
@@ -33,6 +35,7 @@ from adaattn_hf.policy.table import SolverTable
 from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.letters import SETTINGS, encode, letter_prices, lettered_llama
+from ..support.recorder import Recorder
 from .test_streaming_cache import LAYERS, llama
 
 MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)
@@ -51,7 +54,7 @@ def test_the_tap_answers_what_decoding_over_the_cache_answers(stored: str) -> No
     with torch.no_grad():
         pieces = [(0, FIRST), (FIRST, 100), *((at, at + 1) for at in range(100, 120))]
         over_cache = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pieces]
-        programs = {i: program_of(m) for i, m in attention_modules(model, "llama")}
+        programs = {i: layer_of(m) for i, m in attention_modules(model, "llama")}
         with tapping(stored_tap(programs, stored)):  # type: ignore[arg-type]
             tapped = model(tokens, use_cache=False).logits
         exact = model(tokens, use_cache=False).logits
@@ -81,14 +84,14 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     model.save_pretrained(tmp_path)
     save_plan(model, result, tmp_path)
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
-    adaattn_hf.prepare(loaded, unpad=False)
+    adaattn_hf.prepare(adaattn_hf.load_plan(loaded), unpad=False)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert {spec.stored for _, spec, _ in seen.calls} == {None, "k8v4"}
     adaattn_hf.prepare(loaded, unpad=False, cache="model", streaming=False)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert {spec.stored for _, spec, _ in seen.calls} == {None}
 
@@ -177,13 +180,18 @@ def flat(*labels: str) -> PriceTable:
 
 
 def campaign(measured: Measurement, **changes: Any) -> Campaign:
-    return Campaign(replace(measured, inputs=measured.inputs.with_settings(replace(MEMORY, **changes))))
+    inputs = measured.inputs.with_settings(replace(MEMORY, **changes))
+    return Campaign(replace(measured, inputs=inputs), stock_distance(inputs))
+
+
+def ended(measured: Measurement, **changes: Any) -> Calibration:
+    last, state = searched(campaign(measured, **changes))
+    return last.result(state)
 
 
 def test_windows_are_sought_beside_the_format_of_the_smallest_cache(measured: Measurement) -> None:
-    tight, wide = campaign(measured, budget=1.5e-3), campaign(measured)
-    result = tight.run()
-    wide.choose_format()
+    (tight, state), wide = searched(campaign(measured, budget=1.5e-3)), campaign(measured)
+    result, wide = tight.result(state), wide.with_format(wide.start())
     costs = {one.stored: one.kl[MEMORY.lengths[0]] for one in tight.roundings}
     assert costs["k8v4"] > 1.5e-3 > costs["int8"] > 0
     assert tight.format is not None
@@ -192,10 +200,9 @@ def test_windows_are_sought_beside_the_format_of_the_smallest_cache(measured: Me
     # without windows the format is proved alone, and the one that cannot pass costs no text
     assert result.plan.protocol["cache"]["stored"] == "int8"
     assert result.plan.protocol["cache"]["verified"]["upper"] <= 1.5e-3
-    assert tight.aim(8).beside == tight.format.kl
+    assert tight.aim(state, 8).beside == tight.format.kl
     asked = campaign(measured, kv_bytes=0.9)
-    asked.choose_format()
-    assert asked.format is None  # numbers reach it
+    assert asked.with_format(asked.start()).format is None  # numbers reach it
 
 
 def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
@@ -208,7 +215,7 @@ def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
         return tap if stored == "model" else lambda module, request: -3.0 * tap(module, request)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
-    result = campaign(measured).run()
+    result = ended(measured)
     assert result.met
     assert result.plan.verified is not None
     assert result.plan.verified.passed
@@ -225,9 +232,9 @@ def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, mo
     sought: list[float] = []
 
     def seen(*words: Any) -> Any:
-        found, alpha = seek(*words)
+        found, *more = seek(*words)
         sought.append(0.0 if found is None else found.joint[MEMORY.lengths[0]].added)
-        return found, alpha
+        return found, *more
 
     def dear(*words: Any) -> Any:
         proof = prove(*words)
@@ -239,9 +246,9 @@ def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, mo
     def failed(verdict: Verified) -> Verified:
         return replace(verdict, passed=False, upper=1.0, sentence="failed: the test says so")
 
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.prove", dear)
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.seek", seen)
-    result = campaign(measured).run()
+    monkeypatch.setattr("adaattn_hf.calibration.calibrate.prove", dear)
+    monkeypatch.setattr("adaattn_hf.calibration.calibrate.seek", seen)
+    result = ended(measured)
     assert 0.25 * sought[0] < sought[1] <= 0.5 * sought[0] * (1 + TOLERANCE), sought
     assert result.met
     assert result.plan.protocol["cache"]["streaming"]
@@ -270,9 +277,9 @@ def test_formats_that_are_tested_when_every_plan_has_failed_spend_what_is_left(
         verdicts = {length: replace(one, passed=False) for length, one in proof.verdicts.items()}
         return replace(proof, verdicts=verdicts)
 
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.prove", fails)
+    monkeypatch.setattr("adaattn_hf.calibration.calibrate.prove", fails)
     monkeypatch.setattr("adaattn_hf.calibration.storage.prove", fails)
-    result = campaign(measured).run()
+    result = ended(measured)
     assert not result.met
     plans = measured.inputs.settings.tries
     assert len(levels) > plans, "formats were tested, too"

@@ -26,11 +26,12 @@ from adaattn_cli.on_text import Calibrate
 from adaattn_cli.options import tokens
 from adaattn_cli.place import Place
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
-from adaattn_hf.calibration import arms, fisher, inputs, layers, pricing, search, team
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration.pace import seconds_at
+from adaattn_hf.calibration import fisher, inputs, layers, pricing, search
+from adaattn_hf.calibration.inputs import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, MOMENTS_FILE, RISKS_FILE, CalibrationState
+from adaattn_hf.eval import arms, team
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
 from adaattn_hf.plans.plan import PlanError
@@ -98,14 +99,10 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     model: Path, run: Run, material: tuple[str, str]
 ) -> None:
     says = (
-        "risk: done after",
-        "bf16: products in bfloat16",
-        "perplexity ",
-        ", allowed +1 % (95 %, held-out text) · whole model ",
-        f"plan: {model}",
-        "load_plan(model, ",
+        "risk: done after", "bf16: products in bfloat16", "perplexity ",
+        ", allowed +1 % (95 %, held-out text) · whole model ", f"plan: {model}", "load_plan(model, ",
         f"adaattn eval {model} --plan {model} --data {material[0]}",
-    )
+    )  # fmt: skip
     done = run(model, "--budget", "1%", says=says)
     assert ", \n" not in done.output
     assert done.output.count(", at most ") == 1
@@ -145,12 +142,12 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
         assert torch.equal(planned, loaded(inputs).logits) == (not ROUNDS_BF16), "the plan is one of bf16"
     half = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn", dtype=torch.bfloat16)
     with pytest.raises(PlanError, match="calibrated in float32, the model is loaded in bfloat16"):
-        half(inputs)
+        adaattn_hf.load_plan(half)
     tuned = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
     with torch.no_grad():
         tuned.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
     with pytest.raises(PlanError, match="weights of layer 1 are not those"):
-        tuned(inputs)
+        adaattn_hf.load_plan(tuned)
 
 
 def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_printed(
@@ -433,11 +430,9 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
     says = (
         f"measuring risks on sequences of {LENGTH} tokens",
         "(CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which",
-        "1.00 GiB is free)",
-        f"shorter lengths (--lengths {LENGTH // 2})",
-        "fewer rows (--rows 8)",
+        "1.00 GiB is free)", f"shorter lengths (--lengths {LENGTH // 2})", "fewer rows (--rows 8)",
         f"what was measured before is kept in {target}/{FILE}: the same command with --resume goes on",
-    )
+    )  # fmt: skip
     run(model, "--budget", "1%", "--output-dir", target, code=6, says=says)
     run(model, "--budget", "1%", "--output-dir", target, "--resume")
     assert calls.call_count == 4
@@ -449,7 +444,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
         ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
         ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
         ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
-        ("calibration.verify.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
+        ("calibration.proof.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
     ],
 )
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
@@ -551,19 +546,17 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--lengths", "9k"), "lengths is [9216], expected at most the "),
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--dtype", "float33"), "Invalid value for '--dtype'"),
-        (("--families", "windows"), "Did you mean 'window'"),
-        (("--families", ","), "expected some of window,"),
+        (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
         (("--threads", "0"), "threads is 0, expected at least 1"),
         (("--decode-tokens", "-1"), "decode_tokens is -1, expected at least 0"),
         (("--prices", "nowhere.json"), "nowhere.json is no file"),
-        (("--output-dir", __file__), "cannot be made"),
-        (("--budget", "lots"), "budget is 'lots'"),
+        (("--output-dir", __file__), "cannot be made"), (("--budget", "lots"), "budget is 'lots'"),
         (("--budget", ""), "budget is '', expected a rise of the perplexity"),
         (("--budget", " "), "expected a rise of the perplexity"),
         (("--budget", "1%", "--budget", "0.1%"), "in_place: got 2 budgets, expected one"),
         (("--budget", "1%", "--budget", "1.0%"), "expected each once; leave the second 1.0% out"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str, ...], words: str) -> None:
     run(model, *more, code=2, says=words)
 

@@ -15,9 +15,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.inputs import OutOfTime
 from adaattn_hf.calibration.search import MOST_JOINT_STEPS
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import PriceTable
 

@@ -31,15 +31,16 @@ from transformers import (
 )
 
 import adaattn_hf
-from adaattn_hf.attention.tap import tapping
+from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, pricing
-from adaattn_hf.calibration.arms import ModelArms, compare, plan_tap
 from adaattn_hf.calibration.assemble import report
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
+from adaattn_hf.eval.arms import ModelArms, compare, plan_tap
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
-from adaattn_hf.patches.plans import attach, fit, hashes
+from adaattn_hf.eval.objectives import MaskedTokens, NextToken
+from adaattn_hf.eval.windows import TokenWindow
+from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
@@ -113,53 +114,50 @@ def ids(encode: Any) -> list[int]:
     return list(encode(heldout_pages()[3])[: LENGTH - 2])
 
 
-CPU = torch.device("cpu")
-
-
 # ---------------------------------------------------------------------- what is scored
-def test_readings_mask_disjoint_seeded_shares_and_no_special_token(ids: list[int], tokenizer: Any) -> None:
+def test_windows_mask_disjoint_seeded_shares_and_no_special_token(ids: list[int], tokenizer: Any) -> None:
     scoring = MaskedTokens.of(tokenizer, count=6)
-    readings = scoring.readings(ids, 0, CPU)
-    whole = torch.tensor([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
+    windows = scoring.windows(ids, 0)
+    whole = np.array([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
     assert scoring.content(LENGTH) == len(ids) == len(whole) - 2
     places: list[int] = []
-    for reading in readings:
-        assert reading.places is not None
-        assert len(reading.places) == round(0.15 * len(ids))
-        assert reading.rows_per_prediction == pytest.approx(LENGTH / len(reading.places))
-        masked = reading.tokens[0] == tokenizer.mask_token_id
-        assert masked.nonzero().flatten().tolist() == reading.places.tolist()
-        assert torch.equal(reading.tokens[0][~masked], whole[~masked])
-        assert torch.equal(reading.targets, whole[reading.places])
-        places += reading.places.tolist()
+    for window in windows:
+        assert window.positions is not None
+        assert len(window.positions) == round(0.15 * len(ids))
+        assert window.rows_per_prediction == pytest.approx(LENGTH / len(window.positions))
+        masked = window.input_ids == tokenizer.mask_token_id
+        assert np.flatnonzero(masked).tolist() == window.positions.tolist()
+        assert np.array_equal(window.input_ids[~masked], whole[~masked])
+        assert np.array_equal(window.targets, whole[window.positions])
+        places += window.positions.tolist()
     assert len(set(places)) == len(places), "six shares of 15 % fit without overlap"
     assert 0 not in places
     assert LENGTH - 1 not in places
-    again, other = scoring.readings(ids, 0, CPU), scoring.readings(ids, 1, CPU)
-    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(readings, again, strict=True))
-    assert not any(torch.equal(one.tokens, two.tokens) for one, two in zip(readings, other, strict=True))
-    assert len(MaskedTokens(4, count=9).readings(ids, 0, CPU)) == 9, "more readings than shares begin anew"
+    again, other = scoring.windows(ids, 0), scoring.windows(ids, 1)
+    assert all(np.array_equal(one.input_ids, two.input_ids) for one, two in zip(windows, again, strict=True))
+    assert not any(np.array_equal(one.input_ids, two.input_ids) for one, two in zip(windows, other, strict=True))
+    assert len(MaskedTokens(4, count=9).windows(ids, 0)) == 9, "more windows than shares begin anew"
 
 
 def test_scores_are_the_models_own_at_masked_places(model: Any, ids: list[int], scoring: MaskedTokens) -> None:
     """Against stock attention and the whole model's logits, one loop per token."""
-    reading = scoring.readings(ids, 0, CPU)[0]
-    assert reading.places is not None
+    window = scoring.windows(ids, 0)[0]
+    tokens = torch.from_numpy(window.input_ids)[None]
     choices = {layer: make_choice("window", 16, 4) for layer in range(4)}
     tap = plan_tap({layer: _program(layer, choice) for layer, choice in choices.items()})
-    scores = compare(ModelArms(model), reading, tap)
+    scores = compare(ModelArms(model), window, tap)
     with torch.no_grad():
-        stock = bert("eager")(input_ids=reading.tokens).logits[0].double().log_softmax(-1)
+        stock = bert("eager")(input_ids=tokens).logits[0].double().log_softmax(-1)
         with tapping(tap):
-            planned = model(input_ids=reading.tokens).logits[0].double().log_softmax(-1)
-    for at, place in enumerate(reading.places.tolist()):
-        target = int(reading.targets[at])
+            planned = model(input_ids=tokens).logits[0].double().log_softmax(-1)
+    for at, place in enumerate(window.rows.tolist()):
+        target = int(window.targets[at])
         assert float(scores.nll[0, at]) == pytest.approx(-float(stock[place, target]), abs=1e-4)
         assert float(scores.nll[1, at]) == pytest.approx(-float(planned[place, target]), abs=1e-4)
         kl = float((stock[place].exp() * (stock[place] - planned[place])).sum())
         assert float(scores.kl[0, at]) == pytest.approx(kl, abs=1e-4)
         assert bool(scores.agree[0, at]) == bool(stock[place].argmax() == planned[place].argmax())
-    assert scores.kl.shape[1] == len(reading.places)
+    assert scores.kl.shape[1] == len(window.rows)
     assert float(scores.kl.mean()) > 1e-3, "the plan changes something"
 
 
@@ -185,9 +183,9 @@ def test_a_head_that_transforms_is_reached_through_the_models_forward(family: st
     }[family]()
     tokens = torch.randint(4, 40, (1, 30), generator=torch.Generator().manual_seed(0))
     arms = ModelArms(made)
-    places = torch.tensor([3, 17, 20])
+    places, ids = np.array([3, 17, 20]), tokens[0].numpy()
     with torch.no_grad():
-        states = arms.hidden(Reading(tokens, tokens[0, places], places))
+        states = arms.hidden(TokenWindow("", ids, places, ids[places]))
         assert states.shape == (1, 3, made.config.hidden_size), "states, not logits, are kept"
         torch.testing.assert_close(arms.logits(states), made(tokens).logits[:, places], atol=1e-5, rtol=1e-5)
 
@@ -209,18 +207,18 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
         tap = plan_tap({layer: _program(layer, make_choice("window", 32, 16), only=head)})
         kl = np.mean(
             [
-                float(compare(measured.inputs.arms, reading, tap).kl.mean())
+                float(compare(measured.inputs.arms, window, tap).kl.mean())
                 for sequence in sequences
-                for reading in measured.inputs.readings(sequence)
+                for window in measured.inputs.windows(sequence)
             ]
         )
         assert 1 / 2.5 < risks[unit] / kl < 2.5, (layer, head, risks[unit], kl)
 
 
 def test_candidates_that_look_both_ways() -> None:
-    assert MaskedTokens(4).windows(WINDOWS) == WINDOWS_BOTH_WAYS
-    assert MaskedTokens(4).windows((40,)) == (40,)
-    assert NextToken().windows(WINDOWS) == WINDOWS
+    assert MaskedTokens(4).spans(WINDOWS) == WINDOWS_BOTH_WAYS
+    assert MaskedTokens(4).spans((40,)) == (40,)
+    assert NextToken().spans(WINDOWS) == WINDOWS
     found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
     assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 32, 64, 128]
     found = candidates(512, 32, "float32", ("window",), WINDOWS).choices
@@ -284,8 +282,7 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
     assert verified.retrieval_plan is None
     assert 0.0 < verified.activation <= 1.0
     words = result.plan.protocol["scoring"]
-    assert words["mask_share"] == 0.15
-    assert words["maskings"] == 4
+    assert (words["mask_share"], words["maskings"]) == (0.15, 4)
     assert words["retrieval"] == "does not apply: nothing is generated"
     assert result.plan.protocol["settings"]["windows"] == [32, 64]
     assert Plan.from_json(result.plan.to_json()) == result.plan
@@ -303,14 +300,9 @@ def test_decode_is_neither_timed_nor_asked_for(
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
-    model: Any,
-    encode: Any,
-    text: list[Path],
-    scoring: MaskedTokens,
-    result: Calibration,
-    tmp_path: Path,
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     calls = failing(fisher.measure, 6, KeyboardInterrupt())  # the second reading of the second sequence
     monkeypatch.setattr(fisher, "measure", calls)
     given: dict[str, Any] = {"prices": prices(), "directory": tmp_path}
@@ -334,7 +326,8 @@ def stored(result: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def load(auto: Any, directory: Path) -> Any:
-    return auto.from_pretrained(directory, attn_implementation="adaattn", dtype=torch.float32).eval()
+    model = auto.from_pretrained(directory, attn_implementation="adaattn", dtype=torch.float32).eval()
+    return adaattn_hf.load_plan(model)
 
 
 def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
@@ -342,7 +335,7 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
 ) -> None:
     tokens = torch.tensor([ids])
     expected = bert()
-    attach.attach(expected, result.plan)
+    attach.load_plan(expected, result.plan)
     bare = bert()
     with torch.no_grad():
         wanted = expected.bert(tokens).last_hidden_state
@@ -355,10 +348,9 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
         torch.testing.assert_close(classifier.bert(tokens).last_hidden_state, wanted)
         assert adaattn_hf.plan_of(classifier) == result.plan
         classifier.bert.encoder.layer[1].attention.self.query.weight.mul_(1.01)
-    for module in classifier.modules():
-        module.__dict__.pop(fit.PROGRAM_SLOT, None)
-    with pytest.raises(PlanError, match=r"weights of (the model|layer 1) are not those"):
-        classifier(tokens)
+    for read in (lambda: classifier(tokens), lambda: adaattn_hf.load_plan(classifier)):
+        with pytest.raises(PlanError, match=r"weights of (the model|layer 1) are not those"):
+            read()
 
 
 @torch.no_grad()
@@ -382,7 +374,7 @@ def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(model: 
     modules = dict(attention_modules(watched, "bert"))
     layer = LayerPlan(2, hashes.weight_hash(modules[2]), (window, *[EXACT] * 4))
     plan = replace(result.plan, layers=(layer,), units=(), tensors="")
-    attach.attach(watched, plan, unverified=True)
+    attach.load_plan(watched, plan, unverified=True)
     tokens = torch.randint(5, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), adaattn_hf.monitoring(watched) as monitor:
         watched(tokens)
@@ -451,30 +443,17 @@ def test_a_table_without_the_prices_asked_for_is_refused(
         measure(open_inputs(gpt2, encode, text, replace(few, families=("bf16",))), prices=prices())
 
 
-def test_positions_of_tables_that_count_from_behind_padding() -> None:
-    config = RobertaConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=66,
-    )  # fmt: skip
-    roberta = RobertaForMaskedLM(config)
-    assert learned_positions(roberta) == trained_positions(config) == 64
-    with torch.no_grad():
-        roberta(torch.full((1, 64), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            roberta(torch.full((1, 65), 5))
-
-
-def test_positions_that_start_at_an_offset_count_less() -> None:
-    config = OPTConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2,
-        max_position_embeddings=64, word_embed_proj_dim=16,
-    )  # fmt: skip
-    opt = OPTForCausalLM(config).eval()
-    assert learned_positions(opt) == 64
-    with torch.no_grad():
-        opt(torch.full((1, 64), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            opt(torch.full((1, 65), 5))
+def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> None:
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(**small, intermediate_size=32, max_position_embeddings=66)
+    opt = OPTConfig(**small, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=32)
+    assert trained_positions(config) == 64
+    for model in (RobertaForMaskedLM(config).eval(), OPTForCausalLM(opt).eval()):
+        assert learned_positions(model) == 64
+        with torch.no_grad():
+            model(torch.full((1, 64), 5))
+            with pytest.raises((IndexError, RuntimeError)):
+                model(torch.full((1, 65), 5))
 
 
 # ---------------------------------------------------------------------- the command
@@ -491,8 +470,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
         says=("scored on tokens at masked positions", "retrieval: does not apply"),
     )  # fmt: skip
     plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory)))
-    assert plan.protocol["scoring"]["maskings"] == 3
-    assert plan.protocol["scoring"]["mask_share"] == 0.2
+    assert (plan.protocol["scoring"]["maskings"], plan.protocol["scoring"]["mask_share"]) == (3, 0.2)
     # without lengths: the model's positions, for which this table has no prices
     says = "measured at 256 to 256 tokens, expected prices around 512"
     adaattn(*words, *small.split(), code=2, says=says)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from adaattn_hf.backends import select
 
@@ -72,11 +74,7 @@ def test_training_is_one_graph_forward_and_backward(family: str) -> None:
 
     def counted(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        from functorch.compile import make_boxed_func
-
         return make_boxed_func(graph.forward)
-
-    from torch._dynamo.backends.common import aot_autograd
 
     compiled = torch.compile(ours, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
     mask = padding("left")
@@ -95,36 +93,31 @@ def test_training_is_one_graph_forward_and_backward(family: str) -> None:
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_layers_of_two_kinds_are_one_graph(side: str) -> None:
     stock, ours = pair("gemma3-hybrid")
-    graphs, ids, mask = Graphs(), tokens(), padding(side)
-    compiled = torch.compile(ours, backend=graphs, fullgraph=True)
-    with torch.no_grad():
-        expected = stock(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        actual = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    graphs, mask = Graphs(), padding(side)
+    same_compiled(stock, torch.compile(ours, backend=graphs, fullgraph=True), mask)
     assert len(graphs.found) == 1
-    assert_same(expected, actual, mask)
+
+
+def same_compiled(stock: Any, compiled: Any, mask: Any) -> None:
+    with torch.no_grad():
+        answers = (
+            model(input_ids=tokens(), attention_mask=mask, use_cache=False).logits for model in (stock, compiled)
+        )
+        assert_same(*answers, mask)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_runs_what_it_compiles() -> None:
     stock, ours = shallow("gpt2")
-    compiled = torch.compile(ours, fullgraph=True)
-    mask = padding("left")
-    with torch.no_grad():
-        expected = stock(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
-        actual = compiled(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
-    assert_same(expected, actual, mask)
+    same_compiled(stock, torch.compile(ours, fullgraph=True), padding("left"))
 
 
 def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the backends in front are asked whether their packages are there; so they are here."""
     _, ours = shallow("llama")
     monkeypatch.setattr(select, "order", lambda spec: ("fa3", "fa2", "triton", "sdpa", "eager"))
-    with torch.no_grad():
-        compiled = torch.compile(ours, backend="eager", fullgraph=True)
-        assert_same(
-            ours(input_ids=tokens(), use_cache=False).logits, compiled(input_ids=tokens(), use_cache=False).logits
-        )
+    same_compiled(ours, torch.compile(ours, backend="eager", fullgraph=True), None)
 
 
 @pytest.mark.slow
@@ -135,8 +128,7 @@ def test_export_gives_the_same_numbers(family: str) -> None:
     assert mask is not None
     with torch.no_grad():
         program = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
-        for side in ("left", "right"):
-            given = padding(side)
+        for given in (mask, padding("right")):
             assert given is not None
             ids = tokens(seed=4)
             expected = main_output(stock(input_ids=ids, attention_mask=given, **cacheless(family)))

@@ -88,11 +88,11 @@ def test_a_cache_with_room_for_more_than_the_plan_speaks_for() -> None:
     model = planned(make_choice("window", 4))
     plan = attach.plan_of(model)
     assert plan is not None
-    attach.attach(model, replace(plan, lengths=(204,)), unverified=True)
+    attach.load_plan(model, replace(plan, lengths=(204,)), unverified=True)
     found, graphs = by_graphs(model, long_tokens())
     assert torch.equal(found, generate(model, long_tokens()))
     assert graphs.called.count(STEP) == model.config.num_hidden_layers
-    attach.attach(model, plan, unverified=True)
+    attach.load_plan(model, plan, unverified=True)
     assert not torch.equal(found, generate(model, long_tokens())), "the plan's length changes nothing"
 
 

@@ -15,7 +15,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
-from ..support.requests import ON_CPU, assert_right, generator
+from ..support.requests import ON_CPU, assert_right, attended, generator
 
 SOURCE = Path(transformers.__file__).parent
 POSITIONS = {"q_idx", "kv_idx"}
@@ -101,4 +101,4 @@ def test_every_backend_computes_a_dilated_window(name: str, lengths: tuple[int, 
     query = torch.randn(2, 4, q_len, 16, generator=draw)
     key, value = (torch.randn(2, 2, kv_len, 16, generator=draw) for _ in range(2))
     request = AttentionRequest(query, key, value, mask.structure.expanded(2), 0.25)
-    assert_right(request, ON_CPU[name].attend(request).out)
+    assert_right(request, attended(ON_CPU[name], request).out)

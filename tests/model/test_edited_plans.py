@@ -22,7 +22,7 @@ from adaattn_hf.plans.choices import Choice, Rank, Window
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.command import adaattn
-from ..support.models import fresh_pair, tokens
+from ..support.models import fresh_pair
 from ..support.plans import PROVEN, plan_for
 
 INT8: dict[str, Any] = {"stored": "int8", "streaming": False, "share": 0.5}
@@ -56,12 +56,12 @@ def test_a_verdict_below_todays_limits_is_believed_nowhere(edit: dict[str, Any],
     assert says in str(refused.value)
     model.config.adaattn = {"plan": plan.to_dict()}
     with pytest.raises(PlanError, match="contradicts its own verification"):
-        model(input_ids=tokens())
+        adaattn_hf.load_plan(model)
     for text in (headline(plan), " ".join(details(plan)), card(plan, "place")):
         assert "not verified: the plan contradicts its own verification" in text
         assert "passed: perplexity" not in text
-    assert stored_as(model, None, None, "model") == ("model", False)
     adaattn_hf.load_plan(model, plan, unverified=True)
+    assert stored_as(model, None, None, "model") == ("model", False)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_cache_format_is_used_on_a_verification_of_its_own_alone(
     model, plan = lettered(layers=layers, protocol={"cache": {**INT8, "verified": proof}})
     with pytest.raises(PlanError, match=f"the plan {says} held-out text over its cache in int8, so it runs only"):
         adaattn_hf.load_plan(model, plan)
-    model.config.adaattn = {"plan": plan.to_dict()}
+    adaattn_hf.load_plan(model, plan, unverified=True)
     assert stored_as(model, None, None, "model") == ("model", False)
     good = replace(plan, protocol={"cache": {**INT8, "verified": asdict(PROVEN)}})
     assert stored_as(adaattn_hf.load_plan(model, good), None, None, "model") == ("int8", False)

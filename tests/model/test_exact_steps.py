@@ -52,7 +52,7 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
         with torch.no_grad():
             cache = model(tokens[:, :-1], use_cache=True).past_key_values
             if plan is not None:
-                attach.attach(model, plan)
+                attach.load_plan(model, plan)
             return model(tokens).logits, model(tokens[:, -1:], past_key_values=cache).logits
 
     (exact, exact_step), (planned, planned_step) = run(None), run(found.plan)

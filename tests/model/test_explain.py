@@ -10,13 +10,14 @@ import transformers as tf
 from torch import nn
 
 import adaattn_hf
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
 from ..support.families import LISTED, configured, models
 from ..support.models import fresh_pair, tokens
 from ..support.plans import plan_for
+from ..support.recorder import Recorder
 
 
 def backends(thing: Any, **asked: Any) -> list[tuple[str, str]]:
@@ -86,7 +87,7 @@ def test_experts_and_scans_need_no_data(family: str, dtype: torch.dtype) -> None
     model = models(family, NEEDS_DATA[family], tf.AutoModelForCausalLM).ours
     found = adaattn_hf.explain(model, dtype=dtype)
     called = {choice.layer for choice in found.layers if choice.phase == "decode"}
-    with torch.no_grad(), recording(Recorder()) as heard:
+    with torch.no_grad(), listening(Recorder()) as heard:
         model(input_ids=tokens())
     assert len(called) == len({module for module, _, _ in heard.calls}) > 0
     assert {choice.phase for choice in found.layers} == {"prefill", "padded", "decode"}

@@ -11,8 +11,9 @@ import pytest
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
-from adaattn_hf.calibration.measure import Measurement, measure
-from adaattn_hf.calibration.search import picks_of, solve
+from adaattn_hf.calibration.layers import Measurement, picks_of
+from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.search import solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
 from adaattn_hf.policy.table import SolverTable
@@ -77,8 +78,7 @@ def test_the_heading_names_the_model(directory: Path) -> None:
     words = ["plan", "explore", str(directory), "--html", str(target), "--name", "Small <1>"]
     adaattn(*words)
     named, typed = embedded(target.read_text(encoding="utf-8")), embedded(page(directory))
-    assert named["title"] == "Small <1>"
-    assert typed["title"] == "LlamaForCausalLM"
+    assert (named["title"], typed["title"]) == ("Small <1>", "LlamaForCausalLM")
     assert {**named, "title": ""} == {**typed, "title": ""}
 
 
@@ -111,12 +111,10 @@ def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurem
 @pytest.mark.parametrize(
     ("report", "says"),
     [
-        (None, "does not exist"),
-        ("{}", "holds no table"),
-        ("{", "adaattn_report.json"),
+        (None, "does not exist"), ("{}", "holds no table"), ("{", "adaattn_report.json"),
         ('{"table": {}}', "calibrate again"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_without_its_table_is_refused(directory: Path, tmp_path: Path, report: Any, says: str) -> None:
     plan = tmp_path / "adaattn_plan.json"
     plan.write_bytes((directory / "adaattn_plan.json").read_bytes())

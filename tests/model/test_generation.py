@@ -1,8 +1,8 @@
 """Ways of generating beyond the usual caches: quantised and offloaded, drafts, reuse, compiled and batched steps."""
 
-import contextlib
 import copy
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,23 +24,12 @@ def greedy(model: Any, ids: Tensor, **settings: Any) -> Tensor:
     return found
 
 
-class Stream(contextlib.AbstractContextManager[None]):
-    """In the place of a device's stream: everything is done at once."""
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-    def wait_stream(self, other: Any) -> None:
-        return None
-
-
 @pytest.mark.parametrize("name", DECODERS)
 def test_offloaded_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        # the cache's own code, whose copies need no waiting here
-        for place, attribute in ((torch, "Stream"), (torch.cuda, "Stream"), (torch.cuda, "stream")):
-            monkeypatch.setattr(place, attribute, lambda *given: Stream())
-        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+        # the cache's own code, whose copies need no waiting here: everything is done at once
+        for place, name_ in ((torch, "Stream"), *((torch.cuda, one) for one in ("Stream", "stream", "default_stream"))):
+            monkeypatch.setattr(place, name_, lambda *given: MagicMock())
     found = []
     for model in pair(name):
         cache = DynamicCache(config=model.config, offloading=True)
@@ -54,19 +43,16 @@ def test_quantised_cache_in_fp8(name: str) -> None:
     if tuple(int(part) for part in tf.__version__.split(".")[:2]) < (5, 21):
         pytest.skip("Transformers has no fp8 cache before 5.21")
     stock, ours = pair(name)
-    ids = tokens()
-    answers = [
-        greedy(model, ids, past_key_values=tf.QuantizedCache("fp8", model.config), max_new_tokens=10)
-        for model in (stock, ours)
-    ]
-    assert torch.equal(*answers)
-    found = []
+    ids, answers, found = tokens(), [], []
     for model in (stock, ours):
+        kept = tf.QuantizedCache("fp8", model.config)
+        answers.append(greedy(model, ids, past_key_values=kept, max_new_tokens=10))
         cache = tf.QuantizedCache("fp8", model.config)
         with torch.no_grad():
             prompt = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             step = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
         found.append((prompt, step))
+    assert torch.equal(*answers)
     assert_same(found[0][0], found[1][0])
     # keys that differ in the last bit may fall into neighbouring steps of eight bits
     assert_same(found[0][1], found[1][1], rtol=2e-2)
@@ -80,49 +66,37 @@ def test_drafts_change_nothing(name: str, draft: str) -> None:
     _, ours = pair(name)
     ids = tokens(1).repeat(1, 2)
     plain = greedy(ours, ids, max_new_tokens=10)
-    if draft == "model":
-        drafted = greedy(ours, ids, max_new_tokens=10, assistant_model=fresh_pair(name).ours)
-    else:
-        drafted = greedy(ours, ids, max_new_tokens=10, prompt_lookup_num_tokens=3)
-    assert torch.equal(plain, drafted)
+    by = {"assistant_model": fresh_pair(name).ours} if draft == "model" else {"prompt_lookup_num_tokens": 3}
+    assert torch.equal(plain, greedy(ours, ids, max_new_tokens=10, **by))
     assert torch.equal(plain, greedy(pair(name).stock, ids, max_new_tokens=10))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
 @pytest.mark.parametrize("settings", [dict(num_beams=3), dict(num_beams=4, num_return_sequences=2, length_penalty=0.5)])
 def test_beams_from_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
-    stock, ours = pair(name)
-    mask = padding("left")
-    assert torch.equal(
-        greedy(stock, tokens(), attention_mask=mask, **settings),
-        greedy(ours, tokens(), attention_mask=mask, **settings),
-    )
+    assert torch.equal(*(greedy(model, tokens(), attention_mask=padding("left"), **settings) for model in pair(name)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
 def test_a_prefix_is_computed_once_and_reused(name: str) -> None:
     stock, ours = pair(name)
     prefix, ends = tokens(1, 6), (tokens(1, 4, seed=1), tokens(1, 7, seed=2))
+    shared = DynamicCache(config=ours.config)
     with torch.no_grad():
-        shared = ours(
-            input_ids=prefix, past_key_values=DynamicCache(config=ours.config), use_cache=True
-        ).past_key_values
+        ours(input_ids=prefix, past_key_values=shared, use_cache=True)
     for end in ends:
         whole = torch.cat([prefix, end], dim=1)
-        reused = greedy(ours, whole, past_key_values=copy.deepcopy(shared))
-        assert torch.equal(reused, greedy(stock, whole))
+        assert torch.equal(greedy(ours, whole, past_key_values=copy.deepcopy(shared)), greedy(stock, whole))
 
 
 def test_several_turns_with_one_static_cache() -> None:
-    stock, ours = pair("llama")
     turns = []
-    for model in (stock, ours):
+    for model in pair("llama"):
         cache = StaticCache(config=model.config, max_cache_len=48)
         ids = tokens(1, 5)
         for seed in (1, 2):
-            ids = greedy(
-                model, torch.cat([ids, tokens(1, 4, seed=seed)], dim=1), past_key_values=cache, disable_compile=True
-            )
+            turn = torch.cat([ids, tokens(1, 4, seed=seed)], dim=1)
+            ids = greedy(model, turn, past_key_values=cache, disable_compile=True)
         turns.append(ids)
     assert torch.equal(*turns)
 
@@ -135,10 +109,9 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
     stock, ours = pair(name)
     mask = padding(side)
     settings: dict[str, Any] = dict(
-        attention_mask=torch.ones_like(tokens()) if mask is None else mask,
-        max_new_tokens=8,
+        attention_mask=torch.ones_like(tokens()) if mask is None else mask, max_new_tokens=8,
         cache_implementation="static",
-    )
+    )  # fmt: skip
     graphs = Graphs()
     found = greedy(ours, tokens(), compile_config=compiled_by(graphs), **settings)
     assert torch.equal(found, greedy(stock, tokens(), disable_compile=True, **settings))

@@ -33,10 +33,6 @@ def work() -> dict[str, Callable[[int], object]]:
         cache = model(input_ids=ids[:, : 2 + i % 6], use_cache=True).past_key_values
         return model(input_ids=ids[:, 7:], past_key_values=cache, use_cache=True).logits
 
-    @torch.no_grad()
-    def generate(i: int) -> object:
-        return model.generate(ids[:, :3], max_new_tokens=1, do_sample=False, pad_token_id=0)
-
     def train(i: int) -> object:
         loss = trained(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -44,10 +40,10 @@ def work() -> dict[str, Callable[[int], object]]:
         optimiser.zero_grad()
         return loss
 
-    def prepare(i: int) -> object:
-        return adaattn_hf.restore(adaattn_hf.prepare(model))
-
-    return {"decode": decode, "generate": generate, "train": train, "prepare": prepare}
+    return {
+        "decode": decode, "train": train, "prepare": lambda i: adaattn_hf.restore(adaattn_hf.prepare(model)),
+        "generate": lambda i: model.generate(ids[:, :3], max_new_tokens=1, do_sample=False, pad_token_id=0),
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,8 +27,7 @@ LENGTH = 160
 WINDOW = make_choice("window", 32, 4)
 
 
-def _model() -> LlamaForCausalLM:
-    return lettered_llama(layers=2, head_dim=16, initializer_range=0.2)
+_model = partial(lettered_llama, layers=2, head_dim=16, initializer_range=0.2)
 
 
 def _planned(p95: float, monitor: bool = True, choice: Choice = WINDOW) -> LlamaForCausalLM:
@@ -57,9 +57,7 @@ def test_a_quiet_plan_is_sampled_and_left_alone(caplog: pytest.LogCaptureFixture
 
 
 @torch.no_grad()
-def test_a_plan_that_drops_more_than_calibrated_becomes_exact_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plan_that_drops_more_than_calibrated_turns_exact_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = _planned(p95=1e-4)
     assert adaattn_hf.plan_of(model) is not None
     with caplog.at_level(logging.WARNING, logger="adaattn_hf"):
@@ -80,8 +78,7 @@ def test_decode_is_sampled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     tokens = _tokens(length=48)
     model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=17, do_sample=False, pad_token_id=0)
     first = adaattn_hf.statistics(model)[0]
-    assert first["calls"] == 17
-    assert first["rows"] == 4
+    assert (first["calls"], first["rows"]) == (17, 4)
 
 
 @torch.no_grad()
@@ -102,19 +99,14 @@ def test_runs_of_batches_are_sampled_in_turn_as_if_they_were_alone(kind: str, mo
         positions = torch.cat([torch.arange(LENGTH), torch.arange(LENGTH)])[None]
         inputs = dict(input_ids=tokens.reshape(1, -1), position_ids=positions, use_cache=False)
     watched, alone = _planned(p95=0.9), _planned(p95=0.9)
-    for _ in range(2):
-        if kind == "padded decode":
-            cache = watched(**{k: v[:, :-1] for k, v in inputs.items()}).past_key_values
-            watched(tokens[:, -1:], attention_mask=inputs["attention_mask"], past_key_values=cache,
-                    position_ids=inputs["position_ids"][:, -1:])  # fmt: skip
-        else:
-            watched(**inputs)
-    for run in runs:
-        if kind == "padded decode":
-            cache = alone(run[:, :-1]).past_key_values
-            alone(run[:, -1:], past_key_values=cache)
-        else:
-            alone(run)
+    for model, passes in ((watched, [inputs] * 2), (alone, [{"input_ids": run} for run in runs])):
+        for given in passes:
+            if kind == "padded decode":
+                cache = model(**{k: v[:, :-1] for k, v in given.items()}).past_key_values
+                last = {k: v if k == "attention_mask" else v[:, -1:] for k, v in given.items()}
+                model(**last, past_key_values=cache)
+            else:
+                model(**given)
     found, wanted = adaattn_hf.statistics(watched)[0], adaattn_hf.statistics(alone)[0]
     assert found["rows"] == (4 if kind == "padded decode" else 2)
     if kind == "padded decode":  # each way of a pass meets one of the runs
@@ -135,9 +127,7 @@ def test_holes_in_padding_are_counted_and_not_sampled() -> None:
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "repeated", "reentrant"])
-def test_training_steps_are_sampled_and_warned_of_and_keep_their_function(
-    checkpointing: bool | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_is_sampled_and_warned_of(checkpointing: bool | None, caplog: pytest.LogCaptureFixture) -> None:
     loud, quiet = _planned(p95=1e-4).train(), _planned(p95=1e-4, monitor=False).train()
     if checkpointing is not None:
         for model in (loud, quiet):
@@ -203,8 +193,7 @@ def test_each_model_has_a_monitor_of_its_own() -> None:
     assert adaattn_hf.statistics(two) == []
     two(_tokens())
     two(_tokens())
-    assert adaattn_hf.statistics(one)[0]["calls"] == 1
-    assert adaattn_hf.statistics(two)[0]["calls"] == 2
+    assert [adaattn_hf.statistics(model)[0]["calls"] for model in (one, two)] == [1, 2]
     one.config.adaattn = {**one.config.adaattn, "monitor": True}  # set again: a new session
     one(_tokens())
     assert adaattn_hf.statistics(one)[0]["calls"] == 1
@@ -215,11 +204,9 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 96, 8, generator=generator) for heads in (4, 2, 2))
     extras: dict[str, dict[str, Any]] = {
-        "softcap": {"softcap": 1.5},
-        "sink_logits": {"sink_logits": torch.randn(4, generator=generator)},
-        "bias": {"bias": torch.randn(1, 4, 96, 96, generator=generator)},
-        "window": {},
-    }
+        "softcap": {"softcap": 1.5}, "sink_logits": {"sink_logits": torch.randn(4, generator=generator)},
+        "bias": {"bias": torch.randn(1, 4, 96, 96, generator=generator)}, "window": {},
+    }  # fmt: skip
     structure = CallStructure(1, 96, 96, causal=True, window=48 if extra == "window" else None)
     request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
     program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
@@ -228,8 +215,7 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     weights = attention_weights(request)[0][:, rows]
     keys = torch.arange(96)
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))
-    wanted = (weights * far).sum(-1).view(2, 2, 3).amax(1)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found, (weights * far).sum(-1).view(2, 2, 3).amax(1), atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()

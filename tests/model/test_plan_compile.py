@@ -25,7 +25,8 @@ from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.plans import attach, fit
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.patches.plans.slots import LAYER
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.program import PROGRAMS
@@ -39,12 +40,9 @@ pytestmark = needs_tracing
 
 LENGTH = 200
 CHOICES = [
-    make_choice("window", 32, 4),
-    make_choice(precision="int8"),
-    make_choice(precision="bf16"),
-    make_choice(rank=6),
-    make_choice("window", 32, 4, rank=6, precision="int8"),
-]
+    make_choice("window", 32, 4), make_choice(precision="int8"), make_choice(precision="bf16"),
+    make_choice(rank=6), make_choice("window", 32, 4, rank=6, precision="int8"),
+]  # fmt: skip
 LLAMA: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
@@ -77,7 +75,7 @@ def planned(choice: Choice, family: str = "llama") -> Any:
         )
     model.eval().set_attn_implementation("adaattn")
     name = store.remember_tensors(bases(heads)) if choice.columns else ""
-    attach.attach(model, plan_for(model, choice, layers=(0,), lengths=(512,), tensors=name))
+    attach.load_plan(model, plan_for(model, choice, layers=(0,), lengths=(512,), tensors=name))
     return model
 
 
@@ -91,7 +89,7 @@ def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
     model = planned(make_choice("window", 32, 4))
     expected = model(tokens()).logits
     twin = copied(model)
-    handles = {slot[1].handle for m in model.modules() if (slot := m.__dict__.get(fit.PROGRAM_SLOT))}
+    handles = {layer.handle for m in model.modules() if (layer := m.__dict__.get(LAYER))}
     del model
     gc.collect()
     assert handles.isdisjoint(PROGRAMS)
@@ -156,16 +154,17 @@ def test_compiled_steps_in_a_cache_equal_uncompiled_ones(family: str, kept: str)
 
 
 @torch.no_grad()
-def test_a_graph_does_not_outlive_a_plan_that_is_set_in_place() -> None:
+def test_a_graph_does_not_outlive_its_plan() -> None:
     model, ids = planned(make_choice("window", 32, 4)), tokens()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     before = compiled(ids, use_cache=False).logits
-    model.config.adaattn["plan"] = planned(make_choice("window", 8, 2)).config.adaattn["plan"]
-    with pytest.raises(Exception, match="the plan was not read before compiling"):
-        compiled(ids, use_cache=False)
+    attach.load_plan(model, attach.plan_of(planned(make_choice("window", 8, 2))))
     expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(before, expected, atol=1e-3)
+    attach.remove_plan(model)
+    exact = model(ids, use_cache=False).logits
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, exact, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

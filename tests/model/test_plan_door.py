@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf.patches.plans import door
+from adaattn_hf.patches.plans.bound import bound_plan
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
@@ -35,9 +35,7 @@ def swapped_in_place(layers: Any) -> None:
 MOVES: dict[str, Change] = {
     "swapped in place": swapped_in_place,
     "swapped by index": lambda layers: (
-        first := layers[0],
-        layers.__setitem__(0, layers[1]),
-        layers.__setitem__(1, first),
+        first := layers[0], layers.__setitem__(0, layers[1]), layers.__setitem__(1, first),
     ),
     "swapped in the dictionary": lambda layers: layers._modules.update({"0": layers[1], "1": layers[0]}),
     "the first dropped": lambda layers: layers.pop(0),
@@ -45,7 +43,7 @@ MOVES: dict[str, Change] = {
     "the last dropped": lambda layers: layers.pop(2),
     "appended again": lambda layers: layers.append(layers[0]),
     "inserted again": lambda layers: layers.insert(1, layers[0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -186,4 +184,6 @@ def test_a_pass_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.model.norm, "forward", len)
     with pytest.raises(TypeError, match="subscriptable"):
         logits(model)
-    assert door.running() == (None, None)
+    bound = bound_plan(model)
+    assert bound is not None
+    assert not bound.threads

@@ -26,11 +26,9 @@ def planned() -> Any:
 
 def train(model: Any, directory: Path, **changes: Any) -> list[float]:
     trainer = tf.Trainer(
-        model=model,
-        args=arguments(directory, max_steps=6, **changes),
-        train_dataset=examples(32),
+        model=model, args=arguments(directory, max_steps=6, **changes), train_dataset=examples(32),
         eval_dataset=examples(8, seed=1),
-    )
+    )  # fmt: skip
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -51,9 +49,7 @@ def test_steps_under_a_plan_of_windows_are_those_of_a_model_with_windows(tmp_pat
     assert ours != pytest.approx(exact, abs=1e-3)
 
 
-def test_evaluation_in_between_goes_on_under_the_plan_and_says_so_once(
-    tmp_path: Path, heard: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_goes_on_under_the_plan_and_says_so_once(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     model = planned()
     train(model, tmp_path, eval_strategy="steps", eval_steps=2)
     assert said(heard, "trained under its plan") == 1

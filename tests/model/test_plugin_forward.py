@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends.select import BACKENDS
 
 from ..support.models import DECODERS, ENCODERS, HIDDEN, assert_same, fresh_pair, main_output, padding, pair, tokens
+from ..support.recorder import Recorder
 
 SIDES = ("none", "ones", "left", "right", "holes")
 FORCED = ("adaattn_sdpa", "adaattn_eager", "adaattn_native")
@@ -51,11 +52,9 @@ def cross_attention_inputs() -> dict[str, Any]:
     encoder_mask[2, :] = 0  # an example without any encoder token: its rows see nothing
     states = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(3))
     return dict(
-        input_ids=tokens(),
-        attention_mask=padding("left"),
-        encoder_hidden_states=states,
+        input_ids=tokens(), attention_mask=padding("left"), encoder_hidden_states=states,
         encoder_attention_mask=encoder_mask,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-decoder"])
@@ -174,7 +173,7 @@ def test_upcast_attention_of_gpt2_is_computed_in_fp32() -> None:
     """`reorder_and_upcast_attn` asks for fp32 scores in a half-precision GPT-2."""
     _, upcast = fresh_pair("gpt2", reorder_and_upcast_attn=True)
     recorder = Recorder()
-    with torch.no_grad(), recording(recorder):
+    with torch.no_grad(), listening(recorder):
         upcast.to(torch.bfloat16)(input_ids=tokens())
     assert [spec.dtype for _, spec, _ in recorder.calls] == [torch.float32] * 2
 

@@ -1,7 +1,5 @@
 """Generation: every cache, chunked prefill, beams; step by step against stock eager attention."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,26 +10,19 @@ from transformers import StaticCache
 from ..support.models import DECODERS, ENCODER_DECODERS, assert_same, padding, pair, tokens
 from ..support.versions import skip_what_stock_cannot
 
-CACHES: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {
-        "dynamic": {},
-        "static": dict(cache_implementation="static", disable_compile=True),
-        "none": dict(use_cache=False),
-        "chunked prefill": dict(prefill_chunk_size=4),
-    }
-)
+CACHES: dict[str, dict[str, Any]] = {
+    "dynamic": {}, "static": dict(cache_implementation="static", disable_compile=True), "none": dict(use_cache=False),
+    "chunked prefill": dict(prefill_chunk_size=4),
+}  # fmt: skip
 
 
 def assert_generates_the_same(name: str, mask: Tensor | None, **settings: Any) -> None:
     stock, ours = pair(name)
     ids = tokens()
     settings |= dict(
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+        attention_mask=torch.ones_like(ids) if mask is None else mask, max_new_tokens=6, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
     with torch.no_grad():
         expected, actual = stock.generate(ids, **settings), ours.generate(ids, **settings)
     assert torch.equal(expected.sequences, actual.sequences)
@@ -60,11 +51,8 @@ def test_sampling_with_a_seed_equals_eager(name: str) -> None:
     drawn = []
     for model in pair(name):
         torch.manual_seed(3)
-        drawn.append(
-            model.generate(
-                tokens(), attention_mask=padding("left"), max_new_tokens=8, do_sample=True, temperature=0.8, top_k=20
-            )
-        )
+        asked = dict(max_new_tokens=8, do_sample=True, temperature=0.8, top_k=20)
+        drawn.append(model.generate(tokens(), attention_mask=padding("left"), **asked))
     assert torch.equal(*drawn)
     assert not torch.equal(drawn[1], model.generate(tokens(), max_new_tokens=8, do_sample=False))
 
@@ -96,8 +84,6 @@ def test_a_later_call_may_use_another_length_of_cache() -> None:
     """What one call remembers of its mask does not reach into the next."""
     stock, ours = pair("llama")
     for length in (11, 5, 8):
-        ids, mask = tokens(length=length), padding("left", length=length)
+        given = {"input_ids": tokens(length=length), "attention_mask": padding("left", length=length)}
         with torch.no_grad():
-            assert_same(
-                stock(input_ids=ids, attention_mask=mask).logits, ours(input_ids=ids, attention_mask=mask).logits, mask
-            )
+            assert_same(stock(**given).logits, ours(**given).logits, given["attention_mask"])

@@ -24,17 +24,15 @@ from ..support.models import (
     tokens,
 )
 
+QUESTIONS = dict(start_positions=torch.tensor([5, 6, 7]), end_positions=torch.tensor([6, 8, 9]))
 HEADS = {"gpt2": GPT2_HEADS, "bert": BERT_HEADS, "llama": LLAMA_HEADS}
 CASES = [pytest.param(family, cls, id=cls.__name__) for family, heads in HEADS.items() for cls in heads]
 
 
 def inputs_of(cls: type[tf.PreTrainedModel]) -> dict[str, Any]:
-    """Padded inputs of a head, with labels where it has a loss.
-
-    Padding is on the right: heads of BERT read the first token, and a language model's loss on the left would
-    count what the last token of padding says.
-    """
+    """Padded inputs of a head, with labels where it has a loss."""
     name = cls.__name__
+    # on the right: heads of BERT read the first token, and on the left a loss counts what the last of padding says
     ids, mask = tokens(), padding("right")
     assert mask is not None
     ids = ids.masked_fill(mask == 0, 0)
@@ -52,7 +50,7 @@ def inputs_of(cls: type[tf.PreTrainedModel]) -> dict[str, Any]:
     elif "TokenClassification" in name:
         given |= dict(labels=torch.where(mask.bool(), ids % 2, -100))
     elif "QuestionAnswering" in name:
-        given |= dict(start_positions=torch.tensor([5, 6, 7]), end_positions=torch.tensor([6, 8, 9]))
+        given |= QUESTIONS
     elif any(part in name for part in ("LMHead", "MaskedLM", "CausalLM")):
         given |= dict(labels=ignored_padding)
     elif "Model" not in name:
@@ -60,7 +58,7 @@ def inputs_of(cls: type[tf.PreTrainedModel]) -> dict[str, Any]:
     return given
 
 
-def assert_equal_in_training(models: Pair, given: dict[str, Any], rtol: float) -> dict[str, Any]:
+def assert_equal_in_training(models: Pair, given: dict[str, Any], rtol: float) -> Any:
     """Outputs where tokens are real, the loss, and gradients to `rtol`; returns stock's outputs."""
     real = given["attention_mask"].bool()
     direction = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -74,27 +72,20 @@ def assert_equal_in_training(models: Pair, given: dict[str, Any], rtol: float) -
         outputs.append(output)
     expected, actual = outputs
     assert list(expected) == list(actual)
-    compared = 0
-    for key, value in expected.items():
-        if not isinstance(value, Tensor):
-            continue
-        per_token = value.shape[: real.ndim] == real.shape
-        assert_same(value.detach(), actual[key].detach(), real if per_token else None)
-        compared += 1
+    compared = {key: value.detach() for key, value in expected.items() if isinstance(value, Tensor)}
     assert compared
+    for key, value in compared.items():
+        assert_same(value, actual[key].detach(), real if value.shape[: real.ndim] == real.shape else None)
     gradients = dict(models.ours.named_parameters())
     nonzero = 0
     for name, parameter in models.stock.named_parameters():
-        if parameter.grad is None:
-            assert gradients[name].grad is None
-            continue
         found = gradients[name].grad
-        assert found is not None, name
-        assert_same(parameter.grad, found, rtol=rtol)
-        nonzero += int(parameter.grad.abs().max() > 1e-6)
+        assert (found is None) == (parameter.grad is None), name
+        if parameter.grad is not None and found is not None:
+            assert_same(parameter.grad, found, rtol=rtol)
+            nonzero += int(parameter.grad.abs().max() > 1e-6)
     assert nonzero >= 10
-    stock: dict[str, Any] = expected
-    return stock
+    return expected
 
 
 @pytest.mark.parametrize(("family", "cls"), CASES)
@@ -103,22 +94,15 @@ def test_outputs_loss_and_gradients_equal_eager(family: str, cls: type[tf.PreTra
     assert ("loss" in found) == (cls not in (tf.GPT2Model, tf.BertModel, tf.LlamaModel))
 
 
-QUESTIONS = dict(start_positions=torch.tensor([5, 6, 7]), end_positions=torch.tensor([6, 8, 9]))
 EVERYWHERE: list[tuple[Any, dict[str, Tensor]]] = [
-    (tf.AutoModelForQuestionAnswering, QUESTIONS),
-    (tf.AutoModelForTokenClassification, dict(labels=tokens() % 2)),
-    (tf.AutoModelForCausalLM, dict(labels=tokens())),
-    (tf.AutoModelForMaskedLM, dict(labels=tokens())),
-]
+    (tf.AutoModelForQuestionAnswering, QUESTIONS), (tf.AutoModelForTokenClassification, dict(labels=tokens() % 2)),
+    (tf.AutoModelForCausalLM, dict(labels=tokens())), (tf.AutoModelForMaskedLM, dict(labels=tokens())),
+]  # fmt: skip
 """Heads whose loss is over all positions: over all scores, or of labels at padding, as where an end token pads."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0),
-    "llama": {},
-    "bert": {},
-    "roberta": {},
-    "electra": {},
-    "modernbert": dict(local_attention=4, global_attn_every_n_layers=2),
-}
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0), "llama": {},
+    "bert": {}, "roberta": {}, "electra": {}, "modernbert": dict(local_attention=4, global_attn_every_n_layers=2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stock", ["eager", "sdpa"])
@@ -126,11 +110,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ("family", "auto", "labels"),
     [
         pytest.param(family, auto, labels, id=f"{family}-{auto.__name__.removeprefix('AutoModelFor')}")
-        for family, changes in FAMILIES.items()
-        for auto, labels in EVERYWHERE
+        for family, changes in FAMILIES.items() for auto, labels in EVERYWHERE
         if type(configured(family, changes)) in auto._model_mapping
     ],
-)
+)  # fmt: skip
 def test_losses_over_padding_are_those_of_stock_attention(
     family: str, auto: Any, labels: dict[str, Tensor], stock: str
 ) -> None:
@@ -167,11 +150,7 @@ def test_scores_at_padding_are_those_of_stock_sdpa(family: str, auto: Any, side:
 def test_the_list_of_heads_is_complete(family: str) -> None:
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     known = {
-        name
-        for name, cls in vars(module).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, tf.PreTrainedModel)
-        and cls.__module__ == module.__name__
-        and not name.endswith("PreTrainedModel")
-    }
+        name for name, cls in vars(module).items() if inspect.isclass(cls) and issubclass(cls, tf.PreTrainedModel)
+        and cls.__module__ == module.__name__ and not name.endswith("PreTrainedModel")
+    }  # fmt: skip
     assert {cls.__name__ for cls in HEADS[family]} == known

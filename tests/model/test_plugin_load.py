@@ -11,12 +11,13 @@ import transformers as tf
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import adaattn_hf
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
 from ..support.models import assert_same, config_of, fresh_pair, logits, main_output, padding, tokens
 from ..support.names import registered
+from ..support.recorder import Recorder
 
 AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 
@@ -55,12 +56,9 @@ def composite() -> tf.LlavaConfig:
         projection_dim=32,
     )  # fmt: skip
     return tf.LlavaConfig(
-        text_config=tf.LlamaConfig(**text),
-        vision_config=tf.CLIPVisionConfig(**vision),
-        image_token_index=70,
-        vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-    )
+        text_config=tf.LlamaConfig(**text), vision_config=tf.CLIPVisionConfig(**vision), image_token_index=70,
+        vision_feature_select_strategy="default", vision_feature_layer=-1,
+    )  # fmt: skip
 
 
 def composite_inputs() -> dict[str, torch.Tensor]:
@@ -196,7 +194,7 @@ def test_where_transformers_refuses_a_name_the_settings_name_the_backend(family:
             AutoModelForCausalLM.from_config(config_of(family), attn_implementation="adaattn_sdpa")
     right = logits(model)
     adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend="sdpa"))
-    with recording(Recorder()) as heard:
+    with listening(Recorder()) as heard:
         torch.testing.assert_close(logits(model), right)
     assert {forced for *_, forced in heard.calls} == {"sdpa"}
 

@@ -33,23 +33,22 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([main_output(first), main_output(second)], dim=1)
 
 
+def kept_apart(pair: Pair, ids: Tensor, **said: Any) -> None:
+    with torch.no_grad():
+        packed = main_output(pair.ours(input_ids=ids, **said))
+    assert_same(one_by_one(pair.stock, ids), packed)
+
+
 @pytest.mark.parametrize("name", ["bert", "modernbert-local"])
 def test_document_borders_separate_documents_in_encoders(name: str) -> None:
-    stock, ours = pair(name)
-    ids = tokens(batch=1)
-    with torch.no_grad():
-        packed = main_output(ours(input_ids=ids, position_ids=POSITIONS, **borders()))
-    assert_same(one_by_one(stock, ids), packed)
+    kept_apart(pair(name), tokens(batch=1), position_ids=POSITIONS, **borders())
 
 
 def test_stock_attention_leaks_where_ours_does_not() -> None:
     """The tests above can fail: stock attention reads the other document when borders alone tell it."""
     stock, _ = pair("llama")
-    ids = tokens(batch=1)
-    expected = one_by_one(stock, ids)
-    with torch.no_grad():
-        leaked = stock(input_ids=ids, position_ids=POSITIONS, **borders()).logits
-    assert float((leaked - expected).abs().max()) > 1e-2
+    with pytest.raises(AssertionError, match="largest difference"):
+        kept_apart(Pair(stock, stock), tokens(batch=1), position_ids=POSITIONS, **borders())
 
 
 def test_positions_and_borders_together_cost_no_mask() -> None:
@@ -75,19 +74,14 @@ def family(name: str) -> Pair:
 
 def same_as_stock(pair: Pair, **inputs: Any) -> None:
     with torch.no_grad():
-        expected = pair.stock(**copy.deepcopy(inputs)).logits
-        assert_same(expected, pair.ours(**inputs).logits)
+        assert_same(pair.stock(**copy.deepcopy(inputs)).logits, pair.ours(**inputs).logits)
 
 
 @pytest.mark.parametrize("name", BORDERLESS)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_positions_that_fall_back_separate_documents_in_one_row_and_in_many(name: str, rows: int) -> None:
-    stock, ours = family(name)
-    ids = tokens(batch=rows)
     for positions in {1: [POSITIONS], 2: [POSITIONS, POSITIONS.expand(2, -1)]}[rows]:
-        with torch.no_grad():
-            packed = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
-        assert_same(one_by_one(stock, ids), packed)
+        kept_apart(family(name), tokens(batch=rows), position_ids=positions, use_cache=False)
 
 
 def test_rows_of_a_batch_have_borders_of_their_own() -> None:
@@ -108,42 +102,29 @@ def test_a_mask_or_a_cache_speaks_louder_than_positions(name: str, said: str) ->
     ids, ones = tokens(batch=1), torch.ones(1, 11, dtype=torch.long)
     more: dict[str, dict[str, Any]] = {
         "mask": {"attention_mask": ones, "use_cache": False},
-        "floats": {"attention_mask": ones.float(), "use_cache": False},
-        "mask and cache": {"attention_mask": ones},
-        "cache": {},
-        "own cache": with_cache(pair.ours, DynamicCache()),
+        "floats": {"attention_mask": ones.float(), "use_cache": False}, "mask and cache": {"attention_mask": ones},
+        "cache": {}, "own cache": with_cache(pair.ours, DynamicCache()),
         "cache, not to be used": {**with_cache(pair.ours, DynamicCache()), "use_cache": False},
-    }
+    }  # fmt: skip
     same_as_stock(pair, input_ids=ids, position_ids=POSITIONS, **more[said])
 
 
 @pytest.mark.parametrize("name", BORDERLESS)
 def test_lengths_speak_louder_than_a_mask_or_a_cache(name: str) -> None:
-    stock, ours = family(name)
-    ids = tokens(batch=1)
     for more in ({}, {"attention_mask": torch.ones(1, 11, dtype=torch.long)}, {"use_cache": False}):
-        with torch.no_grad():
-            packed = ours(input_ids=ids, position_ids=POSITIONS, **borders(), **more).logits
-        assert_same(one_by_one(stock, ids), packed)
+        kept_apart(family(name), tokens(batch=1), position_ids=POSITIONS, **borders(), **more)
 
 
 @needs_tracing
 @pytest.mark.parametrize("name", ["opt", "gpt_oss"])
 def test_lengths_separate_documents_in_a_graph(name: str) -> None:
     stock, ours = family(name)
-    ids = tokens(batch=1)
-    with torch.no_grad():
-        packed = torch.compile(ours, backend="eager", fullgraph=True)(
-            input_ids=ids, position_ids=POSITIONS, **borders()
-        ).logits
-    assert_same(one_by_one(stock, ids), packed)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    kept_apart(Pair(stock, compiled), tokens(batch=1), position_ids=POSITIONS, **borders())
 
 
 def chunked_documents(masked: bool) -> tuple[Pair, Tensor, dict[str, Any], Tensor]:
-    """A model with chunks of four, tokens, what is said of two documents, and its logits of each alone.
-
-    The second document begins where no chunk of the row does.
-    """
+    """A model with chunks of four, tokens, two documents, the second amid a chunk, and logits of each alone."""
     one = LISTED["decoders"]["llama4_text"] | {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}
     both = models("llama4_text", one, AutoModelForCausalLM)
     both.ours.requires_grad_(False)  # else nothing traces it
@@ -162,9 +143,8 @@ def test_chunks_count_from_their_document_in_a_traced_graph(masked: bool) -> Non
     """Lengths are told to attention, behind the mask."""
     (_, ours), ids, told, expected = chunked_documents(masked)
 
-    def run(ids: Tensor) -> Tensor:
-        out: Tensor = ours(input_ids=ids, **told).logits
-        return out
+    def run(ids: Tensor) -> Any:
+        return ours(input_ids=ids, **told).logits
 
     with torch.no_grad():
         assert_same(expected, torch.jit.trace(run, (ids,), check_trace=False)(ids))
@@ -202,13 +182,10 @@ def test_other_positions_than_those_of_documents_are_positions(name: str, masked
 @pytest.mark.parametrize("name", BORDERLESS)
 def test_a_prompt_that_fills_a_cache_and_one_without_share_nothing(name: str) -> None:
     """The second call has the very shape of the first; what was remembered of one must not be told of the other."""
-    stock, ours = family(name)
-    ids = tokens(batch=1)
+    both, ids = family(name), tokens(batch=1)
     for _ in range(2):
-        same_as_stock(Pair(stock, ours), input_ids=ids, position_ids=POSITIONS)
-        with torch.no_grad():
-            packed = ours(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
-        assert_same(one_by_one(stock, ids), packed)
+        same_as_stock(both, input_ids=ids, position_ids=POSITIONS)
+        kept_apart(both, ids, position_ids=POSITIONS, use_cache=False)
 
 
 @needs_tracing
@@ -222,28 +199,25 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
 
     class Logits(torch.nn.Module):
-        def __init__(self, masked: bool) -> None:
+        def __init__(self, name: str) -> None:
             super().__init__()
-            self.model, self.masked = pair.ours, masked
+            self.model, self.name = pair.ours, name
 
-        def forward(self, ids: Tensor, other: Tensor) -> Tensor:
-            said = {"attention_mask": other} if self.masked else {"position_ids": other}
-            logits: Tensor = self.model(input_ids=ids, use_cache=False, **said).logits
-            return logits
+        def forward(self, ids: Tensor, other: Tensor) -> Any:
+            return self.model(input_ids=ids, use_cache=False, **{self.name: other}).logits
 
-    for masked, given in ((True, mask), (False, positions)):
+    for said, given in (("attention_mask", mask), ("position_ids", positions)):
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if how == "compiled":
                 torch._dynamo.reset()
-                found = torch.compile(Logits(masked), backend="eager", fullgraph=True)(ids, given)
+                found = torch.compile(Logits(said), backend="eager", fullgraph=True)(ids, given)
             elif how == "traced":
-                found = torch.jit.trace(Logits(masked), (ids, given), check_trace=False)(ids, given)
+                found = torch.jit.trace(Logits(said), (ids, given), check_trace=False)(ids, given)
             else:
-                found = torch.export.export(Logits(masked), (ids, given)).module()(ids, given)
-            said = {"attention_mask": mask} if masked else {"position_ids": positions}
-            expected = pair.stock(input_ids=ids, use_cache=False, **said).logits
-        assert_same(expected, found, mask if masked else None)
+                found = torch.export.export(Logits(said), (ids, given)).module()(ids, given)
+            expected = pair.stock(input_ids=ids, use_cache=False, **{said: given}).logits
+        assert_same(expected, found, mask if said == "attention_mask" else None)
 
 
 @needs_tracing

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice, Window
 
 from ..support.cached import run
@@ -42,7 +42,7 @@ CUTS = {"steps": [8, *[1] * 52], "pieces": [7] * 8 + [4], "chunks": [25, 25, 10]
 def planned(family: str) -> Any:
     config = tf.AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
     _, ours = build(tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-    attach(ours, plan_for(ours, Choice.of(Window(4, sinks=1)), layers=(0,), lengths=(LIMIT,)), unverified=True)
+    load_plan(ours, plan_for(ours, Choice.of(Window(4, sinks=1)), layers=(0,), lengths=(LIMIT,)), unverified=True)
     return ours
 
 
@@ -84,7 +84,7 @@ def test_generate_in_chunks_and_continuous_batching_agree_with_one_pass(family: 
 def test_rows_beyond_the_lengths_are_those_of_no_plan_over_codes(stored: str) -> None:
     """A plan of the last layer leaves all keys and values as they are."""
     _, model = build(tf.MistralForCausalLM, tf.MistralConfig(**{**SMALL, "head_dim": 32}))
-    attach(model, plan_for(model, Choice.of(Window(4, sinks=1)), layers=(1,), lengths=(LIMIT,)), unverified=True)
+    load_plan(model, plan_for(model, Choice.of(Window(4, sinks=1)), layers=(1,), lengths=(LIMIT,)), unverified=True)
     ids, found = tokens(2, LENGTH), []
     for _ in range(2):
         found.append([run(model, ids, adaattn_hf.AdaAttnCache(model, stored), *cuts) for cuts in CUTS.values()])

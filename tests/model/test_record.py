@@ -1,5 +1,7 @@
 """`record`: what it says of a model is what the attention weights say; nothing of it stays behind."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as tf
@@ -14,9 +16,8 @@ from ..support.plans import give, plan_for
 
 
 @pytest.fixture(scope="module")
-def llama() -> tf.PreTrainedModel:
-    model: tf.PreTrainedModel = pair("llama").ours
-    return model
+def llama() -> Any:
+    return pair("llama").ours
 
 
 def test_entropy_is_that_of_the_weights(llama: tf.PreTrainedModel) -> None:
@@ -73,9 +74,8 @@ def test_phases_are_told_apart(llama: tf.PreTrainedModel) -> None:
         llama(ids, use_cache=False)
         llama(ids, attention_mask=mask, use_cache=False)
         llama(ids[:1], position_ids=packed, use_cache=False)
-        llama.generate(  # type: ignore[operator]
-            ids[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
-        )
+        greedy = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        llama.generate(ids[:1], **greedy)  # type: ignore[operator]
     phases = seen.to_dict()["layers"][0]["phases"]
     assert {name: phases[name]["calls"] for name in phases} == {"prefill": 2, "padded": 1, "packed": 1, "decode": 2}
     assert min(min(entry["heads"]["sqnr_answer"]) for entry in phases.values()) > 90
@@ -106,10 +106,9 @@ def test_maps_are_kept_of_the_heads_that_were_asked_for(llama: tf.PreTrainedMode
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [make_choice("window", 4), make_choice("window", 8, 1, precision="int8"), make_choice(precision="bf16")],
+    "choice", [make_choice("window", 4), make_choice("window", 8, 1, precision="int8"), make_choice(precision="bf16")],
     ids=lambda choice: choice.label,
-)
+)  # fmt: skip
 def test_the_error_of_a_plan_is_exact_minus_what_it_computes(choice: Choice) -> None:
     ids, model = tokens(1, 96), fresh_pair("llama").ours.eval()
     plan = plan_for(model, choice, layers=(1,), lengths=(96,))
@@ -136,26 +135,20 @@ def test_a_prompt_beyond_a_plan_has_no_error_map() -> None:
         model(tokens(1, 24), use_cache=False)
 
 
-def hooks(model: tf.PreTrainedModel) -> int:
-    """Transformers itself leaves some where weights were asked for."""
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 def test_nothing_stays_behind(llama: tf.PreTrainedModel) -> None:
-    ids, before = tokens(1, 8), hooks(llama)
+    def hooks() -> int:  # Transformers itself leaves some where weights were asked for
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in llama.modules())
+
+    ids, before = tokens(1, 8), hooks()
     with pytest.raises(ZeroDivisionError), record(llama) as seen:
         _ = 1 / 0
     with torch.no_grad():
         llama(ids)
     assert seen.to_dict()["layers"] == []
     assert "no attention call" in str(seen)
-    assert hooks(llama) == before
-
-
-def test_another_model_in_the_block_is_not_recorded(llama: tf.PreTrainedModel) -> None:
-    other = fresh_pair("llama").ours
+    assert hooks() == before
     with record(llama) as seen, torch.no_grad():
-        other(tokens(1, 8))
+        fresh_pair("llama").ours(ids)  # another model in the block is not recorded
     assert seen.to_dict()["layers"] == []
 
 

@@ -24,13 +24,19 @@ def run(model: Any, **keywords: Any) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, backend: str, factor: float = 1.01) -> None:
     kind = type(select.BACKENDS[backend])
-    right = kind.attend
+    right = kind.kernel
 
-    def wrong(self: Any, request: Any) -> AttentionResult:
-        result = right(self, request)
-        return AttentionResult(result.out * factor, result.lse)
+    def wrong(self: Any, spec: Any, rules: Any) -> Any:
+        kernel = right(self, spec, rules)
 
-    monkeypatch.setattr(kind, "attend", wrong)
+        def spoilt(call: Any) -> AttentionResult:
+            result = kernel(call)
+            return AttentionResult(result.out * factor, result.lse)
+
+        return spoilt
+
+    monkeypatch.setattr(kind, "kernel", wrong)
+    monkeypatch.setattr(select, "launches", {})
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa"])

@@ -10,18 +10,20 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import adaattn_hf
-from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends.select import refusals_of
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.carrier import StoredTensor
-from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
-from adaattn_hf.patches.cache.tokens import SMOOTHED, Tokens
+from adaattn_hf.patches.cache.formats import SMOOTHED
+from adaattn_hf.patches.cache.layers import CachedLayer
+from adaattn_hf.patches.cache.store import Room
 from studies.cache_speed import held_bytes
 
 from ..support.cached import MODELS, ids, llama, mistral, run
 from ..support.families import sharing
 from ..support.models import fresh_pair
+from ..support.recorder import Recorder
 from ..support.versions import needs_tracing
 
 FORMATS = ("int8", "k8v4")
@@ -52,9 +54,9 @@ def test_a_prompt_of_single_tokens_is_smoothed_as_soon_as_there_are_tokens_enoug
         exact = model(tokens, use_cache=False).logits
     before = run(model, tokens, cache, *[1] * (SMOOTHED - 1))
     layer: Any = cache.layers[0]
-    assert layer.tokens.mean is None
+    assert "mean" not in layer.store.beside
     after = run(model, tokens, cache, *[1] * (41 - SMOOTHED))
-    assert layer.tokens.mean is not None
+    assert "mean" in layer.store.beside
     assert distance(torch.cat([before, after], 1), exact) < NEAR["int8"]
 
 
@@ -67,25 +69,25 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     run(model, tokens, cache, 40)
     hook.remove()
     layer: Any = cache.layers[0]
-    assert layer.tokens.along.shape == (2, 2, 32)
-    plain = Tokens(layer.tokens.first[:, :, None], layer.tokens.first[:, :, None], "int8")
+    assert layer.store.beside["along"].shape == (2, 2, 32)
+    plain: Any = CachedLayer("int8")
     keys = torch.randn(2, 2, 40, 32, generator=torch.Generator().manual_seed(2))
-    plain.append(keys, keys)
-    before = plain.views()[0].clone()
+    prompt, _ = plain.update(keys, keys)
+    assert prompt.codes is keys
+    before = plain.keys.codes.clone()
     queries = told[0].view(2, 40, 4, 32).transpose(1, 2)
+    prompt.prompt.reread(queries, keys)
+    assert not torch.equal(before, plain.keys.codes)
+    plain.store.to("meta")  # as a cache that offloads does before attention has the prompt
     plain.reread(queries, keys)
-    assert plain.along is not None
-    assert not torch.equal(before, plain.views()[0])
-    plain.to("meta")  # as a cache that offloads does before attention has the prompt
-    plain.reread(queries, keys)
-    assert plain.along.device.type == "meta"
+    assert plain.store.beside["along"].device.type == "meta"
     run(model, tokens, short, SMOOTHED - 1, 20)
     few: Any = short.layers[0]
-    assert few.tokens.along is None
+    assert "along" not in few.store.beside
     run(model, tokens, cache, 20)
     cache.reset()
     run(model, tokens[:1], cache, 30, 5)
-    assert layer.tokens.along.shape == (1, 2, 32)
+    assert layer.store.beside["along"].shape == (1, 2, 32)
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -103,21 +105,19 @@ def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"do_sample": False},
-        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False}, {"do_sample": False, "num_beams": 3},
         {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": False, "prompt_lookup_num_tokens": 3},
-        {"do_sample": False, "prefill_chunk_size": 8},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3}, {"do_sample": False, "prefill_chunk_size": 8},
     ],
     ids=["greedy", "beams", "sequences", "prompt-lookup", "chunked-prefill"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("family", MODELS)
 def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]) -> None:
     model = MODELS[family]()
     batch = 1 if "prompt_lookup_num_tokens" in how else 2
     tokens = ids(batch, 20)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         out = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, pad_token_id=0, eos_token_id=None,
             past_key_values=AdaAttnCache(model, "int8"), **how,
@@ -188,16 +188,15 @@ def bytes_of(one: Any) -> int:
 @pytest.mark.parametrize(("stored", "smaller"), [("int8", 1.95), ("k8v4", 2.6)])
 def test_a_token_takes_the_bytes_that_are_promised(stored: str, smaller: float) -> None:
     """Heads of 64 channels against 16 bits."""
-    keys = torch.randn(1, 2, 1000, 64)
-    tokens = Tokens(keys, keys, stored, reserve=1000)
-    tokens.append(keys, keys)
-    assert 2 * 2 * 64 * 2 * 1000 / bytes_of(tokens) >= smaller * 0.999
+    keys, layer = torch.randn(1, 2, 1000, 64), CachedLayer(stored, Room(reserve=1000))
+    layer.update(keys, keys)
+    assert 2 * 2 * 64 * 2 * 1000 / bytes_of(layer) >= smaller * 0.999
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("stored", "channel"), [("model", 4), ("int8", 65 / 64)])
 def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took(stored: str, channel: float) -> None:
-    layer = SlidingLayer(stored, 33)
+    layer = CachedLayer(stored, sliding_window=33)
     prompt, token = torch.randn(1, 2, 4000, 64), torch.randn(1, 2, 1, 64)
     for _ in range(2):
         layer.update(prompt, prompt)
@@ -240,12 +239,12 @@ def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
     model, tokens = llama(), ids(2, 20)
     adaattn_hf.prepare(model, cache=stored)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     assert [spec.stored for _, spec, _ in seen.calls] == [None] * 2 + [stored] * 6
     adaattn_hf.restore(model)
     seen = Recorder()
-    with recording(seen):
+    with listening(seen):
         model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     assert {spec.stored for _, spec, _ in seen.calls} == {None}
 
@@ -287,7 +286,7 @@ def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
 def test_small_heads_are_refused_four_bits() -> None:
     with pytest.raises(ValueError, match="groups of 32 channels, this model's values have 8"):
         AdaAttnCache(fresh_pair("llama").ours, "k8v4")
-    layer, head = FullLayer("k8v4"), torch.zeros(1, 2, 3, 8)
+    layer, head = CachedLayer("k8v4"), torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match="groups of 32 channels"):
         layer.update(head, head)
 
@@ -299,22 +298,21 @@ def test_training_over_a_stored_cache_is_refused() -> None:
 
 
 def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
-    keys = torch.randn(1, 2, 3, 32)
-    tokens = Tokens(keys, keys, "int8")
-    tokens.append(keys, keys)
-    carrier: Any = tokens.shown()[0]
-    assert isinstance(carrier, StoredTensor)
-    assert carrier.shape == keys.shape
-    for compute in (lambda: torch.cat([carrier, keys]), lambda: carrier.transpose(1, 2), lambda: carrier[:, :1]):
-        with pytest.raises(TypeError, match="a quantised cache holds codes, not numbers"):
-            compute()
+    keys, layer = torch.randn(1, 2, 3, 32), CachedLayer("int8")
+    for carrier in (layer.update(keys, keys)[0], layer.keys):
+        assert isinstance(carrier, StoredTensor)
+        assert carrier.shape == keys.shape
+        computed: Any = (lambda it: torch.cat([it, keys]), lambda it: it.transpose(1, 2), lambda it: it[:, :1])
+        for compute in computed:
+            with pytest.raises(TypeError, match="a quantised cache holds codes, not numbers"):
+                compute(carrier)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "fa2"])
 def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
     seen = Recorder()
     model, tokens = llama(), ids(1, 20)
-    with recording(seen):
+    with listening(seen):
         run(model, tokens, AdaAttnCache(model), 10, 10)
     spec: CallSpec = seen.calls[-1][1]
     assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, spec))
@@ -360,7 +358,8 @@ def test_layers_that_read_the_keys_of_others_read_codes(name: str) -> None:
         model.set_attn_implementation(attention)
         cache = AdaAttnCache(model, "int8")
         answers.append(run(model, tokens, cache, 12, 1, 7))
-        assert [type(layer).__name__ for layer in cache.layers[:2]] == ["SlidingLayer", "FullLayer"]
+        assert [layer.is_sliding for layer in cache.layers[:2]] == [True, False]
+        assert {type(layer) for layer in cache.layers[:2]} == {CachedLayer}
     torch.testing.assert_close(answers[0], answers[1], atol=5e-4, rtol=0)
     assert 0 < (answers[0] - exact).square().mean().sqrt() < 0.1 * exact.std()
 

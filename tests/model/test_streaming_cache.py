@@ -50,7 +50,7 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.f
 
 def give(model: Any, layers: Any, limit: int = LIMIT, protocol: Any = None) -> None:
     own = dict(enumerate(layers[: model.config.num_hidden_layers]))
-    attach.attach(model, plan_for(model, own, lengths=(limit,), protocol=protocol or {}))
+    attach.load_plan(model, plan_for(model, own, lengths=(limit,), protocol=protocol or {}))
 
 
 def model_for(stored: str) -> Any:
@@ -66,15 +66,11 @@ def caches(model: Any, stored: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "lengths",
     [
-        (120, *[1] * 60),
-        (20, *[1] * 40),
-        (*[1] * 70,),
-        (100, 90, 1, 1, 50, 3, 1),
-        (2, 60, 1, 2, 100),
+        (120, *[1] * 60), (20, *[1] * 40), (*[1] * 70,), (100, 90, 1, 1, 50, 3, 1), (2, 60, 1, 2, 100),
         (33, 2, 2, 2, 2, 2),
     ],
     ids=["prompt", "short-prompt", "single", "chunks", "uneven", "at-the-brim"],
-)
+)  # fmt: skip
 def test_decode_and_chunks_are_those_of_a_full_cache(lengths: tuple[int, ...], stored: str) -> None:
     model, tokens = model_for(stored), ids(2, 300)
     streaming, full = caches(model, stored)
@@ -194,7 +190,7 @@ def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: 
     with torch.no_grad():
         first = model(tokens[:, :80], use_cache=True)
     assert torch.equal(first.logits, exact[:, :80])
-    assert type(first.past_key_values.layers[0]).__name__ == ("StreamingLayer" if streaming else "FullLayer")
+    assert type(first.past_key_values.layers[0]).__name__ == ("StreamingLayer" if streaming else "CachedLayer")
     steps = run(model, tokens, first.past_key_values, *[1] * 20)
     difference = (steps - exact[:, 80:]).abs()
     assert 1e-5 < float(difference.mean() / exact.std()) < 0.02
@@ -239,7 +235,7 @@ def test_a_compiled_model_streams_between_its_graphs() -> None:
 
 
 def held_in_full(cache: Any) -> int:
-    return sum(len(layer.spans) * layer.count * PER_TOKEN["int8"] for layer in cache.layers)
+    return sum(len(layer.spans) * layer.cumulative_length * PER_TOKEN["int8"] for layer in cache.layers)
 
 
 # ---------------- refusals
@@ -347,10 +343,8 @@ def test_tokens_are_taken_back_while_the_past_is_recorded(stored: str, before: t
         assert ours.get_seq_length() == straight.get_seq_length() == at + kept
         torch.testing.assert_close(
             run(model, tokens, copy.deepcopy(ours), 1, 9, mask=mask),
-            run(model, tokens, copy.deepcopy(straight), 1, 9, mask=mask),
-            atol=NEAR,
-            rtol=0,
-        )
+            run(model, tokens, copy.deepcopy(straight), 1, 9, mask=mask), atol=NEAR, rtol=0,
+        )  # fmt: skip
     run(model, tokens, ours, 1, 1, mask=mask)
     ours.batch_select_indices(torch.tensor([1]))
     with pytest.raises(RuntimeError, match=r"call activate_past_recording\(\) before"):

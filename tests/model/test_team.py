@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adaattn_hf.calibration.team import Team, join, present
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
+from adaattn_hf.eval.team import Team, join, present
 from adaattn_hf.policy.prices import Price
 
 from ..support.calibration import price_table
@@ -19,20 +19,12 @@ from ..support.command import adaattn
 LENGTH = 160
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("start", "count"), [(0, 7), (2, 7), (5, 6), (0, 1)])
-def test_shares_are_disjoint_and_complete(size: int, start: int, count: int) -> None:
-    shares = [list(Team(rank, size).mine(count, start)) for rank in range(size)]
-    assert sorted(index for share in shares for index in share) == list(range(start, count))
-    assert all(index % size == rank for rank, share in enumerate(shares) for index in share)
-
-
 def test_alone_there_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert join() == (Team(), 0)
     assert present().leads
-    assert Team().gather([1, 2], 2) == [1, 2]
     assert Team().tell("x") == "x"
+    assert list(Team().work([1, 2], str)) == ["1", "2"]
 
 
 @pytest.mark.slow
@@ -50,13 +42,9 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
     way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf", "calibrate"]
     two = subprocess.Popen(
-        [*way, str(models[1]), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [*way, str(models[1]), *options], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     adaattn("calibrate", models[0], *options)
     said, errors = two.communicate(timeout=600)
     assert two.returncode == 0, errors

@@ -16,7 +16,7 @@ from adaattn_cli.pictures.grid import differences, heat_map
 from adaattn_cli.pictures.page import plan_page
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
 from adaattn_hf.plans.plan import LayerPlan, PlanError

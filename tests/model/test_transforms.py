@@ -20,10 +20,9 @@ from ..support.models import cacheless, fresh_pair, padding, tokens
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, name: str = "adaattn") -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, name: str = "adaattn") -> Any:
     serve: Any = AttentionInterface._global_mapping[name]
-    out: Tensor = serve(Layer(1), query, key, value, None)[0]
-    return out
+    return serve(Layer(1), query, key, value, None)[0]
 
 
 def drawn(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,9 +37,8 @@ def test_a_traced_model_computes_attention_of_its_inputs(family: str, made: str)
     ids, ones, left = tokens(), torch.ones_like(tokens()), padding("left")
     assert left is not None
 
-    def run(ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        out: Tensor = ours(input_ids=ids, attention_mask=mask, **cacheless(family))[0]
-        return out
+    def run(ids: Tensor, mask: Tensor | None = None) -> Any:
+        return ours(input_ids=ids, attention_mask=mask, **cacheless(family))[0]
 
     ours.requires_grad_(False)  # the tracer takes no leaf that needs a gradient for a constant
     given = {"with ones": (ids, ones), "with padding": (ids, left), "without a mask": (ids,)}[made]
@@ -58,17 +56,14 @@ def test_a_traced_model_computes_attention_of_its_inputs(family: str, made: str)
 @pytest.mark.parametrize("said", ["sinks", "softcap", "documents"])
 def test_a_traced_call_computes_attention_of_its_inputs(name: str, said: str) -> None:
     """A program of parts that are written into one output is no graph: its numbers would stay those of its making."""
-    known: dict[str, dict[str, Any]] = {"sinks": {"s_aux": torch.randn(4)}, "softcap": {"softcap": 2.0}}
-    keywords = known.get(said, {})
-    batch = 2
+    borders, batch = torch.tensor([0, 3, 7], dtype=torch.int32), 1 if said == "documents" else 2
+    keywords: dict[str, Any] = {"softcap": 2.0} if said == "softcap" else {"s_aux": torch.randn(4)}
     if said == "documents":
-        borders, batch = torch.tensor([0, 3, 7], dtype=torch.int32), 1
         keywords = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
     serve: Any = AttentionInterface._global_mapping[name]
 
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(1), query, key, value, None, **keywords)[0]
-        return out
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return serve(Layer(1), query, key, value, None, **keywords)[0]
 
     with torch.no_grad():
         traced = torch.jit.trace(run, drawn(batch), check_trace=False)
@@ -85,8 +80,7 @@ def test_make_fx_records_every_operation() -> None:
 def test_forward_mode_has_a_tangent() -> None:
     (query, key, value), tangent = drawn(2), torch.randn(2, 4, 7, 8)
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(query, tangent)
-        found = forward_ad.unpack_dual(attention(dual, key, value)).tangent
+        found = forward_ad.unpack_dual(attention(forward_ad.make_dual(query, tangent), key, value)).tangent
     assert found is not None
     step = 1e-3
     slope = (attention(query + step * tangent, key, value) - attention(query - step * tangent, key, value)) / (2 * step)
@@ -146,9 +140,8 @@ def test_second_derivatives_of_fused_backward_passes_are_refused(family: str, na
 
 def test_torch_operations_have_second_derivatives() -> None:
     query, key, value = (t.requires_grad_() for t in drawn(2))
-    (first,) = torch.autograd.grad(
-        attention(query, key, value, "adaattn_eager").square().sum(), query, create_graph=True
-    )
+    total = attention(query, key, value, "adaattn_eager").square().sum()
+    (first,) = torch.autograd.grad(total, query, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), query)
     assert second.isfinite().all()
     assert second.any()
@@ -157,14 +150,12 @@ def test_torch_operations_have_second_derivatives() -> None:
 def test_a_structure_of_documents_is_traced() -> None:
     """What is read of a tensor's extents is a tensor while torch.jit traces."""
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    mask = StructuredMask(
-        CallStructure(1, 7, 7, causal=True, q_segments=documents, k_segments=documents), torch.device("cpu")
-    )
+    rules = CallStructure(1, 7, 7, causal=True, q_segments=documents, k_segments=documents)
+    mask = StructuredMask(rules, torch.device("cpu"))
     serve: Any = AttentionInterface._global_mapping["adaattn"]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = serve(Layer(1), query, key, value, mask, softcap=2.0)[0]
-        return out
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return serve(Layer(1), query, key, value, mask, softcap=2.0)[0]
 
     with torch.no_grad():
         traced = torch.jit.trace(attend, drawn(1), check_trace=False)

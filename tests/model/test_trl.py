@@ -33,13 +33,12 @@ def trainer_of(family: str, implementation: str, directory: Path, **changes: Any
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     settings = arguments(directory, max_steps=10).to_dict() | dict(bf16=False, logging_steps=1) | changes
     return trl.SFTTrainer(
-        model=model_of(family, implementation),
-        args=trl.SFTConfig(**settings),
+        model=model_of(family, implementation), args=trl.SFTConfig(**settings),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tf.PreTrainedTokenizerFast(
             tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2"
         ),
-    )
+    )  # fmt: skip
 
 
 def losses(trainer: Any) -> list[float]:
@@ -97,11 +96,7 @@ def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "adaattn_hf", "run", "-m", "trl.scripts.sft"]
         + [part for name, word in words.items() for part in (f"--{name}", word)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model.safetensors").is_file()

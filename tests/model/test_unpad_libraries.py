@@ -39,8 +39,7 @@ def test_embeddings_are_those_of_the_stock_model(encoder: Path) -> None:
     assert "forward" in vars(ours[0].model)
     adaattn_hf.restore(ours)
     assert "forward" not in vars(ours[0].model)
-    again = ours.encode(SENTENCES, convert_to_tensor=True)
-    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.encode(SENTENCES, convert_to_tensor=True), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_training_losses_see_the_same_gradients(encoder: Path) -> None:
@@ -51,8 +50,7 @@ def test_training_losses_see_the_same_gradients(encoder: Path) -> None:
             adaattn_hf.prepare(model)
         model.eval()
         features = [model.tokenizer(SENTENCES[a : a + 3], padding=True, return_tensors="pt") for a in (0, 3)]
-        loss = losses.MultipleNegativesRankingLoss(model)([dict(f) for f in features], torch.zeros(3))
-        loss.backward()
+        losses.MultipleNegativesRankingLoss(model)([dict(f) for f in features], torch.zeros(3)).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0]
     for name, gradient in gradients[0].items():
@@ -148,8 +146,7 @@ def test_what_takes_a_model_takes_what_holds_one(encoder: Path, kind: str) -> No
     assert "forward" in vars(tower) or tower._forward_pre_hooks
     assert adaattn_hf.restore(thing) is thing
     assert not tower._forward_pre_hooks
-    settings = adaattn_hf.AdaAttnConfig(backend="eager")
-    assert adaattn_hf.configure(thing, settings) is thing
+    assert adaattn_hf.configure(thing, adaattn_hf.AdaAttnConfig(backend="eager")) is thing
     assert {choice.backend for choice in adaattn_hf.explain(thing).layers} == {"eager"}
     adaattn_hf.configure(thing, "exact")
     plan = plan_for(tower, make_choice("window", 2, 1))

@@ -13,7 +13,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import adaattn_hf
-from adaattn_hf.patches.unpad import PaddedCallError, hooks
+from adaattn_hf.patches.unpad import hooks
+from adaattn_hf.patches.unpad.hooks import PaddedCallError
 
 from ..support.families import LISTED, configured, models
 from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
@@ -294,7 +295,7 @@ def test_encoder_decoders_get_growing_caches() -> None:
     outs = [m.generate(tokens(), attention_mask=padding("right"), **how) for m in (stock, ours)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     layers = outs[1].past_key_values.self_attention_cache.layers
-    assert {type(layer).__name__ for layer in layers} == {"FullLayer"}
+    assert {type(layer).__name__ for layer in layers} == {"CachedLayer"}
 
 
 # ---------------------------------------------------------------- training and other libraries

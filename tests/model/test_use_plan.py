@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import adaattn_hf
-from adaattn_hf.attention.tap import SEATED, listening
+from adaattn_hf.patches.plans.slots import BLOCKS, instead
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
@@ -72,8 +72,8 @@ def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
     with pytest.raises(KeyError), adaattn_hf.use_plan(model, None):
         raise KeyError
     assert case.runs() == "wide"
-    assert listening().seats is None
-    assert not [module for module in model.modules() if SEATED in module.__dict__]
+    assert instead() is None
+    assert not [module for module in model.modules() if BLOCKS in module.__dict__]
 
 
 def test_threads_and_tasks_have_their_own(case: Case) -> None:
@@ -155,7 +155,7 @@ def test_a_plan_from_a_file_and_one_that_does_not_fit(case: Case, tmp_path: Path
 def test_training_is_refused(case: Case) -> None:
     case.model.train()
     with (
-        adaattn_hf.use_plan(case.model, None),
+        adaattn_hf.use_plan(case.model, case.plans["narrow"]),
         pytest.raises(PlanError, match=r"use_plan: the model is in training mode.*model.eval\(\)"),
     ):
         case.logits()

@@ -84,11 +84,9 @@ def test_other_text_has_figures_of_its_own_and_what_differs_is_said(material: Pa
     (differing,) = found["differing"]  # the prices came from a table
     assert differing.startswith("machine was a table, is ")
     says = (
-        f"warning: {differing}",
-        verdict["sentence"],
-        f"stored verification: {found['stored_verdict']}",
+        f"warning: {differing}", verdict["sentence"], f"stored verification: {found['stored_verdict']}",
         "limits: perplexity +1 % at a level of 95 %",
-    )
+    )  # fmt: skip
     words = ("--plan", material / "plan", "--data", material / "own.txt", *AS_MADE)
     adaattn("verify", MODEL, *words, code=code, says=says)
 

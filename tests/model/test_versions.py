@@ -15,6 +15,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from adaattn_hf import NAMES
 from adaattn_hf.patches.mask.mask_pattern import read_pattern
+from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.models.support import is_ours
 from adaattn_hf.patches.registry import engine_name
 
@@ -44,10 +45,9 @@ def test_every_name_has_one_for_the_engine_of_continuous_batching() -> None:
 def missing(*places: tuple[Any, str]) -> list[str]:
     """Of names in modules, classes and dictionaries those that are not there."""
     return [
-        f"{getattr(place, '__name__', 'PagedAttentionArgs')}.{name}"
-        for place, name in places
+        f"{getattr(place, '__name__', 'PagedAttentionArgs')}.{name}" for place, name in places
         if not (name in place if isinstance(place, dict) else hasattr(place, name))
-    ]
+    ]  # fmt: skip
 
 
 def test_the_engine_has_every_name_that_we_rely_on() -> None:
@@ -56,14 +56,11 @@ def test_the_engine_has_every_name_that_we_rely_on() -> None:
 
     handed = getattr(input_outputs, "PagedAttentionArgs", Any)
     lost = missing(
-        (tf, "ContinuousBatchingConfig"),
-        (tf.GenerationMixin, "generate_batch"),
-        (tf.GenerationMixin, "init_continuous_batching"),
-        (input_outputs, "PagedAttentionArgs"),
-        (cache, "PagedAttentionCache"),
-        *((handed.__annotations__, name) for name in HANDED),
+        (tf, "ContinuousBatchingConfig"), (tf.GenerationMixin, "generate_batch"),
+        (tf.GenerationMixin, "init_continuous_batching"), (input_outputs, "PagedAttentionArgs"),
+        (cache, "PagedAttentionCache"), *((handed.__annotations__, name) for name in HANDED),
         *((tf.ContinuousBatchingConfig, name) for name in ("use_cuda_graph", "max_blocks_per_request")),
-    )
+    )  # fmt: skip
     assert not lost, f"Transformers {HERE} no longer has, or names anew: {', '.join(lost)}"
     if "cache" in handed.__annotations__:
         taken = set(inspect.signature(cache.PagedAttentionCache.update).parameters)
@@ -83,8 +80,7 @@ def test_the_engine_hands_its_tables_of_blocks_to_no_name_of_ours() -> None:
 @pytest.mark.parametrize(
     "mask_function",
     [
-        masking_utils.causal_mask_function,
-        masking_utils.bidirectional_mask_function,
+        masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function,
         masking_utils.sliding_window_causal_mask_function(4),
         masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
         masking_utils.and_masks(
@@ -95,22 +91,11 @@ def test_the_engine_hands_its_tables_of_blocks_to_no_name_of_ours() -> None:
         ),
     ],
     ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"],
-)
+)  # fmt: skip
 def test_compositions_of_this_version_are_read_as_dense_evaluation_says(mask_function: Any) -> None:
-    from adaattn_hf.patches.mask.masks import adaattn_mask
-
-    pattern = read_pattern(mask_function)
-    assert pattern is not None, "this version composes masks in another way: the reader must learn it"
+    assert read_pattern(mask_function) is not None, "this version composes masks in another way: learn it"
     ours = adaattn_mask(1, 5, 5, mask_function=mask_function)
-    stock = masking_utils.sdpa_mask(
-        batch_size=1, q_length=5, kv_length=5, mask_function=mask_function, allow_is_causal_skip=False
-    )
+    sizes = {"batch_size": 1, "q_length": 5, "kv_length": 5}
+    stock = masking_utils.sdpa_mask(**sizes, mask_function=mask_function, allow_is_causal_skip=False)
     dense = ours if isinstance(ours, torch.Tensor) else ours.dense()
     assert torch.equal(dense, torch.ones(1, 1, 5, 5, dtype=torch.bool) if stock is None else stock)
-
-
-def test_a_composition_of_a_users_own_is_evaluated() -> None:
-    def odd(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return (k <= q) & (k % 2 == 0)
-
-    assert read_pattern(odd) is None

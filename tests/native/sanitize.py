@@ -22,8 +22,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "adaattn_hf" / "backends" / "native"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
-
-
 PROGRAMS = ("fuzz", "malformed")
 """The calls that must be right, and those that must be refused; each a C++ file beside this one."""
 THROUGH_PYTHON = ("valid", "plans", "malformed", "rules", "stored")
@@ -33,13 +31,7 @@ THROUGH_PYTHON = ("valid", "plans", "malformed", "rules", "stored")
 def compile_fuzzers(
     target: Path, levels: list[str] | None = None, optimise: str = "-O1", machine: str = ""
 ) -> list[Path]:
-    """Compiles the fuzzers into `target`, with sanitizers unless it is for another `machine`.
-
-    `levels` limits the instruction sets.
-
-    Raises:
-        RuntimeError: There is no compiler, or it failed.
-    """
+    """Compiles the fuzzers into `target`, with sanitizers unless for another `machine`; `levels` bound it."""
     build = runpy.run_path(str(NATIVE / "build.py"))
     command = build["compiler"]()
     if command is None:
@@ -112,10 +104,8 @@ def main() -> int:
         codes = [abs(run.returncode) for run in runs]
         told = {"machine": asked.machine or platform.machine().lower(), "cases": asked.cases, "seed": asked.seed}
         told |= {"by": asked.emulator or "address and undefined-behaviour sanitizers"}
-        told |= {
-            "date": datetime.date.today().isoformat(),
-            "failed": [p.name for p, c in zip(programs, codes, strict=True) if c],
-        }
+        failed = [program.name for program, code in zip(programs, codes, strict=True) if code]
+        told |= {"date": datetime.date.today().isoformat(), "failed": failed}
         kept = HERE.parents[1] / "build" / f"fuzz_{told['machine']}.json"
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(json.dumps(told) + "\n")

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import COMPILING, DROPOUT, GRAD, HEAD_INT8, HEAD_WINDOWS, OPAQUE, PER_HEAD, STORED
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import find_rules
 
 from ..support.head_rules import rules
+from ..support.requests import attended
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])
@@ -54,16 +56,14 @@ def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extr
 @pytest.mark.parametrize(
     "extra",
     [
-        {},
-        {"softcap": 2.0},
-        {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {}, {"softcap": 2.0}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
         {"bias": torch.randn(1, 4, 1, 1, generator=torch.Generator().manual_seed(1))},
     ],
     ids=["plain", "softcap", "sinks", "bias"],
-)
+)  # fmt: skip
 def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
     asked = request(STRUCTURES[name], **extra)
-    result, truth = NativeBackend().attend(asked), reference.attention(asked)
+    result, truth = attended(NativeBackend(), asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
     assert result.lse is not None
     torch.testing.assert_close(result.lse.double(), truth.lse, atol=5e-6, rtol=1e-6)
@@ -72,7 +72,7 @@ def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
 def test_windows_of_heads_hold_beside_a_mask_of_each_head() -> None:
     mask = torch.rand(1, 4, 100, 100, generator=torch.Generator().manual_seed(0)) > 0.2
     asked = request(CallStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0)))
-    result, truth = NativeBackend().attend(asked), reference.attention(asked)
+    result, truth = attended(NativeBackend(), asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
 
 
@@ -82,9 +82,9 @@ def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
 ) -> None:
     structure = STRUCTURES["packed"].with_changes()
     asked = request(structure)
-    expected = NativeBackend().attend(asked).out
+    expected = attended(NativeBackend(), asked).out
     theirs = copied(structure)
-    assert torch.equal(NativeBackend().attend(replace(asked, structure=theirs)).out, expected)
+    assert torch.equal(attended(NativeBackend(), replace(asked, structure=theirs)).out, expected)
     table, told = theirs.derived(find_rules).segments, theirs.derived(find_rules).visible
     assert table is not None
     assert table.data_ptr() in struct.unpack_from("=Q", told)
@@ -92,22 +92,22 @@ def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
 
 
 REFUSALS = {
-    "run on CPUs, the tensors are on cuda": {"device": "cuda"},
-    "have no torch.float64": {"dtype": torch.float64},
-    "tensors that trace, wrap or shard": {"opaque": True},
-    "have no dropout": {"dropout": True},
-    "stored as int8 without a gradient": {"stored": "int8", "needs_grad": True},
-    "outside of graphs": {"stored": "int8", "compiling": True},
-    "no gradient of rules per head": {"head_windows": True, "needs_grad": True},
-    "while a graph is traced": {"head_windows": True, "compiling": True},
-    "without int8 products": {"stored": "int8", "head_precision": "mixed"},
+    "run on CPUs, got cuda tensors": {"device": torch.device("cuda")},
+    "compute in float32, bfloat16 or float16, got float64": {"dtype": torch.float64},
+    "tensors that trace, wrap or shard": {"features": OPAQUE},
+    "have no dropout": {"features": DROPOUT},
+    "read stored keys and values without a gradient": {"features": STORED | GRAD},
+    "outside of graphs": {"features": STORED | COMPILING},
+    "no gradient of rules per head": {"features": HEAD_WINDOWS | PER_HEAD | GRAD},
+    "while a graph is traced": {"features": HEAD_WINDOWS | PER_HEAD | COMPILING},
+    "without int8 products": {"features": STORED | HEAD_INT8 | PER_HEAD},
 }
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(reason: str) -> None:
     """What the host's processor lacks comes on top; it has a test beside its own subject, as ONNX has."""
-    spec = CallSpec.of(request(STRUCTURES["causal"]))
+    spec = request(STRUCTURES["causal"]).checked_kind()
     assert NativeBackend().refusals(spec) == ()
     refusals = NativeBackend().refusals(spec._replace(**REFUSALS[reason]))
     (said,) = (refusal for refusal in refusals if "this processor runs" not in refusal)

@@ -12,6 +12,7 @@ from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.ops import attend_op, backward_op
 
+from ..support.requests import attended
 from .test_backend import STRUCTURES, request
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
@@ -21,7 +22,7 @@ def gradients(asked: AttentionRequest, dtype: torch.dtype, native: bool) -> list
     names = [name for name in ("query", "key", "value", "bias", "sink_logits") if getattr(asked, name) is not None]
     leaves = {name: getattr(asked, name).detach().to(dtype).requires_grad_() for name in names}
     changed = replace(asked, **leaves)
-    out = NativeBackend().attend(changed).out if native else reference.attention(changed).out
+    out = attended(NativeBackend(), changed).out if native else reference.attention(changed).out
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return list(torch.autograd.grad((out.double() * weight).sum(), list(leaves.values())))
 
@@ -95,7 +96,7 @@ def test_compiles_into_one_graph(name: str) -> None:
     backend = NativeBackend()
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return backend.attend(replace(asked, query=query, key=key, value=value)).out * 2
+        return attended(backend, replace(asked, query=query, key=key, value=value)).out * 2
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

@@ -1,6 +1,6 @@
 """Every instruction set that this machine has, on random calls, against double precision."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -27,10 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: int, scale: float = 1.0) -> Tensor:
     """`[batch, heads, len, dim]` in one of four memory layouts, the last with a gap behind each row."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(scale).to(dtype)
-    if layout == 1:
-        return made.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == 2:
-        return made.transpose(2, 3).contiguous().transpose(2, 3)
+    if layout in (1, 2):
+        return made.transpose(layout, layout + 1).contiguous().transpose(layout, layout + 1)
     if layout == 3:
         wide = made.new_zeros(*shape[:3], shape[3] + 3)
         wide[..., : shape[3]] = made
@@ -57,12 +55,9 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
     return AttentionRequest(
         tensor(1, (batch, heads, q_len, dim), dtype, layout, scale),
         tensor(2, (batch, kv_heads, kv_len, dim), dtype, layout),
-        tensor(3, (batch, kv_heads, kv_len, dim_v), dtype, layout),
-        structure,
-        dim**-0.5,
-        softcap=draw(st.sampled_from([None, None, 5.0])),
-        sink_logits=sinks,
-    )
+        tensor(3, (batch, kv_heads, kv_len, dim_v), dtype, layout), structure, dim**-0.5,
+        softcap=draw(st.sampled_from([None, None, 5.0])), sink_logits=sinks,
+    )  # fmt: skip
 
 
 def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
@@ -182,8 +177,6 @@ def test_int8_products_look_at_no_later_key() -> None:
     asked.key[:, :, 500:] *= -30.0
     asked.value[:, :, 500:] *= 1000.0
     after, _ = call.forward(asked.query, asked.key, asked.value, 0.125, rules)
-    assert before is not None
-    assert after is not None
     assert torch.equal(before[:, :500], after[:, :500])
     assert not torch.equal(before[:, 500:], after[:, 500:])
 
@@ -216,14 +209,11 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
     rules = Rules(causal=True, offset=700 - q_len, head_windows=windows, head_sinks=sinks)
     out, lse = call.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
-    full = reference.attention(
-        AttentionRequest(q, k, v, CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len), 0.17)
-    )
+    whole = CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
+    full = reference.attention(AttentionRequest(q, k, v, whole, 0.17))
     for head, (window, sink) in enumerate(zip(windows.tolist(), sinks.tolist(), strict=True)):
         part = slice(2 * head, 2 * head + 2)
-        structure = CallStructure(
-            1, q_len, 700, causal=True, q_offset=700 - q_len, window=None if window < 0 else window, sinks=sink
-        )
+        structure = whole.with_changes(window=None if window < 0 else window, sinks=sink)
         asked = AttentionRequest(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
         truth = reference.attention(asked)
         torch.testing.assert_close(out[:, :, part].double(), truth.out, atol=3e-6, rtol=0)
@@ -237,21 +227,13 @@ def test_threads_of_python_do_not_disturb_one_another() -> None:
     inputs = [[tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)]
     rules = Rules(causal=True)
     alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]
-    wrong: list[int] = []
 
-    def work(which: int) -> None:
-        for _ in range(30):
-            out = call.forward(*inputs[which], 0.125, rules)[0]
-            expected = alone[which]
-            if out is None or expected is None or not torch.equal(out, expected):
-                wrong.append(which)
+    def work(which: int) -> bool:
+        outs = [call.forward(*inputs[which], 0.125, rules)[0] for _ in range(30)]
+        return all(torch.equal(out, alone[which]) for out in outs)
 
-    threads = [threading.Thread(target=work, args=(i % len(inputs),)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, [0, 1, 2, 3] * 2))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,15 +83,11 @@ def test_a_malformed_call_is_refused_in_words(name: str) -> None:
 @pytest.mark.parametrize(
     "shapes",
     [
-        {"key": (B, 3, K, D), "value": (B, 3, K, D)},
-        {"key": (B, 0, K, D), "value": (B, 0, K, D)},
-        {"value": (B, 1, K, D)},
-        {"key": (B, KV, K, D + 1)},
-        {"value": (B, KV, K + 1, D)},
-        {"key": (3, KV, K, D)},
-        {"query": (H, Q, D)},
+        {"key": (B, 3, K, D), "value": (B, 3, K, D)}, {"key": (B, 0, K, D), "value": (B, 0, K, D)},
+        {"value": (B, 1, K, D)}, {"key": (B, KV, K, D + 1)}, {"value": (B, KV, K + 1, D)},
+        {"key": (3, KV, K, D)}, {"query": (H, Q, D)},
     ],
-)
+)  # fmt: skip
 def test_the_operators_refuse_what_does_not_belong_together(shapes: dict[str, tuple[int, ...]]) -> None:
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
     fits = CallStructure(B, Q, K).operands()
@@ -175,13 +172,12 @@ def test_a_structure_whose_mask_does_not_fit_is_refused_on_every_way(shape: tupl
     """Kernels read a mask by its strides; a launch of its kind is no reason not to look."""
     query, key, value = tensors(query=(B, H, Q, D), key=(B, KV, K, D), value=(B, KV, K, D))
     fits, other = (CallStructure(B, Q, K, mask=torch.ones(s, dtype=torch.bool)) for s in ((B, 1, Q, K), shape))
-    assert select.launch_for(query, key, value, fits) is not None
-    for ask in (
-        lambda: select.launch_for(query, key, value, other),
-        lambda: AttentionRequest(query, key, value, other, 0.25),
-    ):
-        with pytest.raises(ValueError, match=r"structure\.mask: got shape .*, expected one that broadcasts"):
-            ask()
+    for backend in (None, *ON_CPU):
+        good, bad = (AttentionRequest(query, key, value, structure, 0.25) for structure in (fits, other))
+        select.attend(good, backend)
+        for ask in (bad.check, partial(select.attend, bad, backend)):
+            with pytest.raises(ValueError, match=r"structure\.mask: got shape .*, expected one that broadcasts"):
+                ask()
 
 
 @pytest.mark.parametrize("backend", ON_CPU)

@@ -1,11 +1,13 @@
 """Plans that the native kernels carry out: true to the definition, to causality and to the neighbours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import level_names, missing
 from adaattn_hf.plans import execute
@@ -87,9 +89,9 @@ def test_the_future_and_the_neighbours_change_nothing() -> None:
 @NO_INT8
 def test_half_precision_models_get_int8_products() -> None:
     request = case(STRUCTURES["causal"])
-    low = request.with_tensors(*(t.bfloat16() for t in (request.query, request.key, request.value)))
+    low = replace(request, **{name: getattr(request, name).bfloat16() for name in ("query", "key", "value")})
     made = program(INT8, INT8, INT8)
     found = execute.attend(made, low, "native").out
     assert found.dtype == torch.bfloat16
-    wide = request.with_tensors(*(t.float() for t in (low.query, low.key, low.value)))
+    wide = replace(low, **{name: getattr(low, name).float() for name in ("query", "key", "value")})
     assert sqnr(defined_output(made, wide), found) > 36

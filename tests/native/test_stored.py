@@ -68,10 +68,8 @@ def test_attention_reads_what_is_stored(level: str, q_len: int, dtype: torch.dty
     rules = rules_of(record, causal=True, offset=900 - q_len)
     out, lse = call.forward(q, keys, values, 0.02, rules, need_lse=True, level=LEVELS.index(level))
     structure = CallStructure(2, q_len, 900, causal=True, q_offset=900 - q_len)
-    wide = AttentionRequest(
-        q.float(), record.keys(keys, torch.float32), record.values(values, torch.float32), structure, 0.02
-    )
-    truth = reference.attention(wide)
+    widened = record.keys(keys, torch.float32), record.values(values, torch.float32)
+    truth = reference.attention(AttentionRequest(q.float(), *widened, structure, 0.02))
     assert lse is not None
     assert sqnr(truth.out, out) > (100 if dtype == torch.float32 else 40)
     torch.testing.assert_close(lse.double(), truth.lse, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-5)
@@ -87,10 +85,8 @@ def test_scores_that_are_compared_with_others_get_their_mean_back(level: str, q_
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     rules = rules_of(record, softcap=2.0, sink_logits=sinks)
     out, _ = call.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
-    wide = AttentionRequest(
-        q, record.keys(keys, torch.float32), record.values(values, torch.float32), CallStructure(1, q_len, 130), 0.05,
-        softcap=2.0, sink_logits=sinks,
-    )  # fmt: skip
+    widened = record.keys(keys, torch.float32), record.values(values, torch.float32)
+    wide = AttentionRequest(q, *widened, CallStructure(1, q_len, 130), 0.05, softcap=2.0, sink_logits=sinks)
     assert sqnr(reference.attention(wide).out, out) > 100
 
 
@@ -126,9 +122,8 @@ def test_errors_cancel_along_the_mean_of_the_queries(level: str, dim: int) -> No
     wanted, scale = quantise(x, mean=mean, along=along)
     codes, scales = torch.zeros_like(wanted), torch.zeros_like(scale)
     store(x, codes, scales, mean=mean, along=along, rotated=True, level=LEVELS.index(level))
-    assert (codes != wanted).any(
-        3
-    ).float().mean() < 0.05  # where costs or neighbours are equal to the last bit of a sum
+    # but where costs or neighbours are equal to the last bit of a sum
+    assert (codes != wanted).any(3).float().mean() < 0.05
     assert sqnr(dequantise(wanted, scale), dequantise(codes, scales)) > 45
 
     def lost(codes: Tensor, scale: Tensor, q: Tensor) -> float:
@@ -153,9 +148,7 @@ def test_tokens_are_written_at_their_place_in_the_room_and_nowhere_else(bits: in
     expected, scales = quantise(x, bits=bits)
     assert (codes[:, :, 4:6].int() - expected.int()).abs().max() <= (1 if bits == 8 else 16)
     assert torch.equal(scale[:, :, 4:6], scales)
-    for part in (codes, scale):
-        assert part[:, :, :4].eq(7).all()
-        assert part[:, :, 6:].eq(7).all()
+    assert all(rest.eq(7).all() for part in (codes, scale) for rest in (part[:, :, :4], part[:, :, 6:]))
     for at in (-1, 8):
         with pytest.raises(ValueError, match=f"place {at}, expected codes and scales with room"):
             store(x, codes, scale, at=at)
@@ -176,10 +169,9 @@ def test_scales_are_not_below_what_they_stand_for_and_close_to_it() -> None:
     assert decode_scale(encode_scale(torch.tensor([0.0]))).item() == 2.0**-20
 
 
-@pytest.mark.parametrize("n", [7, 64, 96])
-def test_the_hadamard_matrix_is_its_own_inverse(n: int) -> None:
-    matrix = hadamard(n)
-    torch.testing.assert_close(matrix @ matrix, torch.eye(n))
+def test_the_hadamard_matrix_is_its_own_inverse() -> None:
+    for n in (7, 64, 96):
+        torch.testing.assert_close(hadamard(n) @ hadamard(n), torch.eye(n))
 
 
 @pytest.mark.parametrize("fake_first", [True, False])

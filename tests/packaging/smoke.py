@@ -1,15 +1,13 @@
 """Whether an installed package works: a tiny model by name, its outputs beside stock attention's, its commands.
 
-    python smoke.py [--native]
-
-Run by continuous integration after every wheel is installed, outside the checkout. With `--native` the CPU kernels must
-be in the wheel, too, and serve the model.
+`python smoke.py [--native]` outside the checkout; with `--native` the CPU kernels must be in the wheel and serve.
 """
 
 import argparse
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import torch
 import transformers
@@ -17,17 +15,13 @@ import transformers
 import adaattn_hf
 
 
-def tiny_model() -> transformers.PreTrainedModel:
+def tiny_model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="adaattn"
-    )
-    model.eval()
-    return model
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn").eval()
 
 
 def main() -> None:

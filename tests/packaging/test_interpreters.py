@@ -120,11 +120,9 @@ def filled(
     log = path.parent / "log"
     log.touch()
     tool(path, "uname", f"#!/bin/sh\necho {system}\n")
-    text = PIP.format(real=sys.executable, version=(*version, 0), log=log, refused=refused)
-    tool(path, "python", text)
+    tool(path, "python", PIP.format(real=sys.executable, version=(*version, 0), log=log, refused=refused))
     done = run(path, ".ci/fill-venv", str(path / "python"), *package)
-    asked = [" ".join(line.split()) for line in log.read_text().splitlines()]
-    return asked, done.stderr, done.returncode
+    return [" ".join(line.split()) for line in log.read_text().splitlines()], done.stderr, done.returncode
 
 
 PINS = (ROOT / "constraints-dev.txt").read_text(encoding="utf-8")

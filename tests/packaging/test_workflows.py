@@ -38,10 +38,8 @@ def commands(workflow: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, job in workflow["jobs"].items():
         for combination in combinations(job):
             for step in job.get("steps", ()):
-                line = re.sub(
-                    r"\${{ matrix\.(\w+) }}", lambda m, c=combination: str(c.get(m[1], "")), step.get("run", "")
-                )
-                yield name, line
+                filled = lambda m, c=combination: str(c.get(m[1], ""))  # noqa: E731
+                yield name, re.sub(r"\${{ matrix\.(\w+) }}", filled, step.get("run", ""))
 
 
 def findings(workflow: dict[str, Any]) -> Iterator[str]:
@@ -69,12 +67,9 @@ def findings(workflow: dict[str, Any]) -> Iterator[str]:
 
 def suite_runs(workflows: list[dict[str, Any]], event: str) -> list[str]:
     return [
-        f"{workflow['name']}/{name}"
-        for workflow in workflows
-        if event in workflow["on"]
-        for name, line in commands(workflow)
-        if WHOLE_SUITE.search(line)
-    ]
+        f"{workflow['name']}/{name}" for workflow in workflows if event in workflow["on"]
+        for name, line in commands(workflow) if WHOLE_SUITE.search(line)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -114,8 +109,7 @@ def test_a_second_run_of_the_suite_is_found() -> None:
 
 def test_publishing_keeps_no_password() -> None:
     release = read(ROOT / ".github" / "workflows" / "release.yml")
-    publish = release["jobs"]["publish"]
-    assert publish["permissions"]["id-token"] == "write"
+    assert release["jobs"]["publish"]["permissions"]["id-token"] == "write"
     assert "password" not in (ROOT / ".github" / "workflows" / "release.yml").read_text().replace("no password", "")
     assert "secrets." not in str(release)
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
 from ..support.requests import (
@@ -16,6 +16,7 @@ from ..support.requests import (
     ON_CPU,
     assert_right,
     assert_right_gradients,
+    attended,
     bound,
     gradchecked,
     leaves,
@@ -33,7 +34,7 @@ FEWER = settings(max_examples=40)
 def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> None:
     assume(not refuses(name, request_))
     truth = reference.attention(request_)
-    found = ON_CPU[name].attend(request_)
+    found = attended(ON_CPU[name], request_)
     assert found.out.dtype == request_.query.dtype
     assert found.out.shape == truth.out.shape
     assert torch.isfinite(found.out).all()
@@ -55,7 +56,7 @@ def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> N
 def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
     request = data.draw(requests(dtype=dtype))
     assume(not refuses(name, request))
-    found = ON_CPU[name].attend(request).out
+    found = attended(ON_CPU[name], request).out
     assert found.dtype == dtype
     assert_right(request, found)
 
@@ -66,7 +67,7 @@ def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype,
 def test_gradients_equal_those_of_the_reference(name: str, request_: AttentionRequest) -> None:
     request_ = replace(request_, need_lse=False)
     assume(not refuses(name, leaves(request_)[0]))
-    assert_right_gradients(request_, lambda asked: ON_CPU[name].attend(asked).out)
+    assert_right_gradients(request_, lambda asked: attended(ON_CPU[name], asked).out)
 
 
 CASES = {
@@ -89,7 +90,7 @@ def test_gradcheck_in_double_precision(name: str, case: str, extra: str) -> None
     def attend(request: AttentionRequest) -> torch.Tensor:
         if refuses(name, request):
             pytest.skip(f"{name} refuses double precision")
-        return ON_CPU[name].attend(request).out
+        return attended(ON_CPU[name], request).out
 
     assert gradchecked(attend, CASES[case], extra)
 
@@ -105,7 +106,7 @@ def test_gradcheck_through_a_fixed_dropout_mask(name: str, case: str) -> None:
 
     def attend(*tensors: torch.Tensor, seed: int = 3) -> torch.Tensor:
         torch.manual_seed(seed)  # the same entries are dropped each time
-        return ON_CPU[name].attend(AttentionRequest(*tensors, structure, 0.6, dropout=0.4)).out
+        return attended(ON_CPU[name], AttentionRequest(*tensors, structure, 0.6, dropout=0.4)).out
 
     assert not torch.equal(attend(*tensors), attend(*tensors, seed=4)), "something is dropped"
     assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
@@ -125,22 +126,8 @@ def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest
         value=torch.where(unseen, request_.value * 50 - 9, request_.value),
         structure=request_.structure.with_changes(),
     )
-    before, after = ON_CPU[name].attend(request_).out, ON_CPU[name].attend(changed).out
+    before, after = attended(ON_CPU[name], request_).out, attended(ON_CPU[name], changed).out
     assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("name", ["eager", "sdpa", "native"])
-@EXAMPLES
-@given(request_=requests(extras=False))
-def test_a_launch_gives_what_attend_gives(name: str, request_: AttentionRequest) -> None:
-    assume(not refuses(name, request_))
-    backend, drawn = ON_CPU[name], request_.structure.settled()
-    plain = CallStructure(drawn.batch, drawn.q_len, drawn.kv_len, drawn.causal and drawn.q_len == drawn.kv_len)
-    for structure in (drawn, plain):
-        request = replace(request_, structure=structure)
-        launch = backend.prepare(CallSpec.of(request), request.per_head)
-        found = launch(request.query, request.key, request.value, request.scaling, structure)
-        assert torch.equal(found, backend.attend(request).out)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:
@@ -149,10 +136,10 @@ def test_the_bound_notices_a_key_too_many() -> None:
     request = AttentionRequest(query, key, value, CallStructure(1, 17, 17, causal=True), 0.25)
     wrong = replace(request, structure=CallStructure(1, 17, 17, causal=True, q_offset=1))
     truth = reference.attention(request).out
-    error = float((ON_CPU["eager"].attend(wrong).out.double() - truth).abs().amax())
+    error = float((attended(ON_CPU["eager"], wrong).out.double() - truth).abs().amax())
     assert error > 1000 * bound(request, truth)
     with pytest.raises(AssertionError, match="a gradient off by"):
-        assert_right_gradients(request, lambda asked: 1.001 * ON_CPU["eager"].attend(asked).out)
+        assert_right_gradients(request, lambda asked: 1.001 * attended(ON_CPU["eager"], asked).out)
 
 
 def test_all_backends_for_processors_are_drawn() -> None:

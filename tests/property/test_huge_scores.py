@@ -49,9 +49,8 @@ def drawn(draw: st.DrawFn) -> Drawn:
         query, key = query * spread, key * spread
         scaling = largest / float((query @ key.repeat_interleave(heads // 2, 1).mT).abs().amax())
     directions = (
-        torch.randn(2, length, heads, size, generator=source),
-        torch.randn(2, heads, length, length, generator=source),
-    )
+        torch.randn(2, length, heads, size, generator=source), torch.randn(2, heads, length, length, generator=source),
+    )  # fmt: skip
     return Drawn([t.to(dtype) for t in (query, key, value)], scaling, directions)
 
 
@@ -148,9 +147,8 @@ def test_a_finite_mask_hides_nothing_however_large_its_numbers(
     if backend == "native" and missing():
         pytest.skip("; ".join(missing()))
     leaves, mask = call
-    exact, ours = (
-        [t.to(dtype, copy=True).requires_grad_() for t in leaves] for dtype in (torch.float32, leaves[0].dtype)
-    )
+    dtypes = torch.float32, leaves[0].dtype
+    exact, ours = ([t.to(dtype, copy=True).requires_grad_() for t in leaves] for dtype in dtypes)
     truth, found = of_sums(*exact, mask), attention_function(backend)(Layer(2), *ours, mask)[0]
     bound = 4 * torch.finfo(leaves[0].dtype).eps * max(4.0, float(leaves[2].detach().abs().amax()))
     assert (found - truth).abs().amax() <= bound
@@ -173,7 +171,6 @@ def test_a_plan_computes_rows_of_large_numbers_as_their_sums(choice: Choice, fil
     mask[..., :5] = fill
     program = Program(LayerPlan(0, "", (choice, choice)), LayerTensors(None, {}, {}), 10**6)
     found = execute.attend(program, AttentionRequest(query, key, value, CallStructure(1, 70, 70), 0.25, bias=mask)).out
-    scores = query @ key.mT / 4 + mask
-    truth = (scores.softmax(3) @ value).transpose(1, 2)
+    truth = ((query @ key.mT / 4 + mask).softmax(3) @ value).transpose(1, 2)
     assert (found - truth)[:, :5].abs().amax() < 0.02
     assert (found - truth)[:, 5:40].abs().amax() < (0.04 if choice is INT8 else 1e-5)

@@ -6,9 +6,10 @@ import torch
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.select import BACKENDS, attend, choose
+from adaattn_hf.backends.select import BACKENDS, attend
 from adaattn_hf.eval.timing import peak_bytes
+
+from ..support.requests import attended
 
 
 def drawn(length: int, head_dim: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,7 +27,7 @@ def test_sampled_rows_of_long_sequences_are_right(name: str, length: int, window
     if BACKENDS[name].missing():
         pytest.skip(BACKENDS[name].missing()[0])
     with torch.no_grad():
-        out = choose(spec_of(request, name), name).attend(request).out
+        out = attend(request, name).out
     for row in (0, 1, 4095, length // 2 + 3, length - 2, length - 1):
         one = CallStructure(1, 1, length, causal=True, q_offset=row, window=window)
         asked = AttentionRequest(query[:, :, row : row + 1], key, value, one, 0.125)
@@ -38,7 +39,7 @@ def relative_error(name: str, length: int, dtype: torch.dtype) -> float:
     query, key, value = (tensor.to(dtype) for tensor in drawn(length))
     structure = CallStructure(1, length, length, causal=True)
     with torch.no_grad():
-        out = BACKENDS[name].attend(AttentionRequest(query, key, value, structure, 0.125)).out[:, -64:].double()
+        out = attended(BACKENDS[name], AttentionRequest(query, key, value, structure, 0.125)).out[:, -64:].double()
     last = CallStructure(1, 64, length, causal=True, q_offset=length - 64)
     truth = reference.attention(AttentionRequest(query[:, :, -64:], key, value, last, 0.125)).out
     return float((out - truth).norm() / truth.norm())

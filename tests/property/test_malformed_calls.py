@@ -30,11 +30,9 @@ def test_malformed_calls_are_refused_or_answered_by_the_formula(call: Call) -> N
 
 def found(backend: str | None, heads: int, q_len: int, kv_len: int, size: int, size_v: int, **given: object) -> Call:
     draw = torch.Generator().manual_seed(0)
-    query = torch.randn(2, heads, q_len, size, generator=draw)
-    key = torch.randn(2, 1, kv_len, size, generator=draw)
-    value = torch.randn(2, 1, kv_len, size_v, generator=draw)
-    tensors = {"query": query, "key": key, "value": value, "attention_mask": None, "scaling": 0.3}
-    return Call(backend, {**tensors, **given})
+    shapes = {"query": (heads, q_len, size), "key": (1, kv_len, size), "value": (1, kv_len, size_v)}
+    tensors = {name: torch.randn(2, *shape, generator=draw) for name, shape in shapes.items()}
+    return Call(backend, {**tensors, "attention_mask": None, "scaling": 0.3, **given})
 
 
 @pytest.mark.parametrize("name", ["query", "key"])
@@ -60,15 +58,12 @@ def test_a_mask_and_a_bias_in_half_precision_are_added_in_that_of_the_queries() 
 
 
 @pytest.mark.parametrize(
-    "bias",
-    [torch.zeros(1, 0, 1, 70), torch.zeros(3, 1, 1, 70), torch.zeros(1, 1, 1, 1, 70)],
+    "bias", [torch.zeros(1, 0, 1, 70), torch.zeros(3, 1, 1, 70), torch.zeros(1, 1, 1, 1, 70)],
     ids=["empty", "other rows", "five"],
-)
+)  # fmt: skip
 def test_a_bias_that_fits_no_score_is_refused_beside_a_mask(bias: torch.Tensor) -> None:
     call = found("eager", 2, 1, 70, 8, 8, attention_mask=torch.zeros(2, 2, 1, 70), position_bias=bias)
-    with pytest.raises(
-        ValueError, match=r"^position_bias: got shape .* expected one that broadcasts to \(2, 2, 1, 70\)"
-    ):
+    with pytest.raises(ValueError, match=r"^position_bias: got shape .* expected one that broadcasts to \(2, 2, 1, 70"):
         support.asked(call, "eager")
 
 
@@ -97,11 +92,7 @@ def test_the_judgement_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
         judge(Call("eager", {**given_, "key": key[..., :7]}))
     with pytest.raises(AssertionError, match="not-a-numbers were lost"):
         judge(Call("eager", {**given_, "key": key * float("nan")}))
-
-    def unasked(call: Call, backend: str | None) -> torch.Tensor:
-        return {}[backend]  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(support, "asked", unasked)
+    monkeypatch.setattr(support, "asked", lambda call, backend: {}[backend])
     with pytest.raises(AssertionError, match="stock answers, here KeyError"):
         judge(call)
 

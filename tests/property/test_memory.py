@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.select import choose
+from adaattn_hf.backends import select
 
 LENGTH = 2048
 
@@ -45,21 +44,18 @@ def documents(n: int) -> CallStructure:
 
 
 KNOWN: dict[str, Callable[[int], CallStructure]] = {
-    "none": lambda n: CallStructure(1, n, n),
-    "causal": lambda n: CallStructure(1, n, n, causal=True),
+    "none": lambda n: CallStructure(1, n, n), "causal": lambda n: CallStructure(1, n, n, causal=True),
     "window": lambda n: CallStructure(1, n, n, causal=True, window=n // 8),
     "window with sinks": lambda n: CallStructure(1, n, n, causal=True, window=n // 8, sinks=4),
     "window both ways": lambda n: CallStructure(1, n, n, window=n // 16),
-    "chunks": lambda n: CallStructure(1, n, n, causal=True, chunk=n // 4),
-    "padding": padded,
+    "chunks": lambda n: CallStructure(1, n, n, causal=True, chunk=n // 4), "padding": padded,
     "padding with holes": lambda n: padded(n, holes=True),
     "padding and window": lambda n: padded(n).with_changes(window=n // 8),
-    "keys padded": lambda n: padded(n).with_changes(causal=False),
-    "documents": documents,
+    "keys padded": lambda n: padded(n).with_changes(causal=False), "documents": documents,
     "documents and window": lambda n: documents(n).with_changes(window=64),
     "static cache": lambda n: CallStructure(1, 64, n, causal=True, q_offset=torch.tensor(n // 2)),
     "chunked prefill": lambda n: CallStructure(1, n // 2, n, causal=True, q_offset=n // 2),
-}
+}  # fmt: skip
 
 
 def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:
@@ -70,8 +66,7 @@ def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:
     ]
     request = AttentionRequest(*tensors, structure, 0.5)
     with Largest() as seen:
-        backend = choose(spec_of(request), None if name == "chosen" else name)
-        out = backend.attend(request).out
+        out = select.attend(request, None if name == "chosen" else name).out
         if gradient:
             torch.autograd.grad(out.sum(), tensors)
     elements: int = seen.elements
@@ -97,7 +92,7 @@ def test_a_structure_goes_with_its_call(name: str, case: str) -> None:
     structure = KNOWN[case](64)
     tensors = (torch.randn(structure.batch, 1, n, 4) for n in (structure.q_len, structure.kv_len, structure.kv_len))
     request = AttentionRequest(*tensors, structure, 0.5)
-    choose(spec_of(request), None if name == "chosen" else name).attend(request)
+    select.attend(request, None if name == "chosen" else name)
     gone = weakref.ref(structure)
     gc.disable()
     try:

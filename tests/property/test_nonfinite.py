@@ -1,5 +1,7 @@
 """NaN and infinity come out where torch's attention lets them out: in every backend, precision and instruction set."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,14 +21,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 7), (9, 9), (1, 40), (3, 300), (40, 40), (130, 1100)]
 
 
-def poisoned(
-    where: str, what: float, q_len: int, kv_len: int, dtype: torch.dtype
-) -> tuple[list[Tensor], CallStructure]:
+def poisoned(where: str, what: float, q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[Any, CallStructure]:
     """Query, key and value with one bad number, and a causal structure in which half of the rows see its key."""
-    source = torch.Generator().manual_seed(3)
-    drawn = [
-        torch.randn(2, heads, length, 32, generator=source) for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
-    ]
+    source, sizes = torch.Generator().manual_seed(3), ((4, q_len), (2, kv_len), (2, kv_len))
+    drawn = [torch.randn(2, *size, 32, generator=source) for size in sizes]
     drawn[0][1, 2:, :, 5] = torch.tensor([[1.0], [-1.0]])  # whatever sign an infinite key has, one head sees it
     position = q_len // 2 if where == "query" else kv_len - q_len // 2 - 1
     drawn[("query", "key", "value").index(where)][1, 1, position, 5] = what
@@ -35,10 +33,8 @@ def poisoned(
 
 
 def bad_rows(where: str, request: AttentionRequest) -> Tensor:
-    """`[batch, q_len, heads]`: rows that must not come out finite.
-
-    Hidden keys weigh 0, and 0 times NaN is NaN in fused kernels: of bad values only the rows that see them are judged.
-    """
+    """`[batch, q_len, heads]`: rows that must not come out finite; of bad values those that see them."""
+    # hidden keys weigh 0, and 0 times NaN is NaN in fused kernels
     q_len = request.query.shape[2]
     if where != "value":
         return ~torch.isfinite(attention(request).out).all(3)

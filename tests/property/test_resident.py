@@ -54,9 +54,7 @@ def growth(interpreter: WarmInterpreter, way: str, dtype: str, threads: int) -> 
 @pytest.mark.parametrize(
     ("dtype", "threads", "most"), [("float32", 2, 1.0), ("bfloat16", 1, 0.6 if TILES_BF16 else 1.0)]
 )
-def test_causal_4k_beside_the_resident_memory_of_sdpa(
-    dtype: str, threads: int, most: float, interpreter: WarmInterpreter
-) -> None:
+def test_causal_4k_beside_memory_of_sdpa(dtype: str, threads: int, most: float, interpreter: WarmInterpreter) -> None:
     """In float32 each thread packs one tile of keys and values, less than what sdpa works with.
 
     In bfloat16 sdpa packs all keys and values of a head, but only for AMX tiles.

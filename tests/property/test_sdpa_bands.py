@@ -1,44 +1,56 @@
 """The sdpa backend, drawn with crossovers so low that short calls take every way a long one takes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.attention import reference
+from adaattn_hf.attention import kind, reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import base
-from adaattn_hf.backends.sdpa import SdpaBackend, kernels, limits
+from adaattn_hf.backends.sdpa import SdpaBackend, decode, dispatch, kernels, masked
 from adaattn_hf.backends.sdpa.masked import Band
 
-from ..support.requests import HALF, assert_right, assert_right_gradients, generator, gradchecked, leaves, requests
+from ..support.requests import (
+    HALF,
+    assert_right,
+    assert_right_gradients,
+    attended,
+    generator,
+    gradchecked,
+    leaves,
+    requests,
+)
 
 BACKEND = SdpaBackend()
-LOW = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300, "SHORT_KEYS": 0, "FEW_KEYS_HALF": 0}
+BANDS = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300}
 
 
 @pytest.fixture(params=["kept", "kept in no memory"], autouse=True, scope="module")
 def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "SMALL_PAIRS", 0)
-        for name, value in LOW.items():
-            patch.setattr(limits, name, value)
+        patch.setattr(kind, "SMALL_PAIRS", 0)
+        patch.setattr(dispatch, "SHORT_KEYS", 0)
+        for name in ("SHORT_KEYS", "FEW_KEYS_HALF"):
+            patch.setattr(decode, name, 0)
+        for name, value in BANDS.items():
+            patch.setattr(masked, name, value)
         if request.param == "kept in no memory":
-            patch.setattr(limits, "KEPT_BYTES", 0)
+            patch.setattr(masked, "KEPT_BYTES", 0)
         yield
 
 
 def fresh(request: AttentionRequest) -> AttentionRequest:
-    return request.with_tensors(request.query, request.key, request.value, request.structure.with_changes())
+    return replace(request, structure=request.structure.with_changes())
 
 
 @settings(max_examples=120)
 @given(drawn=requests())
 def test_output(drawn: AttentionRequest) -> None:
-    assert_right(drawn, BACKEND.attend(fresh(drawn)).out)
+    assert_right(drawn, attended(BACKEND, fresh(drawn)).out)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
@@ -46,13 +58,13 @@ def test_output(drawn: AttentionRequest) -> None:
 @given(data=st.data())
 def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
     drawn = fresh(data.draw(requests(dtype=dtype)))
-    assert_right(drawn, BACKEND.attend(drawn).out)
+    assert_right(drawn, attended(BACKEND, drawn).out)
 
 
 @settings(max_examples=60)
 @given(drawn=requests())
 def test_gradients(drawn: AttentionRequest) -> None:
-    assert_right_gradients(drawn, lambda asked: BACKEND.attend(asked).out)
+    assert_right_gradients(drawn, lambda asked: attended(BACKEND, asked).out)
 
 
 @settings(max_examples=40)
@@ -63,7 +75,7 @@ def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: st
     tiny = AttentionRequest(
         drawn.query, drawn.key, drawn.value, drawn.structure.with_changes(), drawn.scaling, 1e-9, **more
     )
-    assert_right(tiny, BACKEND.attend(tiny).out)
+    assert_right(tiny, attended(BACKEND, tiny).out)
 
 
 @pytest.mark.parametrize("columns", [1, 40])
@@ -72,7 +84,7 @@ def test_the_way_of_dropout_adds_a_bias_to_sinks_in_front_of_a_window(columns: i
     bias = torch.randn(1, 2, 40, columns, generator=generator(3))
     structure = CallStructure(1, 40, 40, causal=True, window=4, sinks=2)
     tiny = AttentionRequest(query, key, value, structure, 0.3, 1e-9, bias=bias)
-    assert_right(tiny, BACKEND.attend(tiny).out)
+    assert_right(tiny, attended(BACKEND, tiny).out)
 
 
 def test_a_step_whose_products_half_precision_cannot_say() -> None:
@@ -81,7 +93,7 @@ def test_a_step_whose_products_half_precision_cannot_say() -> None:
     structure = CallStructure(1, 1, 40, causal=True, q_offset=39)
     request = AttentionRequest(query, key * 0.1 + 30, value, structure, 128**-0.5)
     assert (query.float() @ request.key.float().mT > torch.finfo(torch.float16).max).all()
-    assert_right(request, BACKEND.attend(request).out)
+    assert_right(request, attended(BACKEND, request).out)
 
 
 @pytest.mark.parametrize("offset", [0, 8])
@@ -94,7 +106,7 @@ def test_queries_that_are_padding_see_the_keys_with_holes(causal: bool, offset: 
     query, key = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 12, 8)
     assert structure.segments() is None
     request = AttentionRequest(query, key, key, structure, 0.3)
-    found, truth = BACKEND.attend(request), reference.attention(request)
+    found, truth = attended(BACKEND, request), reference.attention(request)
     torch.testing.assert_close(found.out, truth.out.float())
     assert found.out[:2].any(3).any(2).all()
     assert not found.out[2].any()
@@ -122,7 +134,7 @@ STEPS = {
 @pytest.mark.parametrize("share", [0.25, 0.9], ids=["rows walked", "rows masked"])
 @pytest.mark.parametrize("case", list(STEPS))
 def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "PADDING_SHARE", share)
+    monkeypatch.setattr(decode, "PADDING_SHARE", share)
     # two layouts: keys in a cache of their own, and a slice of a wider one; queries with and without gaps
     wide, apart = (torch.randn(2, 3, 2, 12, 16).to(dtype), torch.randn(3, 2 * groups, 1, 16, 2).to(dtype)[..., 0])
     for query, (key, value) in zip(
@@ -131,7 +143,7 @@ def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, mon
         strict=True,
     ):
         request = AttentionRequest(query, key, value, STEPS[case].with_changes(), 0.25)
-        found = BACKEND.attend(request).out
+        found = attended(BACKEND, request).out
         assert found.shape == (3, 1, 2 * groups, 16)
         assert_right(request, found)
 
@@ -151,7 +163,7 @@ LONG = {
 @pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])
 @pytest.mark.parametrize("case", list(LONG))
 def test_gradcheck(case: str, extra: str) -> None:
-    assert gradchecked(lambda asked: BACKEND.attend(asked).out, LONG[case].with_changes(), extra)
+    assert gradchecked(lambda asked: attended(BACKEND, asked).out, LONG[case].with_changes(), extra)
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -159,10 +171,10 @@ def test_a_window_becomes_bands(sinks: int) -> None:
     """The low crossovers do what they are here for; equal bands are one, and share a mask behind sinks."""
     structure = CallStructure(2, 40, 40, causal=True, window=6, sinks=sinks)
     query, key, value = (torch.randn(2, 2, 40, 4) for _ in range(3))
-    BACKEND.attend(AttentionRequest(query, key, value, structure, 0.5))
-    if limits.KEPT_BYTES:
-        (bands,) = (kept for kept in structure._memo.values() if isinstance(kept, tuple) and kept)
-        assert all(isinstance(band, Band) for band in bands)
+    attended(BACKEND, AttentionRequest(query, key, value, structure, 0.5))
+    if masked.KEPT_BYTES:
+        kept = [made for made in structure.made.values() if isinstance(made, tuple)]
+        (bands,) = (made for made in kept if made and isinstance(made[0], Band))
         assert [band.count for band in bands] == ([1] * 10 if sinks else [1, 1, 8])
         assert len({id(band.mask) for band in bands}) == (4 if sinks else 3)
 
@@ -183,10 +195,10 @@ def test_what_is_kept_in_inference_mode_serves_gradients(case: str) -> None:
         torch.randn(structure.batch, 2, structure.kv_len, 8),
     )
     with torch.inference_mode():
-        before = BACKEND.attend(AttentionRequest(query, key, key, structure, 0.3)).out
+        before = attended(BACKEND, AttentionRequest(query, key, key, structure, 0.3)).out
     query.requires_grad_()
     key.requires_grad_()
-    after = BACKEND.attend(AttentionRequest(query, key, key, structure, 0.3)).out
+    after = attended(BACKEND, AttentionRequest(query, key, key, structure, 0.3)).out
     assert torch.equal(before, after)
     after.sum().backward()
     assert query.grad is not None
@@ -202,7 +214,7 @@ def test_a_step_sees_the_keys_that_sinks_add_to_its_window(window: int, sinks: i
     query, key, value = (torch.randn(4, 1, n, 8, generator=generator(0)) for n in (1, 2, 2))
     structure = CallStructure(4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding)
     request = AttentionRequest(query, key, value, structure, 0.5)
-    torch.testing.assert_close(BACKEND.attend(request).out, reference.attention(request).out.float())
+    torch.testing.assert_close(attended(BACKEND, request).out, reference.attention(request).out.float())
 
 
 @settings(max_examples=40)
@@ -214,7 +226,7 @@ def test_older_torch_is_given_as_many_key_heads_as_queries(drawn: AttentionReque
         ours, tensors = leaves(drawn)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_GROUPED_ON_CPU", grouped and kernels._GROUPED_ON_CPU)
-            out = BACKEND.attend(ours).out
+            out = attended(BACKEND, ours).out
             if not out.requires_grad:
                 return  # nothing is visible at all
             gradients = torch.autograd.grad(out.square().sum(), tensors, materialize_grads=True)

@@ -15,18 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
+from adaattn_cli import verify as verify_command
 from adaattn_hf.attention import stored
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.cli import verify_job
 from adaattn_hf.patches.cache import disk
-from adaattn_hf.patches.cache import tokens as cache_tokens
-from adaattn_hf.patches.call import batching, extended, interface
-from adaattn_hf.patches.mask import documents, masks, told
+from adaattn_hf.patches.cache import formats as cache_formats
+from adaattn_hf.patches.call import batching, extended, interface, resolved
+from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
-from adaattn_hf.patches.plans import door, fit, hashes
+from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.plans.weights import Weights
-from adaattn_hf.patches.unpad import reasons
+from adaattn_hf.patches.unpad import check as unpad_check
 from adaattn_hf.patches.unpad.layout import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
@@ -179,7 +180,8 @@ def borderless(case: whole.Whole) -> bool:
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told, "told_to_model", lambda: told.Told(True))
+    told = packed_arguments.caller_arguments
+    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: told()._replace(bare=True))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -191,7 +193,7 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(documents, "with_restarts", by_any_step)
+    monkeypatch.setattr(packed_arguments, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -201,7 +203,7 @@ def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(documents, "with_restarts", in_one_row)
+    monkeypatch.setattr(packed_arguments, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"
@@ -262,14 +264,14 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
 def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     real = select.remember
 
-    def keeping(kind: Any, decided: Any) -> Any:
+    def keeping(kernels: Any, kind: Any, made: Any) -> Any:
         keys: list[torch.Tensor] = []
 
-        def launch(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:
-            keys.append(key)
-            return decided(query, keys[0], *rest)
+        def kernel_with_a_key(call: AttentionRequest) -> Any:
+            keys.append(call.key)
+            return made(replace(call, key=keys[0]))
 
-        return real(kind, launch if callable(decided) else decided)
+        return real(kernels, kind, made if made is None else kernel_with_a_key)
 
     monkeypatch.setattr(select, "launches", {})
     monkeypatch.setattr(select, "remember", keeping)
@@ -281,19 +283,16 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = interface.launch_of
+    real = resolved.attend_ordinary
 
-    def launch_of(*given: Any) -> Any:
-        found = real(*given)
-        if found is None:
-            return None
-        launch, structure = found
-        hidden = structure.key_padding
-        if hidden is None or structure.q_len != structure.kv_len:
-            return found
-        return (lambda *told: launch(*told) * hidden[:, :, None, None]), structure
+    def attend_ordinary(module: Any, call: Any, mask: Any, *given: Any) -> Any:
+        out, structure = real(module, call, mask, *given), getattr(mask, "structure", None)
+        hidden = None if structure is None else structure.key_padding
+        if out is None or hidden is None or structure.q_len != structure.kv_len:
+            return out
+        return out * hidden[:, :, None, None]
 
-    monkeypatch.setattr(interface, "launch_of", launch_of)
+    monkeypatch.setattr(interface, "attend_ordinary", attend_ordinary)
 
     def padded(case: whole.Whole) -> bool:
         return case.given.words["mask"] == "right" and case.implementation == "adaattn" and not case.prepared
@@ -306,7 +305,7 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
         return real(n, device).to(torch.get_default_dtype())
 
     real = stored.hadamard
-    for module in (stored, cache_tokens):
+    for module in (stored, cache_formats):
         monkeypatch.setattr(module, "hadamard", hadamard)
 
     def coded(case: whole.Whole) -> bool:
@@ -318,9 +317,10 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("change", ["columns", "buffers", "adapter merged", "settings"])
 def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     if change == "settings":
-        monkeypatch.setattr(fit, "refuse_other_configuration", lambda *_: None)
+        monkeypatch.setattr(bound, "refuse_other_configuration", lambda *_: None)
+        monkeypatch.setattr(check, "refuse_other_configuration", lambda *_: None)
     elif change == "adapter merged":
-        monkeypatch.setattr(door, "inner_of", lambda *_: None)
+        monkeypatch.setattr(snapshot, "inner_of", lambda *_: None)
     else:
         monkeypatch.setattr(Weights, "same", lambda weights: True)
 
@@ -393,19 +393,19 @@ def test_it_reports_places_that_are_counted_from_the_first_key_held(monkeypatch:
 
 
 def test_it_reports_a_verdict_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "unproven", lambda plan: None)
+    monkeypatch.setattr(check, "unproven", lambda plan: None)
     assert "believed" in reported(files.edited(("load_plan",)), files.judge_edited, 300)
 
 
 def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verify_job._verdicts
+    real = verify_command._verdicts
 
     def lax(plan: Any, *given: Any) -> Any:
         verdicts, gates = real(plan, *given)
         return verdicts, replace(gates, **plan.protocol["gates"])
 
     assert not files.verified(files.plan_text("verify"))["passed"]  # judged before anything is planted
-    monkeypatch.setattr(verify_job, "_verdicts", lax)
+    monkeypatch.setattr(verify_command, "_verdicts", lax)
 
     def of_gates(call: files.Edited) -> bool:
         return call.path[:2] == ("protocol", "gates") and isinstance(call.value, float)
@@ -415,12 +415,12 @@ def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("change", "plant", "instead"),
-    [("layers", "goes_on", lambda *_: True), ("set later", "same", lambda state: state.weights.same())],
+    [("layers", "covers", lambda *_: True), ("set later", "same", lambda seen: seen.weights.same())],
 )
 def test_it_reports_layers_and_settings_that_nobody_looks_at(
     monkeypatch: pytest.MonkeyPatch, change: str, plant: str, instead: Any
 ) -> None:
-    monkeypatch.setattr(door.State, plant, instead)
+    monkeypatch.setattr(snapshot.Snapshot, plant, instead)
 
     def of_kind(call: changed.Changed) -> bool:
         return call.change == change and not call.loads
@@ -429,20 +429,20 @@ def test_it_reports_layers_and_settings_that_nobody_looks_at(
 
 
 def test_it_reports_a_memory_that_threads_empty_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unlocked(kind: Any, decided: Any) -> Any:
-        while len(select.launches) >= select.MOST:
-            oldest = next(iter(select.launches))
+    def unlocked(kernels: Any, kind: Any, made: Any) -> Any:
+        while len(kernels) >= select.MOST:
+            oldest = next(iter(kernels))
             time.sleep(0)
-            del select.launches[oldest]
-        select.launches[kind] = decided
-        return decided
+            del kernels[oldest]
+        kernels[kind] = made
+        return made
 
     monkeypatch.setattr(select, "remember", unlocked)
     assert "in threads: KeyError" in reported(again.crowds(), again.judge_crowd, 20)
 
 
 def test_it_reports_a_mask_that_is_scaled_before_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = extended.attend
+    real = select.attend
 
     def scaled(request: Any, backend: str | None = None) -> Any:
         if request.bias is not None:
@@ -458,8 +458,8 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
     def without_layers(cache: Any, target: Any, packed: Any) -> None:
         cache.target, cache.layout, cache.layers, cache.layer_class_to_replicate = target, packed, [], None
 
-    real, doors = reasons.refusals, sys.modules["adaattn_hf.patches.prepare"]
-    monkeypatch.setattr(doors, "refusals", lambda model: tuple(why for why in real(model) if "indexer" not in why))
+    real = unpad_check._shown_by_code
+    monkeypatch.setattr(unpad_check, "_shown_by_code", lambda *of: [why for why in real(*of) if "indexer" not in why])
     monkeypatch.setattr(PackedPrefill, "__init__", without_layers)
     with pytest.raises(AssertionError, match="prepare: raw: "):
         twins.judge_family("deepseek_v32")

@@ -1,5 +1,6 @@
 """The study of caches at tiny sizes: every cache that runs here has its bytes, its speed and its loss on the page."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,32 +21,35 @@ from studies.cache_page import page
 from studies.cache_speed import beyond, foretold, growth, speed
 from studies.cache_text import PARTS, Arm, compared, read, read_more, texts
 
+MODEL = ("--model", str(demo_model_path("llama")))
+
+
+def study(*words: str, code: int = 0) -> str:
+    """What the program says, which is in a frame as wide as the terminal."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.replace("│", " ").split())
+
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
     sizes = "--lengths 64,128 --batches 2 --rounds 2 --steps 1 --windows 3 --window 96"
     options = f"{sizes} --shape tiny --skip quanto,hqq --grow 120"
-    call = [
-        *("--model", str(demo_model_path("llama")), "--text", str(pages_path("heldout"))),
-        *("--write", str(tmp_path), *options.split()),
-    ]
-    first = CliRunner().invoke(app, [*call, "--only", "growth"])
-    assert first.exit_code == 0, first.output
-    found = json.loads((tmp_path / "cache.json").read_text())
+    call = [*MODEL, "--text", str(pages_path("heldout")), "--write", str(tmp_path), *options.split()]
+    file = tmp_path / "cache.json"
+    study(*call, "--only", "growth")
+    found = json.loads(file.read_text())
     assert (found["loss"], found["speed"]) == ([], {})
     assert "| AdaAttnCache int8 | 120 |" in (tmp_path / "cache.md").read_text()
     found["provenance"]["commit"] += "+dirty"  # as the page's own writing makes it in a checkout
-    (tmp_path / "cache.json").write_text(json.dumps(found))
-    done = CliRunner().invoke(app, [*call, "--resume"])
-    assert done.exit_code == 0, done.output
-    assert "120 steps" not in done.output
-    found = json.loads((tmp_path / "cache.json").read_text())
+    file.write_text(json.dumps(found))
+    assert "120 steps" not in study(*call, "--resume")
+    found = json.loads(file.read_text())
     ran = {arm.name for arm in ARMS} - set(found["absent"])
     assert {"DynamicCache", "StaticCache", "AdaAttnCache model", "AdaAttnCache int8"} <= ran
     rows, shaped = found["speed"].values()
     assert {row["cache"] for row in shaped} >= {"DynamicCache", "AdaAttnCache k8v4"}
-    assert {(row["cache"], row["batch"], row["length"]) for row in rows} == {
-        (name, 2, length) for name in ran for length in (64, 128)
-    }
+    cells = {(row["cache"], row["batch"], row["length"]) for row in rows}
+    assert cells == set(itertools.product(ran, [2], [64, 128]))
     size = {row["cache"]: row["bytes_per_token"] for row in rows if row["length"] == 128}
     assert size["AdaAttnCache int8"] < 0.75 * size["DynamicCache"]
     loss = {row["cache"]: row for row in found["loss"]}
@@ -76,32 +80,23 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     for row in found["growth"]:
         assert row["first"] == row["last"] == pytest.approx(row["foretold"], rel=0.05)
     found["speed"][next(iter(found["speed"]))] = [row for row in rows if row["length"] == 64]
-    (tmp_path / "cache.json").write_text(json.dumps(found))
-    again = CliRunner().invoke(app, [*call, "--resume"])
-    assert again.exit_code == 0, again.output
-    assert again.output.count("tokens, batch") == 1  # the cell that was taken out, and nothing else
-    assert "loss on" not in again.output
-    other = CliRunner().invoke(app, [*call, "--resume", "--steps", "3"])
-    assert other.exit_code == 2
-    assert "another asked" in other.output
-    found = json.loads((tmp_path / "cache.json").read_text())
+    file.write_text(json.dumps(found))
+    again = study(*call, "--resume")
+    assert again.count("tokens, batch") == 1  # the cell that was taken out, and nothing else
+    assert "loss on" not in again
+    assert "another asked" in study(*call, "--resume", "--steps", "3", code=2)
+    found = json.loads(file.read_text())
     found["provenance"]["source"] = "another"
-    (tmp_path / "cache.json").write_text(json.dumps(found))
-    other = CliRunner().invoke(app, [*call, "--resume"])
-    assert "another source" in other.output
-    told = CliRunner().invoke(app, [*call, "--only", "all"]).output  # in a frame as wide as the terminal
-    assert "expected the first two both" in " ".join(told.replace("│", " ").split())
+    file.write_text(json.dumps(found))
+    assert "another source" in study(*call, "--resume", code=2)
+    assert "expected the first two both" in study(*call, "--only", "all", code=2)
 
 
-def test_losses_that_were_interrupted_go_on_behind_the_last_text_and_refuse_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_go_on_behind_the_last_text_and_refuse_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "text.txt"
     source.write_bytes(pages_path("heldout").read_bytes())
-    call = [
-        *("--model", str(demo_model_path("llama")), "--text", str(source), "--only", "loss"),
-        *["--skip", "quanto,hqq,kvpress,Static,fp8", "--windows", "5", "--window", "96"],
-    ]
+    options = "--only loss --skip quanto,hqq,kvpress,Static,fp8 --windows 5 --window 96"
+    call = [*MODEL, "--text", str(source), *options.split()]
     reads: list[tuple[str, int, int]] = []
     stop_at = 0
 
@@ -114,14 +109,10 @@ def test_losses_that_were_interrupted_go_on_behind_the_last_text_and_refuse_othe
     monkeypatch.setattr("studies.cache_text.read", spied)
 
     def run(code: int, directory: str, *more: str) -> tuple[str, dict[str, Any], str]:
-        done = CliRunner().invoke(app, [*call, "--write", str(tmp_path / directory), *more])
-        assert done.exit_code == code, done.output
-        file = tmp_path / directory / "cache.json"
-        words = file.with_suffix(".md").read_text()
-        return " ".join(done.output.replace("│", " ").split()), json.loads(file.read_text()), words
+        (place := tmp_path / directory).mkdir(exist_ok=True)
+        output = study(*call, "--write", str(place), *more, code=code)
+        return output, json.loads((place / "cache.json").read_text()), (place / "cache.md").read_text()
 
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
     stop_at = -1
     _, whole, words = run(0, "whole")
     assert "Without a loss here: none." in words
@@ -135,13 +126,9 @@ def test_losses_that_were_interrupted_go_on_behind_the_last_text_and_refuse_othe
         assert reads == asked[:stop_at]
         assert len(found["behind"]) == stop_at // each
         assert f"{arms[-1].name} (0 of {each} texts read)" in words
-    for other, refused in (
-        (("--windows", "4"), "another asked"),
-        (("--window", "128"), "another asked"),
-        (("--name", "another"), "another loss_of"),
-    ):
-        output, found, _ = run(2, "parts", "--resume", *other)
-        assert refused in output
+    for other, refused in (("--windows 4", "asked"), ("--window 128", "asked"), ("--name another", "loss_of")):
+        output, found, _ = run(2, "parts", "--resume", *other.split())
+        assert f"another {refused}" in output
     source.write_text("Another text. " * 400)
     output, found, _ = run(2, "parts", "--resume")
     assert "another loss_input" in output

@@ -27,6 +27,8 @@ def refused(row: Cell) -> None:
 
 
 def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
+    words = ["page", "--from", str(tmp_path), "--write", str(tmp_path)]
+    assert "got no file of a section" in str(CliRunner().invoke(app, words).exception)
     section = Section(tmp_path / "dense.json", {"commit": "abc", "device": "one"}, PEAKS)
     section.add("4 × 4k", measured)
     section.add("1 × 32k", refused)
@@ -34,7 +36,7 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
     again.add("4 × 4k", refused)
     assert again.cells == section.cells[:1]  # what failed is tried again
     assert Section(tmp_path / "dense.json", {"commit": "abd", "device": "one"}, PEAKS).cells == []
-    done = CliRunner().invoke(app, ["page", "--from", str(tmp_path), "--write", str(tmp_path)])
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     page = (tmp_path / "gpu_plans.md").read_text(encoding="utf-8")
     assert f"## {TITLES['dense']}" in page
@@ -66,11 +68,6 @@ def test_two_lengths_tell_the_rate_of_reading_from_the_fixed_time() -> None:
     level = [row(16), row(32) | {"codes, captured": 0.0}]
     assert steady(level)[0].endswith("10 µs fixed"), "a longer call that takes less time tells no rate"
     assert "at most 1.0%" in apart([{"largest": 0.2, "difference": 1e-3}, {"largest": 0.1, "difference": 1e-3}])
-
-
-def test_no_section_is_said(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["page", "--from", str(tmp_path), "--write", str(tmp_path)])
-    assert "got no file of a section" in str(done.exception)
 
 
 def test_short_calls_are_tried_without_a_device(tmp_path: Path) -> None:

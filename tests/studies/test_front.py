@@ -31,9 +31,7 @@ MAKES: dict[str, Callable[[], jobs.Job]] = {
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_a_cell_has_every_arm_of_the_protocol_in_turn(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_cell_has_every_arm_of_the_protocol(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(jobs.SHARED, "vocab_size", 1024)
     monkeypatch.setitem(front.CELLS, name, lambda device, directory: MAKES[name]())
     file = tmp_path / "cells.json"
@@ -67,9 +65,8 @@ def test_an_arm_that_cannot_run_is_kept_with_its_reason_and_one_is_not_first_in_
 
 
 @pytest.fixture
-def cells() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((page_of("gpu")).read_text(encoding="utf-8"))
-    return found
+def cells() -> Any:
+    return json.loads((page_of("gpu")).read_text(encoding="utf-8"))
 
 
 def page_of(place: str) -> Path:

@@ -8,15 +8,12 @@ import pytest
 from studies.house import arrows, branches_on_a_kind, circle, crowded, floors, limits, memories
 
 CLEAN = {
-    "adaattn_hf/__init__.py": "from .plans import plan\n",
-    "adaattn_hf/attention/structure.py": "import torch\n",
+    "adaattn_hf/__init__.py": "from .plans import plan\n", "adaattn_hf/attention/structure.py": "import torch\n",
     "adaattn_hf/plans/plan.py": "from typing import TYPE_CHECKING\nfrom ..attention.structure import x\n"
-    "if TYPE_CHECKING:\n    from ..cli import main\n",
-    "adaattn_hf/cli/main.py": "def f():\n    from adaattn_hf.plans.plan import x\n",
-    "patches/masks.py": "",
-    "configs/__init__.py": "",
-    "eval/report.py": "",
-}
+    "if TYPE_CHECKING:\n    from ..calibration import search\n",
+    "adaattn_hf/calibration/search.py": "def f():\n    from adaattn_hf.plans.plan import x\n", "patches/masks.py": "",
+    "configs/__init__.py": "", "eval/report.py": "",
+}  # fmt: skip
 
 
 def planted(root: Path, files: dict[str, str]) -> Path:
@@ -36,8 +33,8 @@ def test_the_source_keeps_every_limit() -> None:
 
 def test_rooms_floors_and_arrows_are_counted(tmp_path: Path) -> None:
     graph = arrows(planted(tmp_path, CLEAN))
-    assert graph == {"attention": set(), "plans": {"attention"}, "cli": {"plans"}}
-    assert floors(graph) == {"attention": 1, "plans": 2, "cli": 3}
+    assert graph == {"attention": set(), "plans": {"attention"}, "calibration": {"plans"}}
+    assert floors(graph) == {"attention": 1, "plans": 2, "calibration": 3}
     assert circle(graph) == []
     assert exceeded(tmp_path) == []
 
@@ -45,15 +42,14 @@ def test_rooms_floors_and_arrows_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "names"),
     [
-        ("adaattn_hf/attention/structure.py", "from ..cli.main import f\n", ["rooms in a circle"]),
+        ("adaattn_hf/attention/structure.py", "from ..calibration.search import f\n", ["rooms in a circle"]),
         (
-            "patches/masks.py",
-            'def f(choice):\n    return choice.kind == "window"\n',
+            "patches/masks.py", 'def f(choice):\n    return choice.kind == "window"\n',
             ["branches on a choice's kind outside plans/choices/"],
         ),
         ("eval/report.py", "x = 1\n" * 401, ["lines of the longest module"]),
     ],
-)
+)  # fmt: skip
 def test_a_planted_violation_is_found(file: str, text: str, names: list[str], tmp_path: Path) -> None:
     planted(tmp_path, {**CLEAN, file: text})
     assert exceeded(tmp_path) == names
@@ -102,13 +98,12 @@ def test_functions_of_many_parameters_are_counted() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "seen = {}\ndef f(x):\n    seen[x] = 1\n",
-        "seen = set()\ndef f(x):\n    seen.add(x)\n",
+        "seen = {}\ndef f(x):\n    seen[x] = 1\n", "seen = set()\ndef f(x):\n    seen.add(x)\n",
         "last = None\ndef f(x):\n    global last\n    last = x\n",
         "import functools\n@functools.lru_cache(maxsize=8)\ndef seen(x):\n    return x\n",
         "import functools\n@functools.cache\ndef seen(x):\n    return x\n",
     ],
-)
+)  # fmt: skip
 def test_a_memory_is_found(text: str) -> None:
     assert len(memories(ast.parse(text))) == 1
 

@@ -1,23 +1,30 @@
 """Calibration of a model as tests have it: the model itself stands for its description."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from adaattn_hf.calibration import assemble, inputs
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration.inputs import Inputs
+from adaattn_hf.calibration.inputs import Inputs, Run
+from adaattn_hf.calibration.measure import measured
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.policy.prices import Price, PriceTable
 
 
 def calibrate(model: Any, *given: Any, **more: Any) -> Calibration:
-    return calibration.decided(calibration.measured(Subject(model), *given, **more))
+    return calibration.decided(measured(Subject(model), *given, run=_run(more), **more))
 
 
 def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:
-    return inputs.open_inputs(Subject(model), *given, **more)
+    return inputs.open_inputs(Subject(model), *given, run=_run(more), **more)
+
+
+def _run(more: dict[str, Any]) -> Run:
+    """The keywords that are a run's own, taken out of others."""
+    return Run(**{one.name: more.pop(one.name) for one in fields(Run) if one.name in more})
 
 
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:

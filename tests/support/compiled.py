@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.kind import CallSpec
 from adaattn_hf.backends import select
 from adaattn_hf.backends.triton import TritonBackend
 
@@ -46,12 +47,15 @@ def compiled_by(backend: Any) -> tf.CompileConfig:
     return config
 
 
+CUDA = torch.device("cuda")
+
+
 def choose_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced calls are chosen for as if the processor's tensors lay on a CUDA device; all others as they are."""
     refusals, order = TritonBackend.refusals, select.order
 
     def there(spec: CallSpec) -> CallSpec:
-        return spec._replace(device="cuda") if spec.compiling else spec
+        return spec._replace(device=CUDA) if spec.compiling else spec
 
     monkeypatch.setattr(TritonBackend, "refusals", lambda self, spec: refusals(self, there(spec)))
     monkeypatch.setattr(select, "order", lambda spec: order(there(spec)))

@@ -1,7 +1,4 @@
-"""What the package computes, in one process, under any default dtype: `python -m tests.support.core_calls bfloat16`.
-
-Prints a digest of each answer. Inputs and models name their dtype, so that no digest may depend on the default.
-"""
+"""Digests of what the package computes under a default dtype, on which none may depend, as all inputs name theirs."""
 
 import hashlib
 import json
@@ -30,14 +27,13 @@ from ..model import test_streaming_cache as streaming
 from . import cached
 from .choices import make_choice
 from .models import fresh_pair, padding, tokens
-from .requests import ON_CPU, leaves
+from .requests import ON_CPU, attended, leaves
 
 LENGTH = 40
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
 
 
 def request(structure: CallStructure, dtype: torch.dtype = torch.float32) -> AttentionRequest:
@@ -68,10 +64,10 @@ def attention() -> Iterator[tuple[str, Any]]:
             asked = request(structure, dtype)
             yield f"reference {name} {dtype}", reference.attention(asked)
             for backend, serve in ON_CPU.items():
-                yield f"{backend} {name} {dtype}", serve.attend(asked)
+                yield f"{backend} {name} {dtype}", attended(serve, asked)
         for backend, serve in ON_CPU.items():
             asked, inputs = leaves(request(structure))
-            serve.attend(asked).out.square().sum().backward()
+            attended(serve, asked).out.square().sum().backward()
             yield f"{backend} {name} gradients", [tensor.grad for tensor in inputs]
 
 
@@ -87,8 +83,7 @@ def planned() -> Iterator[tuple[str, Any]]:
             asked = request(dict(structures())[name].with_changes())
             yield f"{choice.label} {name}", execute.attend(program, asked)
         asked = request(CallStructure(1, LENGTH, LENGTH, causal=True))
-        rows = torch.arange(0, LENGTH, 5)
-        yield f"{choice.label} losses", losses(program, asked, rows)
+        yield f"{choice.label} losses", losses(program, asked, torch.arange(0, LENGTH, 5))
 
 
 def formats() -> Iterator[tuple[str, Any]]:
@@ -112,8 +107,7 @@ def caches(model: Any) -> Iterator[tuple[str, Any]]:
                 name = f"{kept} cache{' streaming' * streams} {pieces}"
                 yield name, cached.run(model, ids, cache, *pieces, mask=mask)
             with tempfile.TemporaryDirectory() as directory:
-                path = adaattn_hf.save_cache(cache, Path(directory) / "cache")
-                again = adaattn_hf.load_cache(path, model)
+                again = adaattn_hf.load_cache(adaattn_hf.save_cache(cache, Path(directory) / "cache"), model)
             yield f"{name} again", cached.run(model, ids, again, 2, 1, mask=mask)
         yield f"{kept} cache in words", str(adaattn_hf.explain(model, cache=kept))
 
@@ -135,8 +129,7 @@ def models(bert: Any, gpt2: Any, llama: Any) -> Iterator[tuple[str, Any]]:
 
 
 def statistics() -> Iterator[tuple[str, Any]]:
-    logits = [draw(30, 11, seed=seed) for seed in (1, 2)]
-    scores = paired.score_tokens(logits, torch.arange(30) % 11)
+    scores = paired.score_tokens([draw(30, 11, seed=seed) for seed in (1, 2)], torch.arange(30) % 11)
     yield "scores", [torch.from_numpy(part) for part in (scores.nll, scores.kl)]
     q, k = draw(4, LENGTH, 16, seed=3), draw(2, LENGTH, 16, seed=4)
     moments = spectrum.gram(q, k)

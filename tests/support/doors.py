@@ -19,12 +19,9 @@ def door(name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return by_hub if name == HUB else attention_function(name)
 
 
-def by_hub(
-    module: Any, query: Any, key: Any, value: Any, mask: Any = None, **given: Any
-) -> tuple[Tensor, Tensor | None]:
+def by_hub(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **given: Any) -> Any:
     """The kernel's function, which is handed masks as Transformers makes them for it: dense."""
     if isinstance(mask, StructuredMask):
         rules = mask.structure
         mask = rules.visible().expand(rules.batch, -1, -1, -1)
-    found: tuple[Tensor, Tensor | None] = kernel("adaattn").flash_attn_forward(module, query, key, value, mask, **given)
-    return found
+    return kernel("adaattn").flash_attn_forward(module, query, key, value, mask, **given)

@@ -13,12 +13,9 @@ from .source_tree import ROOT
 
 def checkout_files(root: Path = ROOT) -> list[str]:
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     return sorted(name for name in set(listed.stdout.split("\0")) if name and (root / name).is_file())
 
 
@@ -40,24 +37,16 @@ def without_compiler() -> dict[str, str]:
 
 def run(command: Sequence[str | Path], cwd: Path, timeout: float = 240) -> str:
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=without_compiler(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+        [str(part) for part in command], cwd=cwd, env=without_compiler(), capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, f"{command[0]} {command[1]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 
 
 def environment(place: Path) -> Path:
-    """A fresh virtual environment that sees the libraries of this one, but not this package; its python.
-
-    The directory of libraries is put on the path without processing the `.pth` files in it, one of which is the
-    editable install of this package.
-    """
+    """A fresh virtual environment that sees the libraries of this one, but not this package; its python."""
+    # the `.pth` files among the libraries are not processed, one of which is the editable install of this package
     run([sys.executable, "-m", "venv", "--without-pip", place], cwd=place.parent)
     python = place / "bin" / "python"
     libraries = sysconfig.get_path("purelib")

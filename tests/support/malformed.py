@@ -21,7 +21,7 @@ Change = Callable[[Tensor], Any]
 
 
 class Unreadable(Exception):
-    """A call means nothing."""
+    """A call means nothing: no formula applies to its extents or types."""
 
 
 class Layer(nn.Module):
@@ -44,19 +44,12 @@ class Shown:
 
 @dataclass(repr=False)
 class Call(Shown):
-    """What an attention function is called with.
+    """What an attention function is called with."""
 
-    Attributes:
-        backend: Name of the implementation behind the name, None for a choice.
-        given: `query`, `key`, `value`, `attention_mask` and keywords.
-        changes: What was made of a valid call, in words.
-        default: Torch's default dtype.
-    """
-
-    backend: str | None
-    given: dict[str, Any]
-    changes: list[str] = field(default_factory=list)
-    default: torch.dtype = torch.float32
+    backend: str | None  # name of the implementation behind the name, None for a choice
+    given: dict[str, Any]  # query, key, value, attention_mask and keywords
+    changes: list[str] = field(default_factory=list)  # what was made of a valid call, in words
+    default: torch.dtype = torch.float32  # torch's default
 
     def __repr__(self) -> str:
         shown = {n: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for n, v in self.given.items()}
@@ -78,28 +71,17 @@ def spotted(tensor: Tensor, number: float) -> Tensor:
 
 TENSOR_CHANGES: dict[str, Change] = {
     "of one dimension less": lambda t: t[0] if t.dim() and t.shape[0] else t.sum(),
-    "of one dimension more": lambda t: t[None],
-    "turned around": lambda t: t.permute(*reversed(range(t.dim()))),
-    "of one number": lambda t: t.sum(),
-    "in float64": lambda t: t.double(),
-    "in float16": lambda t: t.half(),
-    "in bfloat16": lambda t: t.bfloat16(),
-    "in int64": lambda t: t.long(),
-    "in bool": lambda t: t.bool(),
-    "in complex64": lambda t: t.to(torch.complex64),
-    "sparse": lambda t: t.to_sparse(),
-    "on meta": lambda t: t.to("meta"),
-    "negated lazily": lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
+    "of one dimension more": lambda t: t[None], "turned around": lambda t: t.permute(*reversed(range(t.dim()))),
+    "of one number": lambda t: t.sum(), "in float64": lambda t: t.double(), "in float16": lambda t: t.half(),
+    "in bfloat16": lambda t: t.bfloat16(), "in int64": lambda t: t.long(), "in bool": lambda t: t.bool(),
+    "in complex64": lambda t: t.to(torch.complex64), "sparse": lambda t: t.to_sparse(),
+    "on meta": lambda t: t.to("meta"), "negated lazily": lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
     "all zero": lambda t: torch._efficientzerotensor(t.shape),
-    "a parameter": lambda t: nn.Parameter(t, requires_grad=False),
-    "a list": lambda t: t.tolist(),
-    "an array": lambda t: t.numpy(),
-    "a word": lambda t: "adaattn",
-    "a number": lambda t: 3,
-    "with a NaN": lambda t: spotted(t, NONE),
-    "with an infinity": lambda t: spotted(t, MOST),
+    "a parameter": lambda t: nn.Parameter(t, requires_grad=False), "a list": lambda t: t.tolist(),
+    "an array": lambda t: t.numpy(), "a word": lambda t: "adaattn", "a number": lambda t: 3,
+    "with a NaN": lambda t: spotted(t, NONE), "with an infinity": lambda t: spotted(t, MOST),
     "with a huge number": lambda t: spotted(t, 1e30),
-}
+}  # fmt: skip
 for _d in range(4):
     TENSOR_CHANGES |= {
         f"longer along {_d}": lambda t, d=_d: torch.cat([t, t.narrow(d, 0, 1)], d),  # type: ignore[misc]
@@ -114,11 +96,9 @@ for _d in range(4):
         f"backwards along {_d}": lambda t, d=_d: t.flip(d),  # type: ignore[misc]
     }
 NUMBERS: dict[str, list[Any]] = {
-    "scaling": [0.0, -1.0, NONE, MOST, 1e30, "half", [1.0]],
-    "softcap": [-2.0, NONE, MOST, 1e-30, "much"],
-    "dropout": [-0.5, 1.5, NONE],
-    "is_causal": [False, True],
-}
+    "scaling": [0.0, -1.0, NONE, MOST, 1e30, "half", [1.0]], "softcap": [-2.0, NONE, MOST, 1e-30, "much"],
+    "dropout": [-0.5, 1.5, NONE], "is_causal": [False, True],
+}  # fmt: skip
 
 
 @st.composite
@@ -137,12 +117,8 @@ def malformed(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, None, "nat
     elif kind == "structure":
         mask = StructuredMask(structure, torch.device("cpu"))
     given = {"query": valid.query, "key": valid.key, "value": valid.value, "attention_mask": mask}
-    given["scaling"] = valid.scaling
-    for name, value in (
-        ("softcap", valid.softcap), ("s_aux", valid.sink_logits), ("position_bias", valid.bias)
-    ):  # fmt: skip
-        if value is not None:
-            given[name] = value
+    more = {"scaling": valid.scaling, "softcap": valid.softcap, "s_aux": valid.sink_logits, "position_bias": valid.bias}
+    given |= {name: value for name, value in more.items() if value is not None}
     call = Call(draw(st.sampled_from(doors)), given, default=draw(st.sampled_from(DEFAULTS)))
     for _ in range(draw(st.integers(1, 2))):
         tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
@@ -171,11 +147,7 @@ def malformed(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, None, "nat
 
 
 def meaning(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention as the formula has it, in double precision, and which of its rows must not be finite.
-
-    Raises:
-        Unreadable: Extents or types to which no formula applies.
-    """
+    """Attention as the formula has it, in double precision, and which of its rows must not be finite."""
     given = call.given
     parts = [given[name] for name in ("query", "key", "value")]
     if not all(isinstance(t, Tensor) and t.dim() == 4 and t.is_floating_point() for t in parts):
@@ -254,6 +226,13 @@ def raised_here(error: BaseException) -> bool:
     return line.startswith("raise") and "site-packages/torch" not in last.filename
 
 
+def refused(error: Exception, kind: type[Exception] = Exception) -> str:
+    """The verdict on an error: `refused` in words of the package, of some kind; any other one fails."""
+    if isinstance(error, kind) and raised_here(error):
+        return "refused"
+    raise AssertionError(f"{type(error).__name__}: {error!s:.900}") from error
+
+
 def asked(call: Call, backend: str | None) -> Tensor:
     given = dict(call.given)
     query, key, value, mask = (given.pop(name) for name in ("query", "key", "value", "attention_mask"))
@@ -278,13 +257,9 @@ def stock(call: Call) -> Tensor | None:
 
 
 def judge(call: Call) -> str:
-    """The verdict on a call in a word.
+    """`refused` by the package in words, `refused as by stock` in torch's own, or `served`, as the formula has it.
 
-    Returns:
-        `refused` by the package in words, `refused as by stock` in torch's own, or `served`, as the formula has it.
-
-    Raises:
-        AssertionError: The call was answered though it means nothing, wrongly, or with an error that is nobody's.
+    Fails where the call was answered though it means nothing, wrongly, or with an error that is nobody's.
     """
     told = f"{call.backend}: {', '.join(call.changes)}"
     try:
@@ -316,8 +291,7 @@ def judge(call: Call) -> str:
     if not scores < 1e36:
         return "served"  # beyond what fp32 holds
     finite = torch.isfinite(out).all(3)
-    lost = bad & finite
-    assert not lost.any(), f"{told}: not-a-numbers were lost"
+    assert not (bad & finite).any(), f"{told}: not-a-numbers were lost"
     shown = (call.given.get(name) for name in ("key", "value", "position_bias", "s_aux"))
     clean = all(torch.isfinite(t.detach()).all() for t in shown if isinstance(t, Tensor))
     beyond = truth.abs() > torch.finfo(out.dtype).max

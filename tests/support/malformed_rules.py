@@ -174,7 +174,7 @@ def judge_stored(asked: Stored) -> str:
     """
     x, codes, scale, mean = (asked.parts[name] for name in ("x", "codes", "scale", "mean"))
     try:
-        store(x, codes, scale, mean=mean)
+        store(x, codes, scale, mean=mean, rotated=False)
     except Exception as error:  # which one is what is judged
         if raised_here(error):
             return "refused"

@@ -1,8 +1,4 @@
-"""Tiny models with random weights, twice: once with stock eager attention, once with ours.
-
-Default initialisation gives near-uniform attention, under which a wrong mask hardly shows; the weights here are drawn
-wide enough that every key counts.
-"""
+"""Tiny models, twice: with stock eager attention, and with ours; their random weights make every key count."""
 
 import copy
 from collections.abc import Mapping
@@ -61,12 +57,9 @@ BERT_HEADS = (
     tf.BertForQuestionAnswering,
 )  # fmt: skip
 LLAMA_HEADS = (
-    tf.LlamaModel,
-    tf.LlamaForCausalLM,
-    tf.LlamaForSequenceClassification,
-    tf.LlamaForQuestionAnswering,
+    tf.LlamaModel, tf.LlamaForCausalLM, tf.LlamaForSequenceClassification, tf.LlamaForQuestionAnswering,
     tf.LlamaForTokenClassification,
-)
+)  # fmt: skip
 
 DECODERS: dict[str, Recipe] = {
     "gpt2": (tf.GPT2LMHeadModel, {}),
@@ -95,10 +88,9 @@ DECODERS: dict[str, Recipe] = {
     "gpt-neox": (tf.GPTNeoXForCausalLM, {}),
 }  # fmt: skip
 ENCODERS: dict[str, Recipe] = {
-    "bert": (tf.BertModel, {}),
-    "roberta": (tf.RobertaModel, {}),
+    "bert": (tf.BertModel, {}), "roberta": (tf.RobertaModel, {}),
     "modernbert-local": (tf.ModernBertModel, {"local_attention": 4, "global_attn_every_n_layers": 2}),
-}
+}  # fmt: skip
 ENCODER_DECODERS: dict[str, Recipe] = {
     "t5": (tf.T5ForConditionalGeneration, {"decoder_start_token_id": 0}),
     "bart": (tf.BartForConditionalGeneration, {"encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1}),
@@ -196,14 +188,9 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | Non
     if side == "none":
         return None
     mask = torch.ones(batch, length, dtype=torch.long)
-    if side == "left":
-        mask[0, :4], mask[1, :1] = 0, 0
-    elif side == "right":
-        mask[0, -4:], mask[1, -1:] = 0, 0
-    elif side == "holes":
-        mask[0, 2:4], mask[1, 7] = 0, 0
-    elif side != "ones":
-        raise ValueError(f"side: got {side!r}, expected none, ones, left, right or holes")
+    hidden = {"left": (slice(4), slice(1)), "right": (slice(-4, None), slice(-1, None)), "holes": (slice(2, 4), 7)}
+    for row, columns in enumerate(hidden[side] if side != "ones" else ()):
+        mask[row, columns] = 0
     return mask
 
 

@@ -22,19 +22,12 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """One fenced block."""
 
-    Attributes:
-        language: `python`, `bash`, …
-        code: Its text, without the indentation of the fence.
-        needs: What a comment `<!-- needs: cuda -->` above it names; empty if it runs anywhere.
-        run: A comment `<!-- run -->` stands above it: a shell block that the tests execute.
-    """
-
-    language: str
-    code: str
-    needs: str
-    run: bool
+    language: str  # python, bash, …
+    code: str  # without the indentation of the fence
+    needs: str  # what a comment `<!-- needs: cuda -->` above it names; empty if it runs anywhere
+    run: bool  # a comment `<!-- run -->` stands above it: a shell block that the tests execute
 
 
 def blocks(text: str) -> list[Block]:
@@ -48,26 +41,18 @@ def blocks(text: str) -> list[Block]:
 
 
 def lacking(needs: str) -> str:
-    """Why a block cannot run here; empty if it can.
-
-    Raises:
-        ValueError: A need that nobody knows: a misspelt one would skip its block for ever.
-    """
+    """Why a block cannot run here; empty if it can. A need that nobody knows would skip its block for ever."""
+    known = {
+        "cuda": (torch.cuda.is_available(), "no CUDA device"),
+        "two cuda devices": (torch.cuda.device_count() > 1, "fewer than two CUDA devices"),
+        "network": (os.environ.get("HF_HUB_OFFLINE") != "1", "no network (HF_HUB_OFFLINE=1)"),
+    }
     for need in filter(None, (part.strip() for part in needs.split(","))):
-        if need == "cuda":
-            missing = "" if torch.cuda.is_available() else "no CUDA device"
-        elif need == "two cuda devices":
-            missing = "" if torch.cuda.device_count() > 1 else "fewer than two CUDA devices"
-        elif need == "network":
-            missing = "" if os.environ.get("HF_HUB_OFFLINE") != "1" else "no network (HF_HUB_OFFLINE=1)"
-        elif need in PACKAGES:
-            missing = "" if importlib.util.find_spec(need) else f"the package {need} is not installed"
-        else:
-            raise ValueError(
-                f"needs: got {need!r}, expected cuda, two cuda devices, network or one of {sorted(PACKAGES)}"
-            )
-        if missing:
-            return missing
+        if need not in known and need not in PACKAGES:
+            raise ValueError(f"needs: got {need!r}, expected one of {', '.join([*known, *sorted(PACKAGES)])}")
+        there, why = known.get(need) or (importlib.util.find_spec(need), f"the package {need} is not installed")
+        if not there:
+            return why
     return ""
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BackendRefusal

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -41,8 +42,9 @@ def plan_for(
 
 
 def give(model: Any, choice: Choice, **where: Any) -> Plan:
+    """Binds a plan of one choice to a model."""
     plan = plan_for(model, choice, **where)
-    model.config.adaattn = {"plan": plan.to_dict()}
+    load_plan(model, plan)
     return plan
 
 

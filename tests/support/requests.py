@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import EMPTY, CallSpec
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend
+from adaattn_hf.backends.base import Backend, nothing_seen
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.sdpa import SdpaBackend
+from adaattn_hf.backends.select import BACKENDS
 
 DEFAULTS = (torch.float32, torch.bfloat16)
 """What users set torch's default dtype to."""
@@ -114,6 +116,23 @@ def requests(
     return AttentionRequest(query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more)
 
 
+def attended(backend: str | Backend, request: AttentionRequest) -> AttentionResult:
+    """What a backend computes, whether it would refuse the call or not."""
+    kind = request.checked_kind(named=True)
+    if kind.features & EMPTY:
+        return nothing_seen(request)
+    serves = BACKENDS[backend] if isinstance(backend, str) else backend
+    return serves.kernel(kind, request.per_head)(request)
+
+
+def kind_with(*bits: int, device: str = "cpu", shape: str = "full", groups: int = 1, **changes: Any) -> CallSpec:
+    """The kind of a small float32 call with these features."""
+    x = torch.zeros(1, 2, 3, 4)
+    plain = AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0).checked_kind()
+    asked: dict[str, Any] = {"device": torch.device(device), "shape": shape, "features": sum(set(bits)), **changes}
+    return plain._replace(heads=plain.kv_heads * groups, **asked)
+
+
 def words_of(request: AttentionRequest) -> str:
     r = request
     shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
@@ -123,7 +142,7 @@ def words_of(request: AttentionRequest) -> str:
 
 def refuses(name: str, request: AttentionRequest) -> bool:
     backend = ON_CPU[name]
-    return bool(backend.missing() or backend.refusals(CallSpec.of(request)))
+    return bool(backend.missing() or backend.refusals(request.checked_kind()))
 
 
 def bound(request: AttentionRequest, truth: Tensor) -> float:

@@ -10,13 +10,10 @@ from types import MappingProxyType
 ROOT = Path(__file__).resolve().parents[2]
 MAPPED = MappingProxyType(
     {
-        "adaattn_hf": "adaattn_hf",
-        "adaattn_cli": "adaattn_cli",
-        "patches": "adaattn_hf.patches",
-        "configs": "adaattn_hf.configs",
-        "eval": "adaattn_hf.eval",
+        "adaattn_hf": "adaattn_hf", "adaattn_cli": "adaattn_cli", "patches": "adaattn_hf.patches",
+        "configs": "adaattn_hf.configs", "eval": "adaattn_hf.eval",
     }
-)
+)  # fmt: skip
 """Directory of the checkout -> package that it is installed as."""
 
 

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 import transformers as tf
 
 import adaattn_hf  # noqa: F401  (registers the names)
-from adaattn_hf.patches.plans.attach import load_plan
+from adaattn_hf.patches.plans.attach import load_plan, remove_plan
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import PlanError
@@ -94,20 +94,18 @@ def split_heads(directory: str) -> None:
         for choices in ((Choice(), Choice()), (Choice(Window(3)), Choice()), (Choice(Window(2)), Choice(Window(6)))):
             layers = tuple(dataclasses.replace(layer, choices=choices) for layer in plan.layers)
             for model in (one, net):
-                settings = {"plan": dataclasses.replace(plan, layers=layers).to_dict()}
-                model.config.adaattn = settings
+                load_plan(model, dataclasses.replace(plan, layers=layers))
             expected, found = (m(ids, attention_mask=mask, use_cache=False).logits[real] for m in (one, net))
             far = float((found - expected).abs().max())
             if far > TOLERANCE:
                 raise SystemExit(f"tp: logits under {choices} differ by {far}")
-        one.config.adaattn = None
+        remove_plan(one)
         if float((one(ids, attention_mask=mask).logits[real] - expected).abs().max()) < 100 * TOLERANCE:
             raise SystemExit("tp: the plan changed nothing")
         # a plan for a single key/value head is another model's, also where each process has one
         layers = tuple(dataclasses.replace(layer, choices=(Choice(Window(2)),)) for layer in plan.layers)
-        net.config.adaattn = {"plan": dataclasses.replace(plan, layers=layers).to_dict()}
         try:
-            net(ids, attention_mask=mask)
+            load_plan(net, dataclasses.replace(plan, layers=layers))
         except PlanError as refusal:
             if "made for 1 key/value heads, the model has 2" not in str(refusal):
                 raise
@@ -121,7 +119,7 @@ def gathered_plan() -> None:
     one, net = model().eval(), model().eval()
     plan = plan_for(one, Choice(Window(2)))
     for each in (one, net):
-        each.config.adaattn = {"plan": plan.to_dict()}
+        load_plan(each, plan)
     wrapped = prepared("fsdp", net)
     with torch.no_grad():
         expected = one(ids, attention_mask=mask, use_cache=False).logits
@@ -129,7 +127,7 @@ def gathered_plan() -> None:
             far = float((wrapped(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max())
             if far > TOLERANCE:
                 raise SystemExit(f"fsdp: logits under a plan differ by {far}")
-        net.config.adaattn = one.config.adaattn = None
+        remove_plan(one)
         exact = one(ids, attention_mask=mask, use_cache=False).logits
         if float((exact - expected).abs().max()) < 100 * TOLERANCE:
             raise SystemExit("fsdp: the plan changed nothing")
@@ -164,18 +162,18 @@ def pipeline_stages(rank: int) -> None:
         dataclasses.replace(layer, choices=(Choice(Window(2 + layer.layer)), Choice())) for layer in plan.layers
     )
     found = []
-    for settings in (None, {"plan": dataclasses.replace(plan, layers=layers).to_dict()}):
+    for bound in (None, dataclasses.replace(plan, layers=layers)):
         one, net = model().eval(), model().eval()
-        one.config.adaattn = net.config.adaattn = settings
-        if settings is not None:
-            load_plan(net)  # a stage holds a part of the weights that the plan names
+        if bound is not None:
+            load_plan(one, bound)
+            load_plan(net, bound)  # a stage holds a part of the weights that the plan names
         schedule = ScheduleGPipe(PipelineStage(Stage(net, rank), rank, 2, torch.device("cpu")), 2)
         with torch.no_grad():
             expected = one(ids, attention_mask=mask, use_cache=False).logits
             out = schedule.step(*((ids,) if rank == 0 else ()), mask=mask)
         found.append(expected)
         if rank == 1 and float((out - expected).abs().max()) > TOLERANCE:
-            raise SystemExit(f"stages: logits under {settings} differ by {float((out - expected).abs().max())}")
+            raise SystemExit(f"stages: logits under {bound} differ by {float((out - expected).abs().max())}")
     if float((found[0] - found[1]).abs().max()) < 100 * TOLERANCE:
         raise SystemExit("stages: the plan changed nothing")
 

@@ -50,11 +50,7 @@ def answer(request: AttentionRequest, backend: str | None) -> Tensor:
 
 
 def judge(call: Valid) -> str:
-    """`served`.
-
-    Raises:
-        AssertionError: The output, or a gradient, is not that of the reference.
-    """
+    """`served`; fails where the output, or a gradient, is not that of the reference."""
     request = call.request
     if call.gradient:
         with default_dtype(call.default):

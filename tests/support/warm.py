@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 SECONDS = 600
@@ -39,18 +38,14 @@ class WarmInterpreter:
     def __init__(self, scratch: Path) -> None:
         self._written = scratch / "program"
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER.format(seconds=SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-c", SERVER.format(seconds=SECONDS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True,
-        )
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.communicate(timeout=60)
 
     def run(self, code: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,5 @@
 """Full disks, planted names and broken states: nothing half-written, nothing foreign touched, and a sentence."""
 
-import io
 import os
 import sys
 from collections.abc import Iterator
@@ -53,8 +52,7 @@ def test_no_planted_name_is_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / f".plan.json.{os.getpid()}").symlink_to(victim)
     write_atomically(tmp_path / "plan.json", "new")
-    assert victim.read_text() == "precious"
-    assert (tmp_path / "plan.json").read_text() == "new"
+    assert (victim.read_text(), (tmp_path / "plan.json").read_text()) == ("precious", "new")
     plain = tmp_path / "plain"
     plain.write_text("")
     assert (tmp_path / "plan.json").stat().st_mode == plain.stat().st_mode
@@ -74,25 +72,18 @@ def test_pipes_and_devices_are_written_to_and_stay(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
-def state() -> CalibrationState:
-    return CalibrationState({"seed": 0}, (64,), 2, 3)
-
-
-def broken(kind: str) -> bytes:
-    buffer = io.BytesIO()
-    if kind == "lacks arrays":
-        np.savez(buffer, identity=np.array(state().identity))
-    elif kind == "another file of numpy":
-        np.save(buffer, np.zeros(3))
-    elif kind == "cut off":
-        np.savez(buffer, identity=np.array(state().identity), total=np.zeros(999))
-        return buffer.getvalue()[:400]
-    return {"empty": b"", "garbage": b"\x00\xffgarbage" * 9}.get(kind, buffer.getvalue())
-
-
 @pytest.mark.parametrize("kind", ["empty", "garbage", "cut off", "lacks arrays", "another file of numpy"])
 def test_a_broken_state_is_named_with_the_remedy(kind: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(broken(kind))
+    state = CalibrationState({"seed": 0}, (64,), 2, 3)
+    if kind == "another file of numpy":
+        np.save(tmp_path / "other", np.zeros(3))
+        os.replace(tmp_path / "other.npy", tmp_path / FILE)
+    else:
+        arrays = {"total": np.zeros(999)} if kind == "cut off" else {}
+        np.savez(tmp_path / FILE, identity=np.array(state.identity), **arrays)
+    whole = (tmp_path / FILE).read_bytes()
+    broken = {"empty": b"", "garbage": b"\x00\xffgarbage" * 9, "cut off": whole[:400]}.get(kind, whole)
+    (tmp_path / FILE).write_bytes(broken)
     with pytest.raises(ValueError, match=r"partial\.npz is no whole state .*delete it") as caught:
-        state().load(tmp_path)
+        state.load(tmp_path)
     assert "pickle" not in str(caught.value)

@@ -13,17 +13,19 @@ from transformers.masking_utils import causal_mask_function
 from transformers.utils import output_capturing
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.listeners import Listener, listeners, listening, tapping
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import NOBODY, Recorder, listening, recording, tapping
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.caches import AdaAttnCache
-from adaattn_hf.patches.cache.tokens import Tokens
+from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask import structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
+
+from ..support.recorder import Recorder
 
 N = 12
 attend = attention_function()
@@ -75,7 +77,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
 
 
 def kinds() -> int:
-    return sum(callable(decided) for decided in select.launches.values())
+    return len(select.launches)
 
 
 def test_layers_and_passes_of_a_kind_share_a_launch(long: list[int]) -> None:
@@ -198,7 +200,7 @@ def test_whoever_listens_is_told(long: list[int]) -> None:
         attend(module, q, k, v, mask)
         with tapping(tap):
             attend(module, q, k, v, mask)
-        with recording(recorder):
+        with listening(recorder):
             attend(module, q, k, v, mask)
         token = output_capturing._active_collector.set({"attentions": []})
         try:
@@ -219,14 +221,41 @@ def test_listeners_may_leave_in_any_order() -> None:
     def tap(_: nn.Module, request: AttentionRequest) -> Tensor:
         return request.query
 
-    first, second = tapping(tap), recording(Recorder())
-    first.__enter__()
-    recorder = second.__enter__()
-    assert listening() == (tap, None, recorder)
+    first, second = tapping(tap), listening(Recorder())
+    answers, recorder = first.__enter__(), second.__enter__()
+    assert listeners() == (answers, recorder)
     first.__exit__(None, None, None)
-    assert listening() == (None, None, recorder)
+    assert listeners() == (recorder,)
     second.__exit__(None, None, None)
-    assert listening() == NOBODY
+    assert listeners() == ()
+
+
+def test_listeners_of_inner_blocks_answer_first_and_all_see_the_answer() -> None:
+    module, told = layer(), []
+
+    class Notes(Listener):
+        def __init__(self, name: str, answers: bool) -> None:
+            self.name, self.answers = name, answers
+
+        def before(self, module: nn.Module, call: AttentionRequest) -> None:
+            told.append(f"{self.name} before, for {call.backend}")
+
+        def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor | None:
+            return call.query.new_full((2, N, 4, 16), len(self.name)) if self.answers else None
+
+        def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+            told.append(f"{self.name} after {out.unique().tolist()}")
+
+    with (
+        torch.no_grad(),
+        listening(Notes("outer", True)),
+        listening(Notes("in", True)),
+        listening(Notes("last", False)),
+    ):
+        out, _ = attend(module, *draw(), mask_for(module))
+    before, after = ("outer", "in", "last"), ("last", "in", "outer")
+    assert told == [f"{name} before, for None" for name in before] + [f"{name} after [2.0]" for name in after]
+    assert out.unique().tolist() == [2.0]
 
 
 def test_a_layer_may_lie_otherwise_in_memory(long: list[int]) -> None:
@@ -322,7 +351,7 @@ def test_steps_over_codes_are_ordinary_calls(long: list[int]) -> None:
     alone = steps_over(model, {"int8": AdaAttnCache(model, "int8")}, tokens)["int8"]
     assert long == [0]
     together = steps_over(model, caches(), tokens)
-    with recording(Recorder()):
+    with listening(Recorder()):
         slowly = steps_over(model, caches(), tokens)
     assert torch.equal(together["int8"], alone)
     for name, logits in together.items():
@@ -330,10 +359,9 @@ def test_steps_over_codes_are_ordinary_calls(long: list[int]) -> None:
 
 
 def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
-    module, tokens = layer(), Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
-    keys = torch.randn(1, 2, 20, 32)
-    tokens.append(keys, keys)
-    key, value = tokens.shown()
+    module, cached, keys = layer(), CachedLayer("int8"), torch.randn(1, 2, 20, 32)
+    cached.update(keys, keys)
+    key, value = cached.keys, cached.values
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
         first, _ = attend(module, query, key, value, None)
@@ -347,13 +375,12 @@ def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
 @pytest.mark.parametrize("what", ["scales", "mean", "first"])
 def test_a_record_that_does_not_belong_to_its_codes_is_refused(what: str) -> None:
     """The memory behind it would be read all the same."""
-    module, tokens = layer(), Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
-    keys = torch.randn(1, 2, 20, 32)
-    tokens.append(keys, keys)
+    module, cached, keys = layer(), CachedLayer("int8"), torch.randn(1, 2, 20, 32)
+    cached.update(keys, keys)
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
-        attend(module, query, *tokens.shown(), None)
-        key, value = tokens.shown()
+        attend(module, query, cached.keys, cached.values, None)
+        key, value = cached.keys, cached.values
         record = key.record
         assert record is not None
         if what == "scales":

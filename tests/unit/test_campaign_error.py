@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration import campaign, proof, search, verify
-from adaattn_hf.calibration.campaign import Campaign
-from adaattn_hf.calibration.corpus import TokenSequence
+from adaattn_hf.calibration import calibrate as campaign
+from adaattn_hf.calibration import proof, search
+from adaattn_hf.calibration.calibrate import Campaign
+from adaattn_hf.calibration.inputs import Run
+from adaattn_hf.calibration.passes import StockDistance
 from adaattn_hf.calibration.search import LEAST_KL, Found, Joint
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.stock import StockDistance
-from adaattn_hf.calibration.team import Team
+from adaattn_hf.eval.team import Team
+from adaattn_hf.eval.windows import TokenSequence
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy.aim import Observation
 from adaattn_hf.policy.knapsack import Allocation
@@ -53,16 +55,16 @@ def simulate(
     A plan takes a time of its KL to the power of `-saving`.
     """
     sequence = TokenSequence("book", (1,))
-    readings = [SimpleNamespace(targets=range(LENGTH - 1))]
+    windows = [SimpleNamespace(targets=range(LENGTH - 1))]
     state: dict[str, Any] = {}
 
     def seek(passes: Any, aim: Any, alpha: Any, history: Any, taught: Any) -> Any:
         world = state["world"]
         state["kl"] = kl = choose(world, aim)
         joint = world.joint(kl)
-        taught(aim, LENGTH, [joint])
+        aim = taught(aim, LENGTH, [joint])
         allocation = Allocation(np.ones(1, dtype=np.int64), kl**-saving, np.array([kl]))
-        return Found(allocation, {LENGTH: joint}, {LENGTH: kl}), alpha
+        return Found(allocation, {LENGTH: joint}, {LENGTH: kl}), alpha, aim
 
     def gather(inputs: Any, tap: Any, shard: Any, before: Any, *_: Any) -> Any:
         for delta in state["world"].deltas(state["kl"], len(shard)):
@@ -75,30 +77,24 @@ def simulate(
         return before
 
     monkeypatch.setattr(campaign, "seek", seek)
-    monkeypatch.setattr(campaign, "stock_distance", lambda _: StockDistance(0.0, state["world"].rounding))
     monkeypatch.setattr(proof, "programs", lambda measurement, picks: {})
-    monkeypatch.setattr(campaign, "finished_plan", lambda *_: None)
-    monkeypatch.setattr(campaign, "report", lambda *_: {})
-    monkeypatch.setattr(verify, "gather", gather)
-    monkeypatch.setattr(verify, "activation", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(proof, "gather", gather)
+    monkeypatch.setattr(proof, "activation", lambda *_: (1.0, 1.0))
     scoring = SimpleNamespace(generates=False, causal=True)
     sample = SimpleNamespace(held_out=(sequence,) * POOL, joint=(sequence,))
     inputs = SimpleNamespace(
         settings=SETTINGS, samples={LENGTH: sample}, scoring=scoring, arms=None, other_source=False, sources=1,
-        team=Team(), readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None, pace=None,
-        left=math.inf, refuse_late=lambda: None,
+        team=Team(), windows=lambda one: windows, run=Run(), pace=None, left=math.inf, refuse_late=lambda: None,
     )  # fmt: skip
     bound = SimpleNamespace(dtype="bfloat16")
     layers = SimpleNamespace(indices=(0,), kv_heads=1, seconds={LENGTH: 1.0}, units=[(0, 0)], bound=bound)
     met, broken, used = 0, 0, []
     for world in worlds:
         state["world"] = world
-        one = Campaign(SimpleNamespace(inputs=inputs, layers=layers))  # type: ignore[arg-type]
-        monkeypatch.setattr(one, "finished", lambda found, proof: (found, proof))
-        monkeypatch.setattr(one, "exact", lambda sentence: None)
-        result: Any = one.run()
-        if result is not None:
-            found, evidence = result
+        measurement: Any = SimpleNamespace(inputs=inputs, layers=layers)
+        _, end = campaign.searched(Campaign(measurement, StockDistance(0.0, world.rounding)))
+        if end.passed is not None:
+            found, evidence = end.passed
             met += 1
             broken += world.per_kl * found.joint[LENGTH].added > SETTINGS.budget
             used.append(evidence.worst.upper / SETTINGS.budget)
@@ -184,10 +180,10 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
 
     monkeypatch.setattr(search, "solve", solve)
     settings = SimpleNamespace(lengths=(LENGTH,))
-    inputs = SimpleNamespace(settings=settings, progress=lambda *_: None, refuse_late=lambda: None)
+    inputs = SimpleNamespace(settings=settings, run=Run(), refuse_late=lambda: None)
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
     aim: Any = SimpleNamespace(affordable=lambda *_: limit, needles={}, gates=Gates(limit))
-    found, _ = search.seek(passes, aim, np.ones(1), [], lambda aim, *_: aim)
+    found, *_ = search.seek(passes, aim, np.ones(1), [], lambda aim, *_: aim)
     assert found is not None
     assert found.joint[LENGTH].added <= (1.0 + search.TOLERANCE) * limit
     assert found.joint[LENGTH].added >= 0.25 * limit or beside < 0.0

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import HEAD_INT8
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_level, of_sm
@@ -13,21 +14,18 @@ from adaattn_hf.backends.native import library
 from adaattn_hf.backends.select import refusals_of
 
 X = torch.zeros(1, 2, 8, 16)
-SPEC = CallSpec.of(AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25))
+SPEC = AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25).checked_kind()
 
 
 @pytest.mark.parametrize(
     ("sm", "bf16", "fp8", "int8", "tiles", "kib"),
     [
-        ((7, 0), False, False, False, False, 96),
-        ((7, 5), False, False, True, False, 64),
-        ((8, 0), True, False, True, False, 163),
-        ((8, 9), True, True, True, False, 99),
-        ((9, 0), True, True, True, True, 227),
-        ((12, 0), True, True, True, True, 99),
+        ((7, 0), False, False, False, False, 96), ((7, 5), False, False, True, False, 64),
+        ((8, 0), True, False, True, False, 163), ((8, 9), True, True, True, False, 99),
+        ((9, 0), True, True, True, True, 227), ((12, 0), True, True, True, True, 99),
         ((13, 0), True, True, True, True, 48),
     ],
-)
+)  # fmt: skip
 def test_cuda_devices(sm: tuple[int, int], bf16: bool, fp8: bool, int8: bool, tiles: bool, kib: int) -> None:
     found = of_sm(sm)
     assert found.sm == sm
@@ -70,21 +68,18 @@ def test_every_level_of_the_library_is_in_the_table_above() -> None:
 @pytest.mark.parametrize(
     ("backend", "sm", "reason"),
     [
-        ("fa2", (7, 5), "flash-attn has no kernels for compute capability 7.5"),
-        ("fa2", (9, 0), ""),
+        ("fa2", (7, 5), "flash-attn has no kernels for compute capability 7.5"), ("fa2", (9, 0), ""),
         ("fa3", (8, 0), "flash-attn 3 has no kernels for compute capability 8.0"),
-        ("fa3_fwd", (10, 0), "fa3-fwd has no kernels for compute capability 10.0"),
-        ("fa3_fwd", (9, 0), ""),
+        ("fa3_fwd", (10, 0), "fa3-fwd has no kernels for compute capability 10.0"), ("fa3_fwd", (9, 0), ""),
         ("fa4", (8, 9), "Hopper and datacentre Blackwell"),
-        ("triton", (7, 5), "from compute capability 8.0 on, got 7.5"),
-        ("triton", (8, 0), ""),
+        ("triton", (7, 5), "from compute capability 8.0 on, got 7.5"), ("triton", (8, 0), ""),
     ],
-)
+)  # fmt: skip
 def test_what_a_cuda_device_cannot_do_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, backend: str, sm: tuple[int, int], reason: str
 ) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    spec = SPEC._replace(device="cuda", dtype=torch.bfloat16)
+    spec = SPEC._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
     of_the_device = [r for r in refusals_of(backend, spec) if "installed" not in r]
     assert bool(of_the_device) is bool(reason)
     assert all(reason in r for r in of_the_device)
@@ -96,6 +91,6 @@ def test_what_a_processor_cannot_do_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(library, "library", lambda: SimpleNamespace(level_name=level))
     monkeypatch.setattr(library, "missing", lambda: ())
-    reasons = refusals_of("native", SPEC._replace(head_precision="int8"))
+    reasons = refusals_of("native", SPEC._replace(features=HEAD_INT8))
     assert (reasons == ()) is served
     assert served or f"at level avx512_bf16 or amx, this processor runs {level}" in reasons[0]

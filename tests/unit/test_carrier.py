@@ -26,13 +26,11 @@ def test_surface_of_a_tensor() -> None:
     carried = mask()
     dense = written_out()
     assert torch.equal(carried.dense(), dense)
-    assert carried.shape == dense.shape
-    assert carried.ndim == carried.dim() == dense.ndim
-    assert carried.dtype == dense.dtype
-    assert carried.size() == dense.size()
+    for name in ("shape", "ndim", "dtype", "device"):
+        assert getattr(carried, name) == getattr(dense, name)
+    assert (carried.dim(), carried.size()) == (dense.dim(), dense.size())
     assert [carried.size(i) for i in range(-4, 4)] == [dense.size(i) for i in range(-4, 4)]
     assert carried.contiguous() is carried
-    assert carried.device == dense.device
 
 
 def test_computing_with_it_makes_it_dense() -> None:
@@ -51,12 +49,9 @@ def test_computing_with_it_makes_it_dense() -> None:
 def test_moving_moves_every_tensor_inside(where: str) -> None:
     documents = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
     carried = mask(k_segments=documents, q_segments=documents[:, 1:])
-    if where == "positional":
-        moved = carried.to("meta")
-    elif where == "keyword":
-        moved = carried.to(device=torch.device("meta"), non_blocking=True)
-    else:
-        moved = carried.to(torch.empty(1, device="meta"))
+    named = {"device": torch.device("meta"), "non_blocking": True} if where == "keyword" else {}
+    place = {"positional": ("meta",), "like a tensor": (torch.empty(1, device="meta"),)}.get(where, ())
+    moved = carried.to(*place, **named)
     assert moved.device.type == "meta"
     tensors = [value for value in vars(moved.structure).values() if isinstance(value, Tensor)]
     assert len(tensors) == 3
@@ -67,10 +62,9 @@ def test_moving_moves_every_tensor_inside(where: str) -> None:
 
 def test_a_dtype_does_not_change_a_mask() -> None:
     carried = mask()
-    assert carried.to(torch.float16) is carried
-    assert carried.to("cpu") is carried
     assert carried.to(dtype=torch.bool) is carried
-    assert carried.to(torch.float16, True) is carried.to("cpu", torch.bool, True, False) is carried
+    for given in ((torch.float16,), ("cpu",), (torch.float16, True), ("cpu", torch.bool, True, False)):
+        assert carried.to(*given) is carried
 
 
 def test_adding_it_to_scores_is_refused() -> None:
@@ -101,6 +95,5 @@ def test_layers_of_another_device_share_what_was_moved() -> None:
     carried = StructuredMask(CallStructure(2, 6, 6, causal=True, key_padding=padding), torch.device("cpu"))
     assert carried.to("meta").structure is carried.to(torch.device("meta")).structure
     assert carried.to("meta").structure is not carried.structure
-    offset = torch.tensor(3)
-    grown = StructuredMask(CallStructure(2, 1, 6, causal=True, q_offset=offset), torch.device("cpu"))
+    grown = StructuredMask(CallStructure(2, 1, 6, causal=True, q_offset=torch.tensor(3)), torch.device("cpu"))
     assert grown.to("meta").structure is not grown.to("meta").structure

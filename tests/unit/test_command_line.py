@@ -40,13 +40,9 @@ assert not heavy, heavy
 
 def fresh(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+        [sys.executable, "-P", *words], env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=180, check=False,
+    )  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

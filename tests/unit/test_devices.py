@@ -1,6 +1,8 @@
 """Of several CUDA devices a kernel is launched on the one that holds the tensors, whichever is current."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 triton = pytest.importorskip("triton")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec  # noqa: E402
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult  # noqa: E402
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
-from adaattn_hf.backends.flash import Flash4Backend, fa4_launch  # noqa: E402
+from adaattn_hf.backends.flash import Flash4Backend, fa4  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import hopper, prefill, step, tables, training  # noqa: E402
-from adaattn_hf.backends.triton.launcher import Launcher  # noqa: E402
+from adaattn_hf.backends.triton import backward, forward, step, tables  # noqa: E402
+from adaattn_hf.backends.triton.launch import Launcher, device_facts  # noqa: E402
 
 from ..support.on_device import Devices, OnSecond  # noqa: E402
+from ..support.requests import attended  # noqa: E402
 
 N = 70
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
@@ -36,33 +39,15 @@ def call(q_len: int = N, rules: HeadRules | None = None, grad: bool = False) -> 
     return AttentionRequest(query, key, value, structure, 0.3, per_head=rules)
 
 
-def by_request(asked: AttentionRequest) -> None:
-    BACKENDS["triton"].attend(asked)
-
-
-def by_launch(asked: AttentionRequest) -> None:
-    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
-    launch(asked.query, asked.key, asked.value, 0.3, asked.structure)
-
-
-def both_passes(asked: AttentionRequest) -> None:
-    BACKENDS["triton"].attend(asked).out.sum().backward()
-
-
-def over_codes(asked: AttentionRequest) -> None:
+def over_codes(asked: AttentionRequest) -> AttentionRequest:
     (key, key_scale), (value, value_scale) = quantise(asked.key.float()), quantise(asked.value.float())
-    record = StoredKV(key_scale, value_scale, None, None)
-    BACKENDS["triton"].attend(AttentionRequest(asked.query, key, value, asked.structure, 0.3, stored=record))
+    return AttentionRequest(asked.query, key, value, asked.structure, 0.3, stored=StoredKV(key_scale, value_scale))
 
 
-CALLS: dict[str, tuple[Callable[[AttentionRequest], None], AttentionRequest]] = {
-    "prefill": (by_request, call()),
-    "windows per head": (by_request, call(rules=WINDOWS)),
-    "a launch": (by_launch, call(rules=WINDOWS)),
-    "a step": (by_request, call(1)),
-    "a step over codes": (over_codes, call(1)),
-    "gradients": (both_passes, call(rules=WINDOWS, grad=True)),
-}
+CALLS = {
+    "prefill": call(), "windows per head": call(rules=WINDOWS), "a step": call(1),
+    "a step over codes": over_codes(call(1)), "gradients": call(rules=WINDOWS, grad=True),
+}  # fmt: skip
 
 
 class Noted:
@@ -77,9 +62,10 @@ class Noted:
         self.launched = launched
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(first: torch.Tensor, *_: Any, **constants: Any) -> None:
+        def launch(first: torch.Tensor, *_: Any, **constants: Any) -> Noted:
             if first.get_device() >= 0:
                 self.launched.append(torch._C._cuda_getDevice())
+            return self
 
         return launch
 
@@ -88,10 +74,11 @@ class Noted:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which device was current at each launch of a Triton kernel over tensors of the second one."""
     found: list[int] = []
-    for module in (prefill, step, tables, training):
+    for module in (forward, backward, step, tables):
         for one in vars(module).values():
             if isinstance(one, Launcher):
                 monkeypatch.setattr(one, "_kernel", Noted(found))
+                monkeypatch.setattr(one, "_variants", {})
     return found
 
 
@@ -100,9 +87,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_kernels_go_to_the_device_of_the_tensors(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], name: str, current: int
 ) -> None:
-    run, asked = CALLS[name]
     devices = Devices(monkeypatch, current)
-    run(asked)
+    out = attended("triton", CALLS[name]).out
+    if out.requires_grad:
+        out.sum().backward()
     assert launched
     assert set(launched) == {1}
     assert devices.current == current
@@ -124,12 +112,13 @@ def test_a_call_that_fails_leaves_the_current_device_as_it_was(monkeypatch: pyte
 def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
     devices, backend, seen = Devices(monkeypatch, current), Flash4Backend(), list[int]()
 
-    def attend(asked: AttentionRequest) -> AttentionResult:
+    def attend(asked: AttentionRequest, *_: object) -> AttentionResult:
         seen.append(devices.current)
         return AttentionResult(asked.query)
 
-    monkeypatch.setattr(fa4_launch, "attend", attend)
-    backend.attend(call())
+    monkeypatch.setattr(fa4, "attend_runs", attend)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
+    attended(backend, call())
     assert (seen, devices.current, devices.entered) == ([1], current, [1] * (1 - current))
 
 
@@ -138,29 +127,33 @@ def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sms = {0: (9, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm(sms[index]))
-    monkeypatch.setattr(hopper, "_installed", lambda: True)
-    kernels._cudnn_comes_first.cache_clear()
+    for memory in (kernels._cudnn_comes_first, device_facts):
+        memory.cache_clear()
     yield
-    kernels._cudnn_comes_first.cache_clear()
+    for memory in (kernels._cudnn_comes_first, device_facts):
+        memory.cache_clear()
 
 
 @pytest.mark.usefixtures("unlike")
 @pytest.mark.parametrize(("index", "able"), [(None, True), (0, True), (1, False)])
 def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(index: int | None, able: bool) -> None:
-    spec = CallSpec.of(call())._replace(device="cuda", dtype=torch.bfloat16, device_index=index)
+    device = torch.device("cuda") if index is None else torch.device("cuda", index)
+    kind = call().checked_kind()._replace(device=device, dtype=torch.bfloat16)
     for name in ("triton", "fa2", "fa3", "fa4"):
-        reasons = [reason for reason in BACKENDS[name].refusals(spec) if "installed" not in reason]
+        reasons = [reason for reason in BACKENDS[name].refusals(kind) if "installed" not in reason]
         assert bool(reasons) is not able
-    assert kernels.steps_by_flash(spec) is able
-    heavy = spec._replace(head_dim=128, head_dim_v=128, kind="causal", pairs=1 << 31, keys=4096)
-    assert ("triton" in select.order(heavy)) is able
+    assert kernels.steps_by_flash(kind) is able
+    heavy = kind._replace(head_dim=128, head_dim_v=128, shape="causal", pairs=1 << 31, keys=4096)
+    with_gluon = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    assert ("triton" in select.order(heavy)) is (able and with_gluon)
 
 
-def test_a_spec_says_which_device_holds_the_tensors() -> None:
+def test_a_kind_says_which_device_holds_the_tensors() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2, 8, 16, device="cuda:1")
     structure = CallStructure(1, 8, 8)
-    assert CallSpec.of(AttentionRequest(query, query, query, structure, 1.0)).device_index == 1
-    assert CallSpec.of(call()).device_index is None
+    assert AttentionRequest(query, query, query, structure, 1.0).checked_kind().device == torch.device("cuda", 1)
+    assert call().checked_kind().device == torch.device("cpu")

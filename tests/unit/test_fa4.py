@@ -14,14 +14,28 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import ALL
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import (
+    BIAS,
+    COMPILING,
+    DROPOUT,
+    GRAD,
+    HEAD_INT8,
+    HEAD_WINDOWS,
+    LSE,
+    ONE_QUERY,
+    SOFTCAP,
+    STORED,
+    WINDOW,
+    WINDOW_SINKS,
+)
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
-from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
-from adaattn_hf.backends.flash.fa4_lists import BlockLists
+from adaattn_hf.backends.flash import Flash4Backend
 
 from ..support.head_rules import rules
+from ..support.requests import attended
 from .test_triton import interpreted
 
 N = 300
@@ -83,26 +97,17 @@ class Stand:
                             self.tiles += 1
                             keys = torch.arange(block * n, min(block * n + block, kv_len))
                             seen = mask(
-                                [b],
-                                [h],
-                                rows[:, None].as_subclass(Lane),
-                                keys[None].as_subclass(Lane),
-                                lengths,
-                                kw["aux_tensors"],
-                            )
+                                [b], [h], rows[:, None].as_subclass(Lane), keys[None].as_subclass(Lane),
+                                lengths, kw["aux_tensors"],
+                            )  # fmt: skip
                             visible[b, h, rows[:, None], keys[None]] |= seen.as_subclass(Tensor)
         structure = CallStructure(batch, q_len, kv_len, mask=visible)
         made = reference.attention(
             AttentionRequest(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                structure,
-                kw["softmax_scale"],
-                softcap=kw["softcap"] or None,
-                sink_logits=kw["learnable_sink"],
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), structure, kw["softmax_scale"],
+                softcap=kw["softcap"] or None, sink_logits=kw["learnable_sink"],
             )
-        )
+        )  # fmt: skip
         assert heads % kv_heads == 0
         return made.out.to(q.dtype), made.lse.float() if kw["return_lse"] else None
 
@@ -117,10 +122,6 @@ class Stand:
         return torch.cat(parts), None
 
 
-def scalar(value: Any, kind: Any) -> Any:
-    return value
-
-
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     """The package and the compiler's names that the masks import."""
@@ -129,7 +130,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     sparsity = types.ModuleType("flash_attn.cute.block_sparsity")
     cutlass.cute = types.SimpleNamespace(jit=lambda f: f)  # type: ignore[attr-defined]
     cutlass.Int32 = int  # type: ignore[attr-defined]
-    utils.scalar_to_ssa = scalar  # type: ignore[attr-defined]
+    utils.scalar_to_ssa = lambda value, kind: value  # type: ignore[attr-defined]
     sparsity.BlockSparseTensorsTorch = lambda *tables, block_size: (*tables, block_size)  # type: ignore[attr-defined]
     for module in (cutlass, utils, sparsity, made.module):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -149,7 +150,7 @@ def make(structure: CallStructure, **extra: Any) -> AttentionRequest:
 
 
 def check(request: AttentionRequest) -> None:
-    result, truth = Flash4Backend().attend(request), reference.attention(request)
+    result, truth = attended("fa4", request), reference.attention(request)
     torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
     if request.need_lse:
         assert result.lse is not None
@@ -173,13 +174,16 @@ def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
 
 @interpreted
 def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaattn_hf.backends.flash import fa4_lists
+
     made: list[Any] = []
+    real = fa4_lists.make_lists
 
-    def counted(*args: Any) -> BlockLists:
+    def counted(*args: Any) -> Any:
         made.append(args)
-        return BlockLists(*args)
+        return real(*args)
 
-    monkeypatch.setattr(fa4_launch, "BlockLists", counted)
+    monkeypatch.setattr(fa4_lists, "make_lists", counted)
     structure = CallStructure(1, N, N, causal=True)
     request = make(structure, per_head=rules((0, 70)))
     check(request)
@@ -197,12 +201,15 @@ def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch
 @interpreted
 @pytest.mark.parametrize("padded", [False, True])
 def test_lists_made_in_inference_mode_serve_gradients(stand: Stand, padded: bool) -> None:
+    from adaattn_hf.backends.flash import fa4_lists
+
     padding = torch.arange(N)[None] >= 9 if padded else None
     structure = CallStructure(1, N, N, causal=True, key_padding=padding)
     with torch.inference_mode():
         check(make(structure, per_head=rules((0, 70))))
-        made = fa4_launch._make_lists(structure, torch.device("cpu"), ((ALL, 0), (70, 16)), 2)
-    assert not any(t.is_inference() for t in (*made.by_queries, *made.tables))
+        asked = structure, torch.device("cpu"), ((ALL, 0), (70, 16)), 2, N, not padded
+        made, turned = fa4_lists.make_lists(*asked), fa4_lists.turned_lists(*asked)
+    assert not any(t.is_inference() for t in (*made.lists, *made.tables, *turned))
 
 
 @interpreted
@@ -216,14 +223,14 @@ def test_other_mathematics(stand: Stand, extra: dict[str, Any]) -> None:
         check(make(STRUCTURES[name], **extra))
 
 
-REFUSALS = {
-    "runs on CUDA": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
-    "up to 128": {"head_dim": 192, "head_dim_v": 192, "head_windows": True},
-    "multiples of 8": {"head_dim": 20, "head_dim_v": 20},
-    "the keys of one query": {"decode": True, "head_windows": True}, "stored as codes": {"stored": "int8"},
-    "additive bias": {"bias": True}, "dense mask": {"kind": "irregular"}, "no dropout": {"dropout": True},
-    "through a softcap": {"softcap": True, "needs_grad": True}, "not put back": {"need_lse": True, "kind": "ragged"},
-    "traced": {"compiling": True}, "no int8 products": {"head_precision": "int8"},
+CUDA = torch.device("cuda")
+REFUSALS: dict[str, tuple[int, dict[str, Any]]] = {
+    "run on CUDA": (0, {"device": torch.device("cpu")}), "float16 or bfloat16": (0, {"dtype": torch.float32}),
+    "up to 128": (HEAD_WINDOWS, {"head_dim": 192, "head_dim_v": 192}),
+    "multiples of 8": (0, {"head_dim": 20, "head_dim_v": 20}), "the keys of one query": (ONE_QUERY | HEAD_WINDOWS, {}),
+    "stored as codes": (STORED, {}), "additive bias": (BIAS, {}), "dense mask": (0, {"shape": "irregular"}),
+    "no dropout": (DROPOUT, {}), "through a softcap": (SOFTCAP | GRAD, {}),
+    "not put back": (LSE, {"shape": "ragged"}), "traced": (COMPILING, {}), "no int8 products": (HEAD_INT8, {}),
 }  # fmt: skip
 
 
@@ -234,27 +241,27 @@ def found(name: str) -> ModuleSpec:
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
-    spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
+    kind, (features, changes) = make(STRUCTURES["causal"]).checked_kind()._replace(device=CUDA), REFUSALS[reason]
     backend = Flash4Backend()
-    assert backend.refusals(spec) == ()
-    assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))
+    assert backend.refusals(kind) == ()
+    assert any(reason in r for r in backend.refusals(kind._replace(features=kind.features | features, **changes)))
 
 
 def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    spec, backend = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda"), Flash4Backend()
-    assert backend.missing() == backend.refusals(spec) == ()
-    for listed in ({"head_windows": True}, {"windowed": True, "window_sinks": True}):
-        (reason,) = backend.refusals(spec._replace(**listed))
+    kind, backend = make(STRUCTURES["causal"]).checked_kind()._replace(device=CUDA), Flash4Backend()
+    assert backend.missing() == backend.refusals(kind) == ()
+    for listed in (HEAD_WINDOWS, WINDOW | WINDOW_SINKS):
+        (reason,) = backend.refusals(kind._replace(features=kind.features | listed))
         assert reason == "lists of blocks are made by Triton kernels, and triton is not installed"
 
 
 @pytest.mark.parametrize(("sm", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
 def test_serves_devices_that_it_was_written_for(monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
-    assert (Flash4Backend().refusals(spec) == ()) is served
+    kind = make(STRUCTURES["causal"]).checked_kind()._replace(device=CUDA)
+    assert (Flash4Backend().refusals(kind) == ()) is served
 
 
 @pytest.mark.parametrize("lacking", ["cutlass", "quack"])

@@ -10,27 +10,22 @@ from torch.nn.functional import pad
 
 from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.flash import fa4_launch
-from adaattn_hf.backends.flash.fa4_lists import BLOCK, BlockLists, Lists, runs_of
 
 from ..support.operators import NamedOperators
 from .test_triton import interpreted
 
 CPU = torch.device("cpu")
+BLOCK = 128
 
 
-def lists_of(structure: CallStructure, windows: HeadWindows, groups: int) -> tuple[BlockLists, Tensor]:
-    by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
-    table = torch.tensor(by_head, dtype=torch.int32)
-    q_len, kv_len, runs = structure.q_len, structure.kv_len, None
-    if structure.plain:
-        place = torch.arange(q_len)[None] + structure.offset()
-        rows = torch.stack([torch.zeros_like(place), torch.full_like(place, kv_len), place])
-    else:
-        segments = structure.segments()
-        assert segments is not None
-        rows = runs = runs_of(structure, segments, CPU)
-    return BlockLists(table, groups, q_len, kv_len, structure.causal, runs), rows
+def rows_of(structure: CallStructure) -> Tensor:
+    """First key of each query's run, the one behind its last, the query's place among keys: `[3, batch, q_len]`."""
+    from adaattn_hf.backends.flash import fa4_lists
+
+    if not structure.plain:
+        return fa4_lists._runs(structure, CPU)
+    place = torch.arange(structure.q_len)[None] + structure.offset()
+    return torch.stack([torch.zeros_like(place), torch.full_like(place, structure.kv_len), place])
 
 
 def blocks_where(pairs: Tensor, every: bool) -> Tensor:
@@ -62,7 +57,7 @@ def expected(
     return found
 
 
-def same(lists: Lists, some: Tensor, every: Tensor, groups: int) -> None:
+def same(lists: tuple[Tensor, ...], some: Tensor, every: Tensor, groups: int) -> None:
     flags = some & ~every, every
     for counts, indices, flagged in zip(lists[::2], lists[1::2], flags, strict=True):
         flagged = flagged.repeat_interleave(groups, 1)
@@ -75,12 +70,17 @@ def same(lists: Lists, some: Tensor, every: Tensor, groups: int) -> None:
         assert torch.equal(indices.sort(3).values.long(), numbers.expand(flagged.shape))
 
 
-def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: bool = True) -> BlockLists:
-    lists, rows = lists_of(structure, windows, groups)
+def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: bool = True) -> tuple[Any, Any]:
+    """The lists of blocks of queries, and of keys where they are asked for."""
+    from adaattn_hf.backends.flash import fa4_lists
+
+    asked = structure, CPU, windows, groups, structure.kv_len, structure.plain
+    rows, by_queries = rows_of(structure), fa4_lists.make_lists(*asked).lists
+    by_keys = fa4_lists.turned_lists(*asked) if turned else None
     some, every = (expected(rows, structure.kv_len, structure.causal, windows, whole) for whole in (False, True))
-    same(lists.by_queries, some, every, groups)
-    if turned:
-        same(lists.by_keys, some.mT, every.mT, groups)
+    same(by_queries, some, every, groups)
+    if by_keys is not None:
+        same(by_keys, some.mT, every.mT, groups)
     for head, (window, sinks) in enumerate(windows):
         # against the definition: all that is seen is listed, and what is listed as whole is seen
         rules = {"window": window, "sinks": sinks} if window < ALL else {}
@@ -89,7 +89,7 @@ def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: b
         assert not (every[:, head] & ~blocks_where(seen, True)).any()
         if structure.plain:
             assert torch.equal(some[:, head], blocks_where(seen, False)[: len(some)])
-    return lists
+    return by_queries, by_keys
 
 
 def drawn(seed: int) -> tuple[CallStructure, HeadWindows, int]:
@@ -148,22 +148,22 @@ def test_every_query_sees_nothing(causal: bool) -> None:
     padding = torch.zeros(2, 200, dtype=torch.bool)
     padding[1, 150:] = True
     structure = CallStructure(2, 200, 200, causal, key_padding=padding)
-    lists = check(structure, ((ALL, 0), (9, 3)), 2)
-    for counts in (*lists.by_queries[::2], *lists.by_keys[::2]):
+    by_queries, by_keys = check(structure, ((ALL, 0), (9, 3)), 2)
+    for counts in (*by_queries[::2], *by_keys[::2]):
         assert not counts[0].any()
-    assert lists.by_queries[0][1].any()
+    assert by_queries[0][1].any()
 
 
 @interpreted
 def test_a_call_worked_out_by_hand() -> None:
     """Rows 0-127, 128-255 and 256-299 under a window of 200 keys with 5 sinks, and under none."""
-    lists = check(CallStructure(1, 300, 300, causal=True), ((200, 5), (ALL, 0)), 1)
-    masked_n, masked, whole_n, whole = lists.by_queries
+    by_queries, by_keys = check(CallStructure(1, 300, 300, causal=True), ((200, 5), (ALL, 0)), 1)
+    masked_n, masked, whole_n, whole = by_queries
     assert masked_n[0].tolist() == [[1, 2, 2], [1, 1, 1]]
     assert whole_n[0].tolist() == [[0, 0, 1], [0, 1, 2]]
     assert masked[0, 0].tolist() == [[0, 2, 1], [0, 1, 2], [0, 2, 1]]
     assert whole[0, :, 2].tolist() == [[1, 2, 0], [0, 1, 2]]
-    masked_n, masked, whole_n, whole = lists.by_keys
+    masked_n, masked, whole_n, whole = by_keys
     assert masked_n[0].tolist() == [[3, 1, 1], [1, 1, 1]]
     assert whole_n[0].tolist() == [[0, 1, 0], [2, 1, 0]]
     assert masked[0, 0, 0].tolist() == [0, 1, 2]
@@ -175,23 +175,23 @@ def test_a_row_of_128k_keys() -> None:
     """More blocks than a program looks at together: it goes on where the last ones left off."""
     kv_len = (1 << 17) - 5
     structure = CallStructure(1, 130, kv_len, causal=True, q_offset=kv_len - 130)
-    lists = check(structure, ((ALL, 0), (100_000, 130), (700, 0)), 1, turned=False)
-    assert lists.by_queries[3].shape == (1, 3, 2, 1024)
-    assert lists.by_queries[2][0, 0].tolist() == [1022, 1023]
+    by_queries, _ = check(structure, ((ALL, 0), (100_000, 130), (700, 0)), 1, turned=False)
+    assert by_queries[3].shape == (1, 3, 2, 1024)
+    assert by_queries[2][0, 0].tolist() == [1022, 1023]
 
 
 @interpreted
 def test_a_block_of_keys_that_many_blocks_of_queries_read() -> None:
-    lists = check(CallStructure(1, 20_000, 200), ((ALL, 0), (9000, 4)), 1)
-    assert lists.by_keys[0][0].tolist() == [[0, 157], [87, 72]]
-    assert lists.by_keys[2][0].tolist() == [[157, 0], [70, 0]]
+    _, by_keys = check(CallStructure(1, 20_000, 200), ((ALL, 0), (9000, 4)), 1)
+    assert by_keys[0][0].tolist() == [[0, 157], [87, 72]]
+    assert by_keys[2][0].tolist() == [[157, 0], [70, 0]]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """One launch, and a few operations of torch; on a device one more, which moves the table there."""
     pytest.importorskip("triton")
-    from adaattn_hf.backends.flash import fa4_kernels
+    from adaattn_hf.backends.flash import fa4_lists
 
     grids: list[Any] = []
 
@@ -199,10 +199,10 @@ def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, c
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **kw: grids.append(grid)
 
-    monkeypatch.setattr(fa4_kernels, "listing", Launches())
+    monkeypatch.setattr(fa4_lists, "listing", Launches())
     structure = CallStructure(3, 300, 300, causal)
     with NamedOperators() as noted:
-        made = fa4_launch._make_lists(structure, CPU, ((ALL, 0), (70, 16)), 2)
+        made = fa4_lists.make_lists(structure, CPU, ((ALL, 0), (70, 16)), 2, 300, True)
     assert grids == [(3, 2, 1)]
     assert len(noted.names) + 1 <= 8, noted.names
     assert all(t.shape[-1] <= 4 for t in made.tables)  # nothing as long as the queries

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend, spec_of
-from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend, FlashVariant
+from adaattn_hf.backends.base import Backend
+from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from adaattn_hf.backends.select import BACKENDS, order
 from adaattn_hf.backends.triton import TritonBackend
+
+from ..support.requests import attended
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
@@ -71,16 +74,11 @@ def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.Module
         check(kw)
         pieces = [
             dense(
-                q[None, a:b],
-                k[None, c:d],
-                v[None, c:d],
-                kw["softmax_scale"],
-                kw["causal"],
-                kw["window_size"],
+                q[None, a:b], k[None, c:d], v[None, c:d], kw["softmax_scale"], kw["causal"], kw["window_size"],
                 kw["softcap"],
             )[0][0]
             for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
-        ]
+        ]  # fmt: skip
         return torch.cat(pieces).to(q.dtype)
 
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
@@ -90,9 +88,9 @@ def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.Module
 
 @pytest.fixture(params=[FA2, FA3], ids=lambda v: v.name)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashBackend:
-    variant: FlashVariant = request.param
-    monkeypatch.setitem(sys.modules, variant.module, stand_in(variant.module, version=variant.version))
-    return FlashBackend(variant)
+    backend: FlashBackend = request.param
+    monkeypatch.setitem(sys.modules, backend.module, stand_in(backend.module, version=backend.version))
+    return backend
 
 
 def make(structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionRequest:
@@ -131,23 +129,23 @@ STRUCTURES = {
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_reference(backend: FlashBackend, name: str) -> None:
     request = make(STRUCTURES[name])
-    out = backend.attend(request).out
+    out = attended(backend, request).out
     torch.testing.assert_close(out, reference.attention(request).out.float(), atol=1e-5, rtol=1e-5)
 
 
 def test_places_that_were_found_in_inference_mode_serve_gradients(backend: FlashBackend) -> None:
     request = make(STRUCTURES["right padding"].with_changes())
     with torch.inference_mode():
-        backend.attend(request)
+        attended(backend, request)
     request.query.requires_grad_()
-    out = backend.attend(request).out
+    out = attended(backend, request).out
     theirs = torch.autograd.grad(reference.attention(request).out.sum(), request.query)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), request.query), theirs)
 
 
 def test_softcap_and_lse(backend: FlashBackend) -> None:
     request = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
-    result, truth = backend.attend(request), reference.attention(request)
+    result, truth = attended(backend, request), reference.attention(request)
     torch.testing.assert_close(result.out, truth.out.float(), atol=1e-5, rtol=1e-5)
     assert result.lse is not None
     torch.testing.assert_close(result.lse, truth.lse.float(), atol=1e-5, rtol=1e-5)
@@ -156,42 +154,41 @@ def test_softcap_and_lse(backend: FlashBackend) -> None:
 def test_dropout_reaches_version_2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stand_in(FA2.module, version=2)
     monkeypatch.setitem(sys.modules, FA2.module, module)
-    FlashBackend(FA2).attend(make(STRUCTURES["causal"], dropout=0.25))
+    attended(FA2, make(STRUCTURES["causal"], dropout=0.25))
     assert module.calls[-1]["dropout_p"] == 0.25
 
 
 def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, FA3.module, stand_in(FA3.module, version=3, with_lse=True))
-    result = FlashBackend(FA3).attend(make(STRUCTURES["causal"]))
+    result = attended(FA3, make(STRUCTURES["causal"]))
     assert result.out.shape == (2, 7, 4, 8)
     assert result.lse is None
 
 
-def spec(**changes: Any) -> CallSpec:
-    base = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda", dtype=torch.bfloat16)
-    return base._replace(**changes)
+def kind(*features: int, **changes: Any) -> CallSpec:
+    base = make(STRUCTURES["causal"]).checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    return base._replace(features=base.features | sum(features), **changes)
 
 
-REFUSALS = {
-    "CUDA": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
-    "up to 256": {"head_dim": 264, "head_dim_v": 264}, "multiples of 8": {"head_dim": 12, "head_dim_v": 12},
-    "equal head sizes": {"head_dim_v": 16}, "additive bias": {"bias": True}, "learned sinks": {"sink_logits": True},
-    "sink tokens": {"kind": "window", "window_sinks": True}, "dense mask": {"kind": "irregular"},
-    "traced": {"kind": "ragged", "compiling": True}, "log-sum-exp": {"kind": "ragged", "need_lse": True},
+REFUSALS: dict[str, CallSpec] = {
+    "CUDA": kind(device=torch.device("cpu")), "float16 or bfloat16": kind(dtype=torch.float32),
+    "up to 256": kind(head_dim=264, head_dim_v=264), "multiples of 8": kind(head_dim=12, head_dim_v=12),
+    "equal head sizes": kind(head_dim_v=16), "additive bias": kind(BIAS), "learned sinks": kind(SINKS),
+    "sink tokens": kind(WINDOW_SINKS, shape="window"), "dense mask": kind(shape="irregular"),
+    "traced": kind(COMPILING, shape="ragged"), "log-sum-exp": kind(LSE, shape="ragged"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-@pytest.mark.parametrize("variant", [FA2, FA3], ids=lambda v: v.name)
-def test_refuses_with_the_reason(variant: FlashVariant, reason: str) -> None:
-    flash = FlashBackend(variant)
-    assert flash.refusals(spec()) == ()
-    assert any(reason in r for r in flash.refusals(spec(**REFUSALS[reason])))
+@pytest.mark.parametrize("flash", [FA2, FA3], ids=lambda flash: flash.name)
+def test_refuses_with_the_reason(flash: FlashBackend, reason: str) -> None:
+    assert flash.refusals(kind()) == ()
+    assert any(reason in r for r in flash.refusals(REFUSALS[reason]))
 
 
 def test_version_3_refuses_dropout() -> None:
-    assert "flash-attn's kernels have no dropout" in FlashBackend(FA3).refusals(spec(dropout=True))
-    assert FlashBackend(FA2).refusals(spec(dropout=True)) == ()
+    assert "flash-attn's kernels have no dropout" in FA3.refusals(kind(DROPOUT))
+    assert FA2.refusals(kind(DROPOUT)) == ()
 
 
 def test_reads_what_a_build_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,24 +197,22 @@ def test_reads_what_a_build_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = ("BACKWARD", "LOCAL", "FP16")
     flags.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{n}": True for n in left_out}}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fa3_fwd_config", flags)
-    flash = FlashBackend(FA3_FWD)
-    assert flash.refusals(spec()) == ()
-    assert any("backward" in r for r in flash.refusals(spec(needs_grad=True)))
-    assert any("windows" in r for r in flash.refusals(spec(kind="window", windowed=True)))
-    assert any("float16" in r for r in flash.refusals(spec(dtype=torch.float16)))
+    assert FA3_FWD.refusals(kind()) == ()
+    assert any("backward" in r for r in FA3_FWD.refusals(kind(GRAD)))
+    assert any("windows" in r for r in FA3_FWD.refusals(kind(WINDOW, shape="window")))
+    assert any("float16" in r for r in FA3_FWD.refusals(kind(dtype=torch.float16)))
 
 
 def test_says_what_is_not_installed() -> None:
-    assert FlashBackend(
-        FlashVariant("fa9", 3, "no_such_module_anywhere", "flash-attn 9", (9, 0), (10, 0))
-    ).missing() == ("flash-attn 9 is not installed (no module no_such_module_anywhere)",)
+    lacking = FlashBackend("fa9", 3, "no_such_module_anywhere", "flash-attn 9", ((9, 0), (10, 0)))
+    assert lacking.missing() == ("flash-attn 9 is not installed (no module no_such_module_anywhere)",)
 
 
-@pytest.mark.parametrize("flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name)
-def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flash", [FA2, FA3, Flash4Backend()], ids=lambda flash: flash.name)
+def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend) -> None:
     def reasons(structure: CallStructure, *, look: bool = True) -> str:
-        asked = spec_of(make(structure), flash.name if look else None)._replace(device="cuda", dtype=torch.bfloat16)
-        return " ".join(flash.refusals(asked))
+        asked = make(structure).checked_kind(named=look)
+        return " ".join(flash.refusals(asked._replace(device=torch.device("cuda"), dtype=torch.bfloat16)))
 
     short = torch.tensor([[True, True, False, False]])
     rows = CallStructure(1, 4, 4, causal=True, key_padding=short)
@@ -234,22 +229,23 @@ def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend, monkeyp
 def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_torch() -> None:
     holes = torch.tensor([[True, False, True, True]])
     request = make(CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
-    asked = spec_of(request)._replace(device="cuda", dtype=torch.bfloat16, needs_grad=True)
+    plain = request.checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    asked = plain._replace(features=plain.features | GRAD)
     backends = [BACKENDS[name] for name in order(asked)]
     serving = [backend.name for backend in backends if not backend.refusals(asked)]
     assert serving == ["sdpa", "eager"]
-    assert not TritonBackend().refusals(asked._replace(needs_grad=False))
+    assert not TritonBackend().refusals(plain)
 
 
 def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
     holes = torch.tensor([[True, False, True, True]])
     request = make(CallStructure(1, 4, 4, causal=True, key_padding=holes))
     with pytest.raises(ValueError, match="holes"):
-        backend.attend(request)
+        attended(backend, request)
 
 
 def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
     short = torch.tensor([[True, True, False, False]])
     request = make(CallStructure(1, 4, 4, causal=True, window=2, key_padding=short))
     with pytest.raises(ValueError, match="last key"):
-        backend.attend(request)
+        attended(backend, request)

@@ -39,11 +39,9 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    shape=st.lists(st.integers(1, 70), min_size=0, max_size=3).map(tuple),
-    dtype=st.sampled_from(DTYPES),
-    place=st.integers(0, 10**6),
-    entries=st.sampled_from([1, 7, 1 << 20]),
-)
+    shape=st.lists(st.integers(1, 70), min_size=0, max_size=3).map(tuple), dtype=st.sampled_from(DTYPES),
+    place=st.integers(0, 10**6), entries=st.sampled_from([1, 7, 1 << 20]),
+)  # fmt: skip
 def test_each_entry_enters(shape: tuple[int, ...], dtype: torch.dtype, place: int, entries: int) -> None:
     tensor = drawn(shape, dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,20 +67,17 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "rows exchanged": lambda w: w[torch.arange(w.shape[0]).roll(1)],
     "columns exchanged": lambda w: w[:, torch.arange(w.shape[1]).roll(1)],
     "signs of two columns": lambda w: w * torch.where(torch.arange(w.shape[1]) % 4 == 3, -1.0, 1.0),
-    "all signs": lambda w: -w,
-    "a row of zeros": lambda w: w * (torch.arange(w.shape[0]) != 3)[:, None],
-    "transposed": lambda w: w.T.contiguous(),
-    "another shape": lambda w: w.reshape(64, -1),
+    "all signs": lambda w: -w, "a row of zeros": lambda w: w * (torch.arange(w.shape[0]) != 3)[:, None],
+    "transposed": lambda w: w.T.contiguous(), "another shape": lambda w: w.reshape(64, -1),
     "another dtype": lambda w: w.to(torch.float16),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_happens_to_weights_is_seen(change: str) -> None:
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    assert hashed(CHANGES[change](weight).to(weight.dtype if change != "another dtype" else torch.float16)) != hashed(
-        weight
-    )
+    dtype = torch.float16 if change == "another dtype" else weight.dtype
+    assert hashed(CHANGES[change](weight).to(dtype)) != hashed(weight)
 
 
 def test_layout_in_memory_is_not_seen() -> None:

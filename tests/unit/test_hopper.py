@@ -1,6 +1,8 @@
 """Which calls the kernels for Hopper get, and what they are launched with; the kernels themselves need the device."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ from torch import Tensor
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
-from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
+from adaattn_hf.attention.kind import GRAD, HEAD_WINDOWS, PER_HEAD  # noqa: E402
+from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
-from adaattn_hf.backends.triton import hopper, launch, prefill  # noqa: E402
+from adaattn_hf.backends.triton import forward, launch, specialised, tiling  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
+from ..support.requests import attended  # noqa: E402
 
 PROGRAMS = 4
 N = 512
@@ -24,7 +28,7 @@ Launched = list[tuple[str, tuple[int, ...], dict[str, Any], tuple[Any, ...]]]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
-    """What is launched on a device for which the kernels were made: name, grid, constants, arguments."""
+    """What is launched on a device for which the kernel was made: name, grid, constants, arguments."""
     found: Launched = []
 
     def named(name: str) -> Any:
@@ -33,12 +37,16 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
 
         return run
 
-    monkeypatch.setattr(hopper, "usable", lambda device: True)
-    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
-    monkeypatch.setattr(prefill, "processors", lambda device: PROGRAMS)
-    monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
-    monkeypatch.setattr(prefill, "launch_forward", named("forward"))
+    facts = launch.device_facts(torch.device("cpu"))._replace(specialised=True, processors=PROGRAMS)
+    monkeypatch.setattr(forward, "device_facts", lambda device: facts)
+    monkeypatch.setattr(tiling, "_LEAST_OF_ROWS", 0)
+    monkeypatch.setattr(specialised, "specialised", named("specialised"))
+    monkeypatch.setattr(forward, "forward", named("forward"))
     return found
+
+
+def attend(asked: AttentionRequest) -> None:
+    attended("triton", asked)
 
 
 def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any) -> AttentionRequest:
@@ -72,14 +80,14 @@ def test_heavy_calls_are_dealt_out(
     launched: Launched, heads: int, dim: int, rules: HeadRules | None, together: int
 ) -> None:
     """There are as many programs as multiprocessors; entries of all heads are told as items."""
-    launch.attend(drawn(causal(), dim, heads, per_head=rules))
+    attend(drawn(causal(), dim, heads, per_head=rules))
     ((name, programs, constants, arguments),) = launched
     assert (name, programs, constants["TOGETHER"]) == ("specialised", (PROGRAMS,), together)
-    rows = 64 * constants["GROUPS_OF_WARPS"] // together
-    told = sorted(items_of(arguments[9]))
-    assert told == [[0, row, part] for row in range(0, N, rows) for part in range(heads // together)]
+    told, rows = sorted(items_of(arguments[9])), range(0, N, 64 * constants["GROUPS_OF_WARPS"] // together)
+    assert told == [[0, row, part] for row in rows for part in range(heads // together)]
     # with windows TMA brings halves of tiles
-    expected = [constants["BLOCK_N"], dim] if rules is None else [constants["BLOCK_N"] // 2, 64]
+    keys = constants["BLOCK_N"]
+    expected = [keys, dim] if rules is None else [keys // 2, 64]
     assert arguments[3].block_shape == [1, 1, *expected]
 
 
@@ -91,10 +99,10 @@ def test_windows_of_64_channels_must_leave_enough_keys(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], many: float, kernel: str
 ) -> None:
     """A quarter of them is enough where each program computes many items."""
-    monkeypatch.setattr(hopper, "_MANY_TURNS", many)
-    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 200)  # without windows queries see 256 on average
+    monkeypatch.setattr(tiling, "_MANY_TURNS", many)
+    monkeypatch.setattr(tiling, "_LEAST_OF_WINDOWS", 200)  # without windows queries see 256 on average
     rules = HeadRules(windows, (0, 0), ("model",) * 2)
-    launch.attend(drawn(causal(), 64, per_head=rules))
+    attend(drawn(causal(), 64, per_head=rules))
     assert [name for name, *_ in launched] == [kernel]
 
 
@@ -109,7 +117,7 @@ def test_tiles_move_back_where_documents_end_within_them(
     launched: Launched, lengths: tuple[int, ...], close: bool
 ) -> None:
     """But not at the end of the tensor, behind which TMA brings zeros."""
-    launch.attend(drawn(documents(*lengths)))
+    attend(drawn(documents(*lengths)))
     ((name, _, constants, _),) = launched
     assert (name, constants["CLOSE"]) == ("specialised", close)
 
@@ -117,7 +125,7 @@ def test_tiles_move_back_where_documents_end_within_them(
 def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched) -> None:
     """Moved back, their tile would begin within the document before; the last one ends with the tensor."""
     lengths = (300, 20, 127, 129, 50)
-    launch.attend(drawn(documents(*lengths)))
+    attend(drawn(documents(*lengths)))
     told = [items_of(launched[0][3][9]), launched[1][3][9].tolist()]
     computed = [
         {arguments[8][entry[0], 2].item() for entry in entries}
@@ -140,8 +148,8 @@ def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched
 def test_short_runs_and_light_calls_are_one_launch_of_the_other_kernel(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, structure: CallStructure, least: int
 ) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
-    launch.attend(drawn(structure))
+    monkeypatch.setattr(forward, "_LEAST_PRODUCTS", least)
+    attend(drawn(structure))
     assert [name for name, *_ in launched] == ["forward"]
 
 
@@ -151,7 +159,7 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
     spread = replace(whole, query=torch.zeros(1, 4, N, 256, dtype=torch.bfloat16)[..., ::2])
     others = [drawn(causal(), softcap=10.0), drawn(causal(), 96), drawn(causal(), 64, per_head=WINDOWS), odd, spread]
     for request in others:
-        launch.attend(request)
+        attend(request)
     assert [name for name, *_ in launched] == ["forward"] * len(others)
 
 
@@ -159,38 +167,49 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
 def test_rows_of_one_narrow_head_must_read_enough_keys(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, least: int, kernel: str
 ) -> None:
-    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", least)  # queries see 256.5 keys on average
-    launch.attend(drawn(causal(), 64))
+    monkeypatch.setattr(tiling, "_LEAST_OF_ROWS", least)  # queries see 256.5 keys on average
+    attend(drawn(causal(), 64))
     assert [name for name, *_ in launched] == [kernel]
 
 
 @pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROGRAMS))
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((9, 0)))
-    monkeypatch.setattr(hopper, "_installed", lambda: True)
+    launch.device_facts.cache_clear()
+    yield
+    launch.device_facts.cache_clear()
 
 
-def heavy(**changes: Any) -> CallSpec:
-    spec = CallSpec.of(drawn(causal()))
-    return spec._replace(device="cuda", pairs=1 << 31, keys=4096, **changes)
+def order_of(*features: int, **changes: Any) -> tuple[str, ...]:
+    """Of a heavy causal call on a CUDA device, as it is changed."""
+    kind = drawn(causal()).checked_kind()._replace(device=torch.device("cuda"), pairs=1 << 31, keys=4096)
+    return select.order(kind._replace(features=kind.features | sum(features), **changes))
 
 
 @pytest.mark.usefixtures("on_hopper")
 def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
-    ours = ("fa3_fwd", "fa4", "fa3", "triton", "sdpa", "eager")
-    assert select.order(heavy()) == select.order(heavy(head_dim=64, head_dim_v=64)) == ours
-    for other in ({"needs_grad": True}, {"head_dim": 96, "head_dim_v": 96}, {"head_dim": 64}, {"kind": "full"}):
-        assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
-    assert select.order(heavy()._replace(keys=1024)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
-    assert select.order(heavy()._replace(pairs=1 << 29)) == ("triton", "sdpa", "eager")
-    for light in ({"pairs": 1 << 24}, {"pairs": 1 << 29, "keys": 1024}, {"pairs": 1 << 29, "kind": "full"}):
-        assert select.order(heavy()._replace(**light)) == ("sdpa", "eager")
+    flash = ("fa3_fwd", "fa4", "fa3")
+    for ours in ({}, {"head_dim": 64, "head_dim_v": 64}):
+        assert order_of(**ours) == (*flash, "triton", "sdpa", "eager")
+    others: list[dict[str, Any]] = [
+        {"head_dim": 96, "head_dim_v": 96}, {"head_dim": 64}, {"shape": "full"}, {"keys": 1024},
+    ]  # fmt: skip
+    for other in others:
+        assert order_of(**other) == (*flash, "sdpa", "eager")
+    assert order_of(GRAD) == (*flash, "sdpa", "eager")
+    assert order_of(pairs=1 << 29) == ("triton", "sdpa", "eager")
+    lights: list[dict[str, Any]] = [
+        {"pairs": 1 << 24}, {"pairs": 1 << 29, "keys": 1024}, {"pairs": 1 << 29, "shape": "full"}
+    ]  # fmt: skip
+    for light in lights:
+        assert order_of(**light) == ("sdpa", "eager")
 
 
 class There(Tensor):
-    is_cpu = False
+    is_cpu, is_cuda = False, True
     device = torch.device("cuda", 0)
 
 
@@ -212,14 +231,14 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
         for count in (heads, 1, 1)
     ]
     query, key, value = (part.as_subclass(There) for part in parts)
-    spec = CallSpec.of(AttentionRequest(query, key, value, causal(n), 1.0))
-    assert select.order(spec)[0] == first
+    kind = AttentionRequest(query, key, value, causal(n), 1.0).checked_kind()
+    assert select.order(kind)[0] == first
 
 
 @pytest.mark.usefixtures("on_hopper")
 def test_windows_per_head_on_hopper_prefer_our_kernels_to_flash_attn() -> None:
-    assert select.order(heavy(head_windows=True)) == ("triton", "fa4")
-    assert select.order(heavy(head_windows=True, needs_grad=True)) == ("fa4", "triton")
+    assert order_of(HEAD_WINDOWS, PER_HEAD) == ("triton", "fa4")
+    assert order_of(HEAD_WINDOWS, PER_HEAD, GRAD) == ("fa4", "triton")
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -228,14 +247,14 @@ def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) 
     if lacks == "another device":
         monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((10, 0)))
     elif lacks == "an older Triton":
-        monkeypatch.setattr(hopper, "_installed", lambda: False)
+        monkeypatch.setattr(triton, "__version__", "3.5.1")
     else:
         monkeypatch.setattr(order.TRITON, "missing", lambda: ("triton is not installed",))
-    assert "triton" not in select.order(heavy())
-    assert select.order(heavy(head_windows=True)) == ("fa4", "triton")
+    assert "triton" not in order_of()
+    assert order_of(HEAD_WINDOWS, PER_HEAD) == ("fa4", "triton")
 
 
 @pytest.mark.parametrize(("version", "is_there"), [("3.5.1", False), ("3.6.0", True), ("3.10.0", True)])
 def test_the_version_of_triton(monkeypatch: pytest.MonkeyPatch, version: str, is_there: bool) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    assert hopper._installed.__wrapped__() is is_there
+    assert launch._tried() is is_there

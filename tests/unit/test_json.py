@@ -19,13 +19,10 @@ RUNS = {
     "profile": f"{MODEL} --data {TEXT} --length 64 --sequences 1 --device cpu",
     "explain": f"{MODEL} --device cpu",
     "calibrate": f"{MODEL} --data {TEXT} --budget 5% --output-dir plan {CALIBRATED} --decode-tokens 2",
-    "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu",
-    "plan show": "plan",
-    "plan diff": "plan plan",
+    "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu", "plan show": "plan", "plan diff": "plan plan",
     "plan explore": "plan --html page.html",
-    "bench": "--only ^tiny.causal --rounds 1 --no-memory --baseline sdpa",
-    "doctor": "",
-}
+    "bench": "--only ^tiny.causal --rounds 1 --no-memory --baseline sdpa", "doctor": "",
+}  # fmt: skip
 """Words behind each command, those of `plan` and `verify` after the calibration that makes one."""
 PROGRAMS_OWN = {"run"}
 """Commands whose output is that of another program."""

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,9 @@ def test_a_loss_of_transformers_is_told_its_options() -> None:
         torch.testing.assert_close(ours(ids, **asked).loss, right, atol=1e-5, rtol=0)
 
 
-def focal(logits: Tensor, labels: Tensor, vocab_size: int, gamma: float, *, floor: Any = 0.0, **_: Any) -> Tensor:
+def focal(logits: Tensor, labels: Tensor, vocab_size: int, gamma: float, *, floor: Any = 0.0, **_: Any) -> Any:
     """A loss with keywords of its own."""
-    loss: Tensor = logits.float().logsumexp(2).mean() * gamma + floor
-    return loss
+    return logits.float().logsumexp(2).mean() * gamma + floor
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -129,8 +128,7 @@ def test_no_keyword_that_changes_attention_can_be_allowed(name: Any) -> None:
 def test_places_behind_the_mask_are_those_of_sdpa() -> None:
     """Libraries that wrap every registered function (kvpress) hand the dropout by its place."""
     stock = list(inspect.signature(transformers.integrations.sdpa_attention.sdpa_attention_forward).parameters)
-    ours = list(inspect.signature(interface.attention_function()).parameters)
-    assert ours[:8] == stock[:8]
+    assert list(inspect.signature(interface.attention_function()).parameters)[:8] == stock[:8]
     placed = interface.attention_function()(nn.Module(), QUERY, KEY, VALUE, None, 0.0, 0.5)[0]
     assert torch.equal(placed, called(scaling=0.5))
 
@@ -179,11 +177,10 @@ def test_a_harmless_keyword_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("keyword", "field", "value"),
     [
-        ("softcap", "softcap", 0.5),
-        ("s_aux", "sink_logits", torch.tensor([0.5, 2.0])),
+        ("softcap", "softcap", 0.5), ("s_aux", "sink_logits", torch.tensor([0.5, 2.0])),
         ("position_bias", "bias", torch.randn(1, 2, 6, 6)),
     ],
-)
+)  # fmt: skip
 def test_a_served_keyword_changes_what_is_computed(keyword: str, field: str, value: Any) -> None:
     request = AttentionRequest(QUERY, KEY, VALUE, CallStructure(1, 6, 6), 8**-0.5, **{field: value})
     found = called(**{keyword: value})
@@ -198,7 +195,7 @@ def test_a_window_that_no_mask_carries_is_refused() -> None:
 
 
 def test_a_model_hands_them_on() -> None:
-    """Through a whole model, the second pass of which takes the short way."""
+    """The second pass of which takes the short way."""
     _, model = fresh_pair("llama")
     ids = tokens()
     with torch.no_grad():
@@ -215,13 +212,10 @@ def unknown_in(source: str) -> set[str]:
     return {word.arg for node in asked for word in node.keywords if word.arg} - served() - HARMLESS
 
 
-def families() -> Iterable[Path]:
-    return (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
-
-
 def test_every_keyword_of_every_family_is_known() -> None:
     """All attention calls in the installed Transformers; what a model passes on of its own inputs is not seen here."""
-    sources = {path: path.read_text(encoding="utf-8") for path in families()}
+    families = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    sources = {path: path.read_text(encoding="utf-8") for path in families}
     routed = {path: text for path, text in sources.items() if "attention_interface(" in text}
     assert len(routed) > 200
     unknown = {path.name: names for path, text in routed.items() if (names := unknown_in(text))}

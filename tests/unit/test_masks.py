@@ -10,18 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPTBigCodeConfig
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    blockwise_overlay,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
-    packed_sequence_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_overlay,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils as mu
+from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask import masks, structured_mask
@@ -40,21 +30,20 @@ def rules(draw: st.DrawFn, batch: int, length: int) -> tuple[str, MaskFunction]:
     """A mask function as Transformers composes it, for `length` keys that start at index 0."""
     number = st.integers(1, length + 2)
     kinds: dict[str, Callable[[], MaskFunction]] = {
-        "causal": lambda: causal_mask_function,
-        "bidirectional": lambda: bidirectional_mask_function,
-        "window": lambda: sliding_window_causal_mask_function(draw(number)),
+        "causal": lambda: causal_mask_function, "bidirectional": lambda: bidirectional_mask_function,
+        "window": lambda: mu.sliding_window_causal_mask_function(draw(number)),
         "bidirectional window": lambda: and_masks(
-            sliding_window_bidirectional_overlay(draw(number)), bidirectional_mask_function
+            mu.sliding_window_bidirectional_overlay(draw(number)), bidirectional_mask_function
         ),
-        "chunked": lambda: chunked_causal_mask_function(
+        "chunked": lambda: mu.chunked_causal_mask_function(
             draw(number), torch.tensor(draw(st.lists(st.integers(0, length), min_size=batch, max_size=batch)))
         ),
-        "spans": lambda: or_masks(causal_mask_function, blockwise_overlay(draw(numbers(batch, length)))),
-        "window and spans": lambda: or_masks(
-            sliding_window_causal_mask_function(draw(number)), blockwise_overlay(draw(numbers(batch, length)))
+        "spans": lambda: mu.or_masks(causal_mask_function, mu.blockwise_overlay(draw(numbers(batch, length)))),
+        "window and spans": lambda: mu.or_masks(
+            mu.sliding_window_causal_mask_function(draw(number)), mu.blockwise_overlay(draw(numbers(batch, length)))
         ),
         "unknown": lambda: and_masks(causal_mask_function, every_third),
-    }
+    }  # fmt: skip
     kind = draw(st.sampled_from(sorted(kinds)))
     return kind, kinds[kind]()
 
@@ -98,15 +87,14 @@ def test_structure_equals_the_dense_stock_mask(call: dict[str, Any]) -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    window=st.one_of(st.none(), st.integers(1, 5)),
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), window=st.one_of(st.none(), st.integers(1, 5)),
     past=st.integers(0, 3),
-)
+)  # fmt: skip
 def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window: int | None, past: int) -> None:
     """Behind keys of a past the documents of queries are not those of keys: no structure says so."""
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
-    inner = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    function = and_masks(inner, packed_sequence_mask_function(documents))
+    inner = causal_mask_function if window is None else mu.sliding_window_causal_mask_function(window)
+    function = and_masks(inner, mu.packed_sequence_mask_function(documents))
     keys, past = sum(lengths), min(past, sum(lengths) - 1)
     call: dict[str, Any] = dict(batch_size=1, q_length=keys - past, kv_length=keys, q_offset=past, device="cpu")
     call["mask_function"] = function
@@ -121,14 +109,12 @@ def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window:
 @pytest.mark.parametrize(
     "function",
     [
-        causal_mask_function,
-        bidirectional_mask_function,
-        sliding_window_causal_mask_function(3),
-        chunked_causal_mask_function(3, torch.tensor([0, 2])),
-        and_masks(sliding_window_bidirectional_overlay(2), bidirectional_mask_function),
+        causal_mask_function, bidirectional_mask_function, mu.sliding_window_causal_mask_function(3),
+        mu.chunked_causal_mask_function(3, torch.tensor([0, 2])),
+        and_masks(mu.sliding_window_bidirectional_overlay(2), bidirectional_mask_function),
     ],
     ids=["causal", "bidirectional", "window", "chunked", "bidirectional window"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("padded", [False, True])
 def test_known_rules_never_become_a_dense_mask(function: MaskFunction, padded: bool) -> None:
     padding = torch.tensor([[True] * 6, [False, False, *[True] * 4]]) if padded else None
@@ -162,9 +148,7 @@ def test_the_offset_of_a_preallocated_cache_is_copied() -> None:
 
 
 def test_a_short_padding_mask_hides_the_keys_that_it_does_not_cover() -> None:
-    found = adaattn_mask(
-        batch_size=1, q_length=1, kv_length=5, q_offset=4, attention_mask=torch.ones(1, 3, dtype=torch.bool)
-    )
+    found = adaattn_mask(1, 1, 5, q_offset=4, attention_mask=torch.ones(1, 3, dtype=torch.bool))
     assert isinstance(found, StructuredMask)
     assert found.dense()[0, 0, 0].tolist() == [True, True, True, False, False]
 
@@ -209,12 +193,10 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
     assert structure_of(adaattn_mask(2, 5, 5)) is first
     assert structure_of(adaattn_mask(2, 5, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool))) is first
     others = [
-        adaattn_mask(1, 5, 5),
-        adaattn_mask(2, 5, 5, mask_function=bidirectional_mask_function),
-        adaattn_mask(2, 5, 6),
+        adaattn_mask(1, 5, 5), adaattn_mask(2, 5, 5, mask_function=bidirectional_mask_function), adaattn_mask(2, 5, 6),
         adaattn_mask(2, 5, 6, q_offset=1),
         adaattn_mask(2, 5, 5, attention_mask=torch.tensor([[True] * 5, [False] + [True] * 4])),
-    ]
+    ]  # fmt: skip
     assert len({id(structure) for structure in [first, *map(structure_of, others)]}) == 6
     with Watching():
         assert structure_of(adaattn_mask(2, 5, 5)) is not first

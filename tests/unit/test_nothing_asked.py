@@ -14,7 +14,7 @@ from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.malformed import Layer
-from ..support.requests import HALF
+from ..support.requests import HALF, attended
 from .test_triton import interpreted
 
 EVERY = [pytest.param(name, marks=interpreted) if name == "triton" else name for name in BACKENDS]
@@ -85,11 +85,11 @@ def test_every_backend_answers_as_torch(backend: str, batch: int, q_len: int, kv
     asked = AttentionRequest(*tensors, structure, 0.25, need_lse=True)
     right = F.scaled_dot_product_attention(*tensors, enable_gqa=True).transpose(1, 2)
     for request in (asked, replace(asked, sink_logits=torch.zeros(4))):
-        result = BACKENDS[backend].attend(request)
+        result = attended(BACKENDS[backend], request)
         assert torch.equal(result.out, right)
         assert result.lse is not None
         assert result.lse.shape == (batch, 4, q_len)
         for gradient in torch.autograd.grad(result.out.sum(), tensors):
             assert not gradient.any()
     with torch.no_grad():
-        assert torch.equal(BACKENDS[backend].attend(replace(asked, need_lse=False)).out, right)
+        assert torch.equal(attended(BACKENDS[backend], replace(asked, need_lse=False)).out, right)

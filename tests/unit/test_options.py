@@ -94,14 +94,12 @@ def test_fields_are_options_with_their_defaults(app: typer.Typer) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        (["--how-many", "few"], "Invalid value"),
-        (["--how-many", "0"], "Invalid value"),
-        (["--no-loud"], "No such option"),
-        (["--kind", "c"], "Invalid value"),
+        (["--how-many", "few"], "Invalid value"), (["--how-many", "0"], "Invalid value"),
+        (["--no-loud"], "No such option"), (["--kind", "c"], "Invalid value"),
         (["--how-often", "x"], "error: how_often is 'x', expected a number"),
         (["--how-many", "13"], "error: how_many: got 13, expected another number"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_sentences_with_exit_code_2(typed: list[str], says: str, app: typer.Typer) -> None:
     done = CliRunner().invoke(app, ["wanted", "a", *typed])
     assert (done.exit_code, says in done.output) == (2, True), done.output
@@ -110,13 +108,9 @@ def test_mistakes_are_sentences_with_exit_code_2(typed: list[str], says: str, ap
 def test_a_help_page_says_what_each_takes(app: typer.Typer) -> None:
     shown = " ".join(CliRunner().invoke(app, ["wanted", "--help"], terminal_width=200).output.split())
     helps = (
-        "Where it goes.",
-        "How many.",
-        "Loudly.",
-        "How often: a number.",
-        "What kind. One of a, b8.",
+        "Where it goes.", "How many.", "Loudly.", "How often: a number.", "What kind. One of a, b8.",
         "[default: 3]",
-    )
+    )  # fmt: skip
     assert all(words in shown for words in helps)
     assert shown.index("How many.") < shown.index("Where it goes"), "those of a base come last"
 
@@ -134,8 +128,8 @@ def test_every_option_has_a_help() -> None:
 
 SETTINGS: list[tuple[type[Options], Any]] = [
     (Eval, evaluation.Settings), (Eval, evaluation.Text), (Eval, evaluation.Loading), (Eval, evaluation.Limits),
-    (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, calibration.Masking),
-    (Verify, calibration.Judged), (Verify, calibration.Masking),
+    (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
+    (Verify, calibration.Judged), (Verify, evaluation.Masking),
 ]  # fmt: skip
 PROGRAMS = {"haystacks", "needles", "windows", "alpha", "rounds"}
 """Settings of a calibration that are no options."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.kind import LOOKED, CallSpec
 from adaattn_hf.attention.packing import FROM_FIRST, Packed
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.sdpa import packed
 from adaattn_hf.backends.sdpa.dispatch import way_of
@@ -129,19 +130,22 @@ def test_kernels_of_other_vendors_are_not_called(monkeypatch: pytest.MonkeyPatch
 def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
     q, k, v = (t.detach().float() for t in draw(structure))
     request = AttentionRequest(q, k, v, structure, scaling=0.3)
-    return CallSpec.of(request)._replace(**{"device": "cuda", "holes": False, **changes})  # type: ignore[arg-type]
+    kind = request.checked_kind()
+    seen = {"device": torch.device("cuda"), "features": kind.features | LOOKED}
+    return kind._replace(**{**seen, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("walking")
 def test_runs_that_end_with_their_keys_are_walked_where_a_kernel_can(monkeypatch: pytest.MonkeyPatch) -> None:
     structure = GATHERED["padding behind a past"]
     q, k, v = (t.detach() for t in draw(structure))
-    truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
-    torch.testing.assert_close(way_of(spec_of(structure))(q, k, v, 0.3, structure), truth)
-    for other in ({"device": "cpu"}, {"dtype": torch.float64}, {"head_dim": 6}):
-        assert way_of(spec_of(structure, **other))(q, k, v, 0.3, structure) is None
+    asked = AttentionRequest(q, k, v, structure, scaling=0.3)
+    torch.testing.assert_close(way_of(spec_of(structure))(asked), reference.attention(asked).out)
+    for other in ({"device": torch.device("cpu")}, {"dtype": torch.float64}, {"head_dim": 6}):
+        assert way_of(spec_of(structure, **other))(asked) is None
     windowed = REFUSED["window"]
-    assert way_of(spec_of(windowed))(*(t.detach() for t in draw(windowed)), 0.3, windowed) is None
+    tensors = (t.detach() for t in draw(windowed))
+    assert way_of(spec_of(windowed))(AttentionRequest(*tensors, windowed, 0.3)) is None
 
 
 @pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])

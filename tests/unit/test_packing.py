@@ -8,8 +8,8 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
+from adaattn_hf.patches.mask.packed_arguments import PackedArguments, caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
-from adaattn_hf.patches.mask.told import Told, told_to_model
 
 
 def sums(*lengths: int) -> Tensor:
@@ -25,12 +25,9 @@ def documents_of(lengths: list[int]) -> Tensor:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    causal=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 4)),
-    dense=st.booleans(),
-    known=st.booleans(),
-)
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 4)), dense=st.booleans(), known=st.booleans(),
+)  # fmt: skip
 def test_no_query_sees_another_document(
     lengths: list[int], causal: bool, window: int | None, dense: bool, known: bool
 ) -> None:
@@ -95,13 +92,10 @@ def test_positions_that_fall_back_are_borders(rows: list[list[int]], shared: boo
 @pytest.mark.parametrize(
     "positions",
     [
-        [0, 1, 2, 20, 21, 22],
-        [0, 2, 4, 6, 8, 10],
-        [0, 0, 1, 1, 2, 2],
-        [7, 7, 7, 7, 7, 7],
+        [0, 1, 2, 20, 21, 22], [0, 2, 4, 6, 8, 10], [0, 0, 1, 1, 2, 2], [7, 7, 7, 7, 7, 7],
         [0.0, 0.5, 1.0, 1.5, 2.0, 2.5],
     ],
-)
+)  # fmt: skip
 def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -> None:
     structure = CallStructure(1, 6, 6, causal=True)
     assert with_restarts(structure, torch.tensor([positions])) is structure
@@ -117,7 +111,7 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
 
 
 def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
-    assert told_to_model() == Told()
+    assert caller_arguments() == PackedArguments()
 
 
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
@@ -132,10 +126,10 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     structure, borders = CallStructure(1, 5, 5, causal=True), sums(2, 3)
     mask = StructuredMask(structure, torch.device("cpu"))
-    first = mask.once(with_documents, structure, borders, borders)
-    assert mask.once(with_documents, structure, borders, borders) is first
+    first = mask.packed(structure, borders, borders)
+    assert mask.packed(structure, borders, borders) is first
     others = sums(3, 2)
-    other = mask.once(with_documents, structure, others, others)
+    other = mask.packed(structure, others, others)
     assert not torch.equal(other.visible(), first.visible())
 
 
@@ -153,12 +147,10 @@ def test_causal_documents_whose_lengths_do_not_fit_are_refused(past: int, keys: 
 
 
 @given(
-    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    past=st.integers(0, 5),
-    cut=st.integers(0, 3),
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), past=st.integers(0, 5), cut=st.integers(0, 3),
     way=st.sampled_from(["one object", "two objects", "the first continues the cache"]),
     window=st.sampled_from([None, 3]),
-)
+)  # fmt: skip
 def test_documents_behind_a_cache_see_it_and_themselves(
     lengths: list[int], past: int, cut: int, way: str, window: int | None
 ) -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import HeadRules, as_dense_mask, joined_heads, some_heads, some_rows
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.rounding import through_int8
+from adaattn_hf.attention.slicing import as_dense_mask, joined_heads, some_heads, some_rows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
 
@@ -77,10 +79,13 @@ def test_each_head_has_its_precision() -> None:
 
 def test_facts_name_what_heads_ask_for() -> None:
     structure = CallStructure(1, N, N, causal=True)
-    assert not CallSpec.of(request_of(structure, None)).per_head
-    assert not CallSpec.of(request_of(structure, rules())).per_head
-    spec = CallSpec.of(request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))))
-    assert (spec.head_windows, spec.head_precision) == (True, "mixed")
+    assert not request_of(structure, None).checked_kind().per_head
+    assert not request_of(structure, rules()).checked_kind().per_head
+    spec = request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))).checked_kind()
+    assert spec.per_head
+    assert spec.features & HEAD_WINDOWS
+    assert spec.features & HEAD_BF16
+    assert spec.features & HEAD_INT8
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])
@@ -91,20 +96,18 @@ def test_facts_name_what_heads_ask_for() -> None:
 def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[str, Any], said: str) -> None:
     structure = CallStructure(1, N, N, causal=True)
     backend = BACKENDS[name]
-    assert any(said in reason for reason in backend.refusals(CallSpec.of(request_of(structure, rules(**changes)))))
-    plain = backend.refusals(CallSpec.of(request_of(structure, rules())))
+    assert any(said in reason for reason in backend.refusals(request_of(structure, rules(**changes)).checked_kind()))
+    plain = backend.refusals(request_of(structure, rules()).checked_kind())
     assert not any("per head" in reason for reason in plain)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"windows": (1,)}, "entries of windows"),
-        ({"windows": (-1, 0, 0)}, "window -1"),
-        ({"precisions": ("fp8",) * KV}, "fp8"),
-        ({"key_mean": torch.zeros(1, D)}, "key_mean"),
+        ({"windows": (1,)}, "entries of windows"), ({"windows": (-1, 0, 0)}, "window -1"),
+        ({"precisions": ("fp8",) * KV}, "fp8"), ({"key_mean": torch.zeros(1, D)}, "key_mean"),
     ],
-)
+)  # fmt: skip
 def test_rules_that_no_head_can_follow_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         rules(**changes)
@@ -121,7 +124,7 @@ def test_some_rows_keep_what_their_heads_see() -> None:
 def test_rules_of_another_number_of_heads_are_refused() -> None:
     short = HeadRules((0,), (0,), ("model",))
     with pytest.raises(ValueError, match="rules for 1 heads"):
-        request_of(CallStructure(1, N, N, causal=True), short)
+        request_of(CallStructure(1, N, N, causal=True), short).check()
 
 
 def test_heads_come_apart_and_together_again() -> None:
@@ -136,9 +139,9 @@ def test_rules_for_another_number_of_heads_are_refused() -> None:
     one = rules(windows=(5,), sinks=(0,), precisions=("model",))
     structure = CallStructure(1, N, N, causal=True)
     with pytest.raises(ValueError, match=rf"got rules for 1 heads, expected one for each of the {KV}"):
-        request_of(structure, one)
+        request_of(structure, one).check()
     with pytest.raises(ValueError, match=rf"per_head.key_mean: got shape .* expected \[{KV}, {D}\]"):
-        request_of(structure, rules(precisions=("int8",) * KV, key_mean=torch.zeros(KV, D + 1)))
+        request_of(structure, rules(precisions=("int8",) * KV, key_mean=torch.zeros(KV, D + 1))).check()
 
 
 @pytest.mark.parametrize(
@@ -148,4 +151,4 @@ def test_rules_for_another_number_of_heads_are_refused() -> None:
 def test_learned_sinks_that_no_kernel_reads_are_refused(sinks: Any) -> None:
     plain = request_of(CallStructure(1, N, N, causal=True), None)
     with pytest.raises(ValueError, match=r"sink_logits: got .*, expected a dense floating-point tensor on cpu"):
-        replace(plain, sink_logits=sinks)
+        replace(plain, sink_logits=sinks).check()

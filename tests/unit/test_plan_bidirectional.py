@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.plans import execute

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.eager import attention_weights
@@ -22,11 +22,9 @@ from ..support.processor import ROUNDS_BF16
 
 KV, GROUP, D, N = 2, 2, 16, 300
 CHOICES = [
-    make_choice("window", 48, 4),
-    make_choice(precision="int8"),
-    make_choice(rank=8),
+    make_choice("window", 48, 4), make_choice(precision="int8"), make_choice(rank=8),
     make_choice("window", 48, 4, rank=8, precision="int8"),
-]
+]  # fmt: skip
 # kernels of int8 products round the weights, too: tests/native/test_plans.py compares them with the definition
 ROUNDED = {"int8": "eager"}
 LOOSE = [make_choice(precision="bf16"), make_choice("window", 48, 4, precision="bf16")]
@@ -56,6 +54,13 @@ def _run(
     return execute.attend(program, AttentionRequest(query, key, value, structure, D**-0.5)).out
 
 
+def _defined(program: Program, request: AttentionRequest) -> torch.Tensor:
+    parts = enumerate(program.plan.choices)
+    return torch.cat(
+        [reference.attention(p.defined(some_heads(request, [i]), [i], program.tensors)).out for i, p in parts], 2
+    )
+
+
 def _structures() -> dict[str, CallStructure]:
     left = torch.ones(2, N, dtype=torch.bool)
     left[1, :77] = False
@@ -79,12 +84,8 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
     request = AttentionRequest(query[:, :, -structure.q_len :], key, value, structure, D**-0.5)
     program = _program(choice)
     found = execute.attend(program, request, ROUNDED.get(precision_of(choice))).out
-    parts = [
-        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
-        for head, pick in enumerate(program.plan.choices)
-    ]
     tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.double(), _defined(program, request), atol=tolerance, rtol=tolerance)
     exact = reference.attention(request).out
     assert (found[:, :, GROUP:].double() - exact[:, :, GROUP:]).abs().max() < 2e-5
     if name == "causal" and (ROUNDS_BF16 or choice.label != "bf16"):  # the approximation is no empty one
@@ -98,12 +99,8 @@ def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
     more = {"softcap": 3.0} if extra == "softcap" else {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
     request = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
     program = _program(choice)
-    parts = [
-        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
-        for head, pick in enumerate(program.plan.choices)
-    ]
     found = execute.attend(program, request, ROUNDED.get(precision_of(choice))).out
-    torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.double(), _defined(program, request), atol=2e-5, rtol=2e-5)
     plain = AttentionRequest(query, key, value, request.structure, D**-0.5)
     assert not torch.allclose(found, execute.attend(program, plain).out, atol=1e-3)
 
@@ -305,11 +302,7 @@ def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
     out = execute.attend(program, request).out
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = torch.autograd.grad(out, tensors, upstream)
-    parts = [
-        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
-        for head, pick in enumerate(program.plan.choices)
-    ]
-    wanted = torch.autograd.grad(torch.cat(parts, 2), tensors, upstream)
+    wanted = torch.autograd.grad(_defined(program, request), tensors, upstream)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 

@@ -18,11 +18,8 @@ from .test_plan import make_plan
 
 GOOD: dict[str, Any] = make_plan().to_dict()
 BAD: dict[str, bytes] = {
-    "no UTF-8": b"\xff\xfe{",
-    "nested": b"[" * 5000 + b"]" * 5000,
-    "a number of 9,000 digits": b'{"format": ' + b"9" * 9000 + b"}",
-    "a list": b"[]",
-    "empty": b"",
+    "no UTF-8": b"\xff\xfe{", "nested": b"[" * 5000 + b"]" * 5000,
+    "a number of 9,000 digits": b'{"format": ' + b"9" * 9000 + b"}", "a list": b"[]", "empty": b"",
     "protocol 5": json.dumps({**GOOD, "protocol": 5}).encode(),
     "half a character": json.dumps({**GOOD, "model_type": "\ud800"}).encode(),
     "layer 10**9": json.dumps({**GOOD, "layers": [{**GOOD["layers"][0], "layer": 10**9}]}).encode(),
@@ -33,7 +30,7 @@ BAD: dict[str, bytes] = {
     "400,000 heads": json.dumps(
         {**GOOD, "layers": [{**GOOD["layers"][0], "choices": GOOD["layers"][0]["choices"][1:] * 400_000}]}
     ).encode(),
-}
+}  # fmt: skip
 
 
 def show(path: Path, **expected: Any) -> Result:
@@ -64,9 +61,7 @@ def test_bad_configurations_are_refused_in_a_sentence(text: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", [("show", "p"), ("diff", "p", "p"), ("explore", "p", "--html", "h")])
-def test_a_place_that_may_not_be_looked_at_is_a_sentence(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_may_not_be_read_is_a_sentence(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -75,19 +70,15 @@ def test_a_place_that_may_not_be_looked_at_is_a_sentence(
 
 
 @pytest.mark.parametrize("words", ["show", "explore --html h"])
-def test_without_a_plan_it_is_said_how_to_come_by_one(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_plan_it_is_said_how_to_get_one(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = adaattn("plan", *words.split(), code=2)
-    said = " ".join(refused.stderr.split())
+    said = " ".join(adaattn("plan", *words.split(), code=2).stderr.split())
     assert said == "error: plan: no plan in adaattn-plan; run `adaattn calibrate MODEL`, or name another directory"
     for budget in ("0.1pct", "1pct"):
         (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
         (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()
-    refused = adaattn(
-        "plan", *words.split(), code=2, says="error: adaattn-plan holds no plan; expected a plan, or a directory or "
-    )
+    says = "error: adaattn-plan holds no plan; expected a plan, or a directory or "
+    refused = adaattn("plan", *words.split(), code=2, says=says)
     assert " ".join(refused.stderr.split()).endswith("such as adaattn-plan/0.1pct, adaattn-plan/1pct")
 
 
@@ -112,9 +103,6 @@ def test_control_sequences_do_not_reach_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     nasty = "\x1b]0;owned\x07\x1b[31m\u202e"
     changed = {**GOOD, "model_type": nasty, "verified": {**GOOD["verified"], "sentence": nasty}}
-    path.write_text(json.dumps(changed), encoding="utf-8")
-    result = show(path)
-    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
-    path.write_text(json.dumps({**GOOD, nasty: 1}), encoding="utf-8")
-    result = show(path, code=2)
-    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+    for data, code in ((changed, 0), ({**GOOD, nasty: 1}, 2)):
+        path.write_text(json.dumps(data), encoding="utf-8")
+        assert not set(show(path, code=code).output) & {"\x1b", "\x07", "\u202e"}

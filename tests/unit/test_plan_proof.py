@@ -1,7 +1,9 @@
 """A plan that contradicts its own proof is no plan, and no number in one is beyond what arithmetic bears."""
 
+import functools
 import json
 import math
+import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def verdict(**changes: Any) -> Plan:
 
 def test_a_bound_above_the_budget_did_not_pass() -> None:
     with pytest.raises(
-        PlanError, match=r"passed is true with an upper bound of 9\.0 .* budget of 0\.001: the plan contr"
+        PlanError, match=r"passed is true with an upper bound of 9\.0 .* budget of 0\.001: the plan con"
     ):
         verdict(upper=9.0)
     with pytest.raises(PlanError, match=r"protocol\.cache\.verified\.passed is true with an upper bound of 9\.0"):
@@ -64,17 +66,20 @@ def test_a_plan_without_the_hash_of_its_model_is_none(missing: str) -> None:
         of(weight_hash=missing)
 
 
-def test_a_plan_without_the_settings_of_its_model_is_none() -> None:
-    with pytest.raises(PlanError, match="configuration is empty, expected the model's settings; calibrate again"):
-        of(configuration={})
-    with pytest.raises(PlanError, match="configuration is list, expected a mapping"):
-        of(configuration=[])
-
-
-def test_a_plan_of_the_format_before_asks_for_another_calibration() -> None:
-    assert PLAN_FORMAT == 2
-    with pytest.raises(PlanError, match="plan format is 1, this version reads 2; calibrate again"):
-        Plan.from_dict({**of().to_dict(), "format": 1})
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("configuration", {}, "configuration is empty, expected the model's settings; calibrate again"),
+        ("configuration", [], "configuration is list, expected a mapping"),
+        ("format", PLAN_FORMAT - 1, "plan format is 1, this version reads 2; calibrate again"),
+        ("protocol", {"settings": []}, r"protocol\.settings is list"),
+        ("protocol", {"scoring": 5}, r"protocol\.scoring is int"),
+        ("protocol", {"decode": "fast"}, r"protocol\.decode is 'fast'"),
+    ],
+)
+def test_fields_that_say_nothing_of_the_model_or_the_proof_are_refused(name: str, value: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        of(**{name: value})
 
 
 HUGE = [10**400, -(10**400), 1e308, 10**5000]
@@ -86,9 +91,7 @@ HUGE = [10**400, -(10**400), 1e308, 10**5000]
 )
 def test_huge_numbers_are_refused_in_a_sentence(where: tuple[Any, ...], value: Any) -> None:
     data = make_plan().to_dict()
-    holder: Any = data
-    for key in where[:-1]:
-        holder = holder[key]
+    holder: Any = functools.reduce(operator.getitem, where[:-1], data)
     holder[where[-1]] = value
     with pytest.raises(PlanError, match="expected a"):
         Plan.from_dict(data)
@@ -110,25 +113,10 @@ def test_extreme_prices_are_drawn(price: float, tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_cache_of_another_kind_is_refused_when_the_plan_is_read(cache: Any) -> None:
-    with pytest.raises(
-        PlanError, match=r"protocol\.cache is .*expected a mapping with stored, one of model, int8, k8v4"
-    ):
+    with pytest.raises(PlanError, match=r"protocol\.cache is .*expected a mapping with stored, one of model, int8, k8"):
         of(protocol={"cache": cache})
     assert of(protocol={"cache": {"stored": "k8v4", "streaming": True}}).cache == ("k8v4", True)
 
 
-@pytest.mark.parametrize(
-    ("protocol", "says"),
-    [
-        ({"settings": []}, r"protocol\.settings is list"), ({"scoring": 5}, r"protocol\.scoring is int"),
-        ({"decode": "fast"}, r"protocol\.decode is 'fast'"),
-    ],
-)  # fmt: skip
-def test_what_is_read_of_the_protocol_is_checked(protocol: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        of(protocol=protocol)
-
-
 def test_no_file_holds_a_permission() -> None:
-    text = json.dumps(replace(make_plan(), verified=None).to_dict())
-    assert "unverified" not in text
+    assert "unverified" not in json.dumps(replace(make_plan(), verified=None).to_dict())

@@ -39,10 +39,9 @@ def test_flex_attention_computes_what_the_plan_does(layer: int) -> None:
     request = AttentionRequest(query, key, value, CallStructure(1, LENGTH, LENGTH, causal=True), 0.25)
     right = execute.attend(Program(rules, LayerTensors(), plan.max_length), request).out.transpose(1, 2)
 
-    def by_recipe(plan: Any) -> torch.Tensor:
+    def by_recipe(plan: Any) -> Any:
         seen = create_block_mask(recipe["mask_of"](plan, layer, HEADS), None, HEADS, LENGTH, LENGTH, device="cpu")
-        out: torch.Tensor = flex_attention(query, key, value, block_mask=seen, enable_gqa=True)
-        return out
+        return flex_attention(query, key, value, block_mask=seen, enable_gqa=True)
 
     torch.testing.assert_close(by_recipe(plan), right)
     assert not torch.allclose(by_recipe(longer), right, atol=1e-3), "rows behind the lengths are another function"

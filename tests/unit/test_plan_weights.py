@@ -61,12 +61,13 @@ def test_a_pass_changes_nothing() -> None:
 
 
 def quantised() -> Any:
-    """Layers that keep codes in buffers, beside one that comes anew with every pass."""
+    """Layers that keep codes in buffers, beside one that passes set by their length."""
     made = module()
     for part in (made.q_proj, made.k_proj):
         del part.weight
         part.register_buffer("codes", torch.ones(4, 4, dtype=torch.int8))
         part.register_buffer("passing", torch.ones(1), persistent=False)
+        part.rope_type = "dynamic"
     return made
 
 

@@ -12,7 +12,8 @@ from transformers.masking_utils import causal_mask_function
 
 triton = pytest.importorskip("triton")
 
-from adaattn_hf.attention import reference  # noqa: E402  (the others import triton)
+from adaattn_hf import load_plan  # noqa: E402  (the others import triton)
+from adaattn_hf.attention import reference  # noqa: E402
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
@@ -57,7 +58,7 @@ def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
         LayerPlan(layer.layer, layer.weights, (make_choice("window", window, 2),) * 2)
         for layer, window in zip(plan.layers, windows, strict=True)
     )
-    model.config.adaattn = {"plan": replace(plan, dtype="float16", layers=layers).to_dict()}
+    load_plan(model, replace(plan, dtype="float16", layers=layers))
     return model
 
 

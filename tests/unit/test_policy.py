@@ -50,6 +50,12 @@ def _launches(layer: Sequence[int], launch: Sequence[int], constant: Sequence[fl
     return Launches(np.array(layer), np.array(launch), np.tile(np.array(constant, dtype=float), (1, len(layer), 1)))
 
 
+def _cheapest(prices: np.ndarray, risks: np.ndarray, budget: np.ndarray, costs: Launches) -> float:
+    """By enumeration."""
+    every = (evaluate(np.array(p), prices, risks, costs) for p in itertools.product(range(3), repeat=4))
+    return min(a.price for a in every if (a.risk <= budget).all())
+
+
 @given(seed=st.integers(0, 10_000), bins=st.sampled_from([1, 2]), fixed=st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_knapsack_is_optimal_against_enumeration(seed: int, bins: int, fixed: bool) -> None:
@@ -57,9 +63,7 @@ def test_knapsack_is_optimal_against_enumeration(seed: int, bins: int, fixed: bo
     costs = launches if fixed else Launches.free(4, 3)
     found = allocate(prices, risks, budget, costs, gap=0.0)
     assert (found.risk <= budget).all()
-    every = (evaluate(np.array(p), prices, risks, costs) for p in itertools.product(range(3), repeat=4))
-    best = min(a.price for a in every if (a.risk <= budget).all())
-    assert found.price == pytest.approx(best, rel=1e-6)
+    assert found.price == pytest.approx(_cheapest(prices, risks, budget, costs), rel=1e-6)
 
 
 def test_enumeration_would_notice_a_worse_answer() -> None:
@@ -67,7 +71,8 @@ def test_enumeration_would_notice_a_worse_answer() -> None:
     found = allocate(prices, risks, np.array([1.0]), launches, gap=0.0)
     assert found.picks.any()
     assert evaluate(np.zeros(4, dtype=np.int64), prices, risks, launches).price > found.price
-    assert allocate(prices, risks, np.zeros(1), launches).picks.tolist() == [0, 0, 0, 0]
+    for budget in (0.0, 1e-26):
+        assert allocate(prices, risks, np.array([budget]), launches).picks.tolist() == [0, 0, 0, 0]
 
 
 @given(seed=st.integers(0, 1000))
@@ -83,10 +88,8 @@ def _cheapest_by_length(random: np.random.Generator, rises: bool) -> list[float]
     measured, names = (512, 2048, 8192), ("exact", "window", "rounded")
     lines = np.sort(random.uniform(0.0, 1.0, (3, len(names), 2)), axis=0)[:: 1 if rises else -1]
     lines[:, :, 0] *= random.integers(0, 2, len(names))  # some launches have no constant
-    rows = {
-        n: {k: Price(*own) for k, own in zip(names, line, strict=True)} for n, line in zip(measured, lines, strict=True)
-    }
-    table = PriceTable("m", {}, {"prefill": rows})
+    rows = [{name: Price(*own) for name, own in zip(names, line, strict=True)} for line in lines]
+    table = PriceTable("m", {}, {"prefill": dict(zip(measured, rows, strict=True))})
     risks = random.exponential(1e-4, (1, 4, len(names)))
     risks[:, :, 0] = 0.0
     found = []
@@ -99,14 +102,11 @@ def _cheapest_by_length(random: np.random.Generator, rises: bool) -> list[float]
 @given(seed=st.integers(0, 10_000))
 @settings(deadline=None, max_examples=25)
 def test_a_longer_sequence_has_no_cheaper_plan(seed: int) -> None:
-    """Where no launch is faster on more tokens."""
+    """Where no launch is faster on more tokens; prices that fall with the length would show."""
     costs = _cheapest_by_length(np.random.default_rng(seed), rises=True)
     assert all(b >= a * (1 - 1e-6) for a, b in itertools.pairwise(costs))
-
-
-def test_prices_that_fall_with_the_length_would_show() -> None:
-    costs = _cheapest_by_length(np.random.default_rng(0), rises=False)
-    assert costs[-1] < costs[0]
+    falling = _cheapest_by_length(np.random.default_rng(0), rises=False)
+    assert falling[-1] < falling[0]
 
 
 def test_risks_of_a_plan_are_those_of_its_worst_length() -> None:
@@ -159,11 +159,10 @@ def test_price_lines_interpolate_and_round_trip() -> None:
         ({"prefill": {"64": {"exact": [1.0, math.inf]}}}, "a slope of inf"),
         ({"prefill": {"64": {"exact": [1.0]}}}, "not a table of prices"),
         ({"prefill": {"64": {"exact": None}}}, "not a table of prices"),
-        ({"prefill": {"0": {"exact": [1.0, 1.0]}}}, "one below 1 token"),
-        ({"prefill": {"64": {}}}, "without prices"),
+        ({"prefill": {"0": {"exact": [1.0, 1.0]}}}, "one below 1 token"), ({"prefill": {"64": {}}}, "without prices"),
         ({"prefill": []}, "not a table of prices"),
     ],
-)
+)  # fmt: skip
 def test_a_table_of_what_are_no_prices_is_refused(prices: object, says: str) -> None:
     """The solver would take a negative price for a saving, and forbid exact attention where its price is no number."""
     with pytest.raises(ValueError, match=says):
@@ -183,9 +182,7 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     assert candidates(4096, 64, "float32", ("rank",)).choices == (EXACT, make_choice(rank=32), make_choice(rank=48))
     with pytest.raises(ValueError, match="Did you mean 'window'"):
         candidates(4096, 64, "float32", ("windows",))
-
-
-def test_ranks_are_considered_on_a_gpu_where_they_are_named() -> None:
+    # ranks are considered on a GPU where they are named
     assert offered(FAMILIES, on_cuda=False) == FAMILIES
     assert set(FAMILIES) - set(offered(FAMILIES, on_cuda=True)) == {"rank"}
     assert offered(("window", "rank"), on_cuda=True) == ("window", "rank")
@@ -211,25 +208,23 @@ def test_hopeless_is_what_more_text_cannot_turn() -> None:
     assert not hopeless(Ratio(2e-3, None, 1, 1.0), 1e-3, sizes, 12, 0.05)
 
 
-def test_failures_share_the_error_rate_and_advances_are_counted() -> None:
-    attempts = Attempts(0.06, 3, 1)
+@pytest.mark.parametrize(("tries", "reserved", "left"), [(3, 0, 0.0), (2, 1, 0.02)])
+def test_failures_share_the_error_rate_with_what_is_tested_after_the_last(
+    tries: int, reserved: int, left: float
+) -> None:
+    attempts = Attempts(0.06, tries, 1, reserved=reserved)
     assert attempts.level == pytest.approx(0.02)
+    assert attempts.left == 0.06
     bolder = attempts.advanced()
     assert bolder is not None
     assert bolder.level == attempts.level
     assert bolder.advanced() is None
-    assert attempts.failed().failed().failed().exhausted
-    assert attempts.failed().failed().failed().advanced() is None
-    assert attempts.failed().failed().failed().left == pytest.approx(0.0)
-
-
-def test_what_is_tested_after_the_last_failure_has_a_share_of_its_own() -> None:
-    attempts = Attempts(0.06, 2, 1, reserved=1)
-    assert attempts.level == pytest.approx(0.02)
-    assert attempts.left == 0.06
-    failed = attempts.failed().failed()
+    failed = attempts
+    for _ in range(tries):
+        failed = failed.failed()
     assert failed.exhausted
-    assert failed.left == pytest.approx(0.02)
+    assert failed.advanced() is None
+    assert failed.left == pytest.approx(left)
 
 
 def bound_at(law: LossLaw, kl: float, sequences: int, level: float) -> float:
@@ -249,8 +244,7 @@ def test_the_law_of_the_loss_is_learned_and_turned_round() -> None:
     assert law.per_kl == pytest.approx(2.0, abs=0.2)
     assert law.spread == pytest.approx(0.03, rel=0.15)
     assert law.per_kl_error < 0.2 < guess.per_kl_error
-    few = guess.learned([seen(4e-4, 3)])
-    assert few.per_kl_error > 0.3, "three sequences say little"
+    assert guess.learned([seen(4e-4, 3)]).per_kl_error > 0.3, "three sequences say little"
     for level in (0.05, 0.001):
         kl = law.affordable(9e-4, 30, level)
         assert bound_at(law, kl, 30, level) == pytest.approx(9e-4)
@@ -258,8 +252,7 @@ def test_the_law_of_the_loss_is_learned_and_turned_round() -> None:
     assert 12 <= law.shard(9e-4, 12, 36, 0.02) <= 36
     assert law.shard(9e-2, 12, 36, 0.02) == 12, "a large budget needs little text"
     assert guess.learned([]) == guess
-    gaining = LossLaw(-2.0, 0.1, 0.03)
-    assert gaining.affordable(9e-4, 30, 0.05) > 1e-4
+    assert LossLaw(-2.0, 0.1, 0.03).affordable(9e-4, 30, 0.05) > 1e-4
 
 
 def test_rounding_adds_to_the_spread_and_not_to_the_mean() -> None:
@@ -321,8 +314,7 @@ def test_documents_of_unequal_size_err_no_oftener(sizes: tuple[int, ...], level:
     def upper() -> float:
         return clustered_ratio(*clustered(names, random.standard_normal(len(names)).tolist(), tokens)).upper(1 - level)
 
-    failed = float(np.mean([upper() < 0.0 for _ in range(4000)]))
-    assert 0.5 * level < failed < 1.35 * level
+    assert 0.5 * level < float(np.mean([upper() < 0.0 for _ in range(4000)])) < 1.35 * level
 
 
 @pytest.mark.parametrize(
@@ -352,11 +344,6 @@ def test_gates_of_the_user_are_kept_to_the_letter() -> None:
     assert Gates(1e-3, 0.99).nearest(1e-4, 1e-4, 0.991)[0] == "the likeliest token"
 
 
-def test_a_tiny_budget_is_no_trouble_for_the_solver() -> None:
-    prices, risks, _, launches = _problem(0, 1)
-    assert not allocate(prices, risks, np.array([1e-26]), launches).picks.any()
-
-
 def test_units_of_a_launch_share_its_fixed_cost() -> None:
     """Shares add up to the price of the whole."""
     rng = np.random.default_rng(3)
@@ -378,8 +365,7 @@ def test_a_choice_is_not_cheap_because_its_launch_is_dear_only_once() -> None:
     found = allocate(prices, risks, np.ones(1), launches, gap=0.0)
     assert found.picks.tolist() == [1, 1]
     assert found.price == pytest.approx(1.9)
-    dear = evaluate(np.array([2, 2]), prices, risks, launches)
-    assert dear.price == pytest.approx(5.0), "the launch once"
+    assert evaluate(np.array([2, 2]), prices, risks, launches).price == pytest.approx(5.0), "the launch once"
     assert evaluate(np.array([1, 2]), prices, risks, launches).price == pytest.approx(5.9), "its dearest"
 
 
@@ -393,9 +379,7 @@ def test_launches_that_dwarf_the_prices_of_heads_are_no_trouble_for_the_solver(s
     risks[:, :, 0] = 0.0
     launches = _launches([0, 0, 1, 1], random.integers(0, 2, 3), 3e-7 * random.random(3))
     budget = np.array([2e-6])
-    found = allocate(prices, risks, budget, launches)
-    every = (evaluate(np.array(p), prices, risks, launches) for p in itertools.product(range(3), repeat=4))
-    assert found.price <= 1.0001 * min(a.price for a in every if (a.risk <= budget).all())
+    assert allocate(prices, risks, budget, launches).price <= 1.0001 * _cheapest(prices, risks, budget, launches)
 
 
 @given(seed=st.integers(0, 10_000), noise=st.sampled_from([0.0, 1e-7, 1e-4, 1e-2]), fixed=st.booleans())
@@ -481,27 +465,20 @@ def test_progress_is_heard_while_a_solver_is_not(tmp_path: Path, monkeypatch: py
 
 def test_allocating_is_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     solve: Any = scipy.optimize.milp
-    monkeypatch.setattr(
-        knapsack, "milp", lambda *given, **options: (os.write(1, b"a line"), solve(*given, **options))[1]
-    )
+    monkeypatch.setattr(knapsack, "milp", lambda *given, **more: (os.write(1, b"a line"), solve(*given, **more))[1])
     prices, risks = np.array([[2.0, 1.0]]), np.zeros((1, 1, 2))
     assert knapsack.allocate(prices, risks, np.ones(1)).picks.tolist() == [1]
     assert capfd.readouterr().out == ""
-
-
-def test_a_process_without_standard_output_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
-    done = []
     with silenced(file=1 << 20):  # no file of this process has such a number
-        done.append(True)
-    assert done
+        assert knapsack.allocate(prices, risks, np.ones(1)).picks.tolist() == [1]
 
 
 def test_picks_beyond_the_budget_are_made_exact_by_the_least_that_helps() -> None:
     prices, budget, free = np.tile([3.0, 1.0], (3, 1)), np.array([1.0]), Launches.free(3, 2)
     risks = np.array([[[0.0, 0.4], [0.0, 0.5], [0.0, 0.6]]])
-    assert knapsack.repair(np.array([1, 1, 1]), prices, risks, budget, free).picks.tolist() == [1, 0, 1]
-    assert knapsack.repair(np.array([1, 1, 1]), prices, 3 * risks, budget, free).picks.tolist() == [0, 0, 0]
+    for factor, picks in ((1, [1, 0, 1]), (3, [0, 0, 0])):
+        assert knapsack.repair(np.array([1, 1, 1]), prices, factor * risks, budget, free).picks.tolist() == picks
 
 
 def test_a_solver_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function
 
-from adaattn_hf.patches.cache.tokens import Tokens
+from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
@@ -76,18 +76,18 @@ def test_an_additive_or_boolean_mask_elsewhere_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["adaattn", "adaattn_native", "adaattn_eager"])
 def test_what_turns_codes_into_numbers_lies_with_them(name: str, what: str) -> None:
     module, attend, query = layer(), serve(name), torch.randn(1, 4, 1, 32)
-    tokens = Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
-    tokens.append(torch.randn(1, 2, 19, 32), torch.randn(1, 2, 19, 32))
+    cached = CachedLayer("int8")
+    cached.update(torch.randn(1, 2, 19, 32), torch.randn(1, 2, 19, 32))
     for _ in range(2):
         with torch.no_grad():
-            key, value = tokens.shown()
+            key, value = cached.keys, cached.values
             record: Any = key.record
             own = getattr(record, what)
             setattr(record, what, (torch.zeros(1, 2, 32) if own is None else own).to("meta"))
             moved = said(lambda key=key, value=value: attend(module, query, key, value, None))
             assert moved.startswith(f"stored.{what}: got a tensor on meta for codes on cpu")
             for _ in range(2):
-                attend(module, query, *tokens.shown(), None)
+                attend(module, query, cached.keys, cached.values, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

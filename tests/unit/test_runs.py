@@ -15,8 +15,7 @@ RULES = [(None, 0), (70, 0), (70, 3)]
 
 
 def structure(window: int | None, sinks: int) -> CallStructure:
-    made = Runs.of(aligned_runs(Q, K, 425, 1010, True), 1, 425, 1010, True, window)
-    return made.with_changes(sinks=sinks)
+    return Runs.of(aligned_runs(Q, K, 425, 1010, True), 1, 425, 1010, True, window).with_changes(sinks=sinks)
 
 
 def alone(window: int | None, sinks: int, n: int) -> CallStructure:
@@ -47,10 +46,8 @@ def test_backends_compute_each_run_alone(backend: str, window: int | None, sinks
     out = select.attend(AttentionRequest(query, key, value, structure(window, sinks), 0.25), backend).out
     for n in range(4):
         q, k = slice(Q[n], Q[n + 1]), slice(K[n], K[n + 1])
-        right = attention(
-            AttentionRequest(query[:, :, q], key[:, :, k], value[:, :, k], alone(window, sinks, n), 0.25)
-        ).out
-        torch.testing.assert_close(out[:, q], right.float(), atol=1e-5, rtol=1e-5)
+        own = AttentionRequest(query[:, :, q], key[:, :, k], value[:, :, k], alone(window, sinks, n), 0.25)
+        torch.testing.assert_close(out[:, q], attention(own).out.float(), atol=1e-5, rtol=1e-5)
     assert not out[:, 420:].any()
 
 
@@ -58,11 +55,9 @@ def test_places_say_without_data_which_rows_a_plan_speaks_for() -> None:
     made = structure(None, 0)
     assert made.places == (0, 400)
     assert rows_within(made, 400, torch.device("cpu")) is True
-    some = rows_within(made, 300, torch.device("cpu"))
-    assert torch.equal(some, made.positions("cpu") < 300)
-    steps = Runs.of(
-        [run._replace(q_start=0) for run in aligned_runs((0, 1), (0, 50), 1, 60, True)], 1, 1, 60, True, None
-    )
+    assert torch.equal(rows_within(made, 300, torch.device("cpu")), made.positions("cpu") < 300)
+    runs = [run._replace(q_start=0) for run in aligned_runs((0, 1), (0, 50), 1, 60, True)]
+    steps = Runs.of(runs, 1, 1, 60, True, None)
     assert steps.places == (49, 50)
     assert rows_within(steps, 49, torch.device("cpu")) is False
     assert CallStructure(1, 3, 9, True, 6).places == (6, 9)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from adaattn_hf.attention.kind import GRAD
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.sdpa import dispatch, kernels
 
@@ -29,10 +29,10 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
     query = torch.empty(3, 8, 1, dim, device="meta", dtype=dtype)
     key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
     structure = CallStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
-    spec = spec_of(AttentionRequest(query, key, key, structure, dim**-0.5))._replace(device="cuda")
-    way = dispatch.way_of(spec)
+    request = AttentionRequest(query, key, key, structure, 0.125)
+    way = dispatch.way_of(request.checked_kind()._replace(device=torch.device("cuda")))
     with NamedOperators() as noted:
-        out = way(query, key, key, 0.125, structure)
+        out = way(request)
     assert out is not None
     assert out.shape == (3, 1, 8, dim)
     names: list[str] = noted.names
@@ -66,7 +66,7 @@ def test_gradients_go_through_the_operator(device: None) -> None:
     query = torch.empty(1, 2, 1, 64, dtype=torch.float16, requires_grad=True)
     key = torch.empty(1, 2, 8, 64, dtype=torch.float16)
     structure = CallStructure(1, 1, 8, causal=True, q_offset=7)
-    spec = spec_of(AttentionRequest(query, key, key, structure, 0.125))._replace(device="cuda")
+    spec = AttentionRequest(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
     assert spec.needs_grad
     assert not kernels.steps_by_flash(spec)
-    assert kernels.steps_by_flash(spec._replace(needs_grad=False))
+    assert kernels.steps_by_flash(spec._replace(features=spec.features & ~GRAD))

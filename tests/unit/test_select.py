@@ -6,16 +6,36 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.kind import (
+    BIAS,
+    COMPILING,
+    DROPOUT,
+    GRAD,
+    HEAD_WINDOWS,
+    LOOKED,
+    LSE,
+    ONE_QUERY,
+    OPTIONS,
+    PER_HEAD,
+    SINKS,
+    SOFTCAP,
+    CallSpec,
+)
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import base, select
-from adaattn_hf.backends.base import Backend
+from adaattn_hf.backends import select
+from adaattn_hf.backends.base import Backend, Kernel
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.sdpa import dispatch
+
+from ..support.requests import kind_with as spec
 
 
 class Picky(Backend):
     """Refuses what it is told to refuse, and counts how often it is asked."""
+
+    supports = EagerBackend.supports
 
     def __init__(self, name: str, missing: tuple[str, ...] = (), reasons: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -25,17 +45,16 @@ class Picky(Backend):
         self.asked += 1
         return self.lacks
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         return self.reasons
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
-        return EagerBackend().attend(request)
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+        return EagerBackend().kernel(kind, rules)
 
 
-def spec(**changes: Any) -> CallSpec:
-    x = torch.zeros(1, 2, 3, 4)
-    request = AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0)
-    return CallSpec.of(request)._replace(**changes)
+def call(head_dim: int = 4) -> AttentionRequest:
+    x = torch.zeros(1, 2, 3, head_dim)
+    return AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0)
 
 
 @pytest.fixture
@@ -46,25 +65,25 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
         "willing": Picky("willing"),
     }
     monkeypatch.setattr(select, "BACKENDS", backends)
-    monkeypatch.setattr(select, "order", lambda spec: ("absent", "strict", "willing"))
+    monkeypatch.setattr(select, "order", lambda kind: ("absent", "strict", "willing"))
     monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "_said", set())
     return backends
 
 
 def test_the_first_that_refuses_nothing_is_taken_and_remembered(three: dict[str, Picky]) -> None:
     assert select.choose(spec()) is three["willing"]
-    assert select.choose(spec()) is three["willing"]
-    assert [backend.asked for backend in three.values()] == [1, 1, 1]
-    select.choose(spec(head_dim=8))
-    assert [backend.asked for backend in three.values()] == [2, 2, 2]
+    for asked in (2, 2, 3):
+        select.attend(call(4 if asked == 2 else 8))
+        assert [backend.asked for backend in three.values()] == [asked] * 3
 
 
 def test_one_line_says_which_was_taken_and_why_not_the_others(
     three: dict[str, Picky], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="adaattn_hf"):
-        select.choose(spec())
-        select.choose(spec(head_dim=8))
+        select.attend(call())
+        select.attend(call(8))
     assert len(caplog.records) == 1
     (line,) = caplog.messages
     for part in ("willing serves cpu float32", "absent is not installed", "dislikes Tuesdays; strict dislikes floats"):
@@ -73,7 +92,7 @@ def test_one_line_says_which_was_taken_and_why_not_the_others(
 
 def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="adaattn_hf"):
-        select.choose(spec(compiling=True))
+        select._made(spec(COMPILING), None, None)
     assert caplog.messages == []
 
 
@@ -103,16 +122,16 @@ def test_every_order_ends_with_backends_that_serve_everything(device: str) -> No
 
 
 def test_eager_refuses_nothing() -> None:
-    hardest = spec(softcap=True, sink_logits=True, need_lse=True, bias=True, kind="irregular", dropout=True)
+    hardest = spec(SOFTCAP, SINKS, LSE, BIAS, DROPOUT, shape="irregular")
     assert select.refusals_of("eager", hardest) == ()
     assert select.refusals_of("sdpa", hardest) != ()
     assert select.choose(hardest).name == "eager"
 
 
 def test_the_log_sum_exp_of_other_devices_is_left_to_plain_attention() -> None:
-    (reason,) = select.refusals_of("sdpa", spec(device="mps", need_lse=True))
+    (reason,) = select.refusals_of("sdpa", spec(LSE, device="mps"))
     assert reason == "torch's kernels have no log-sum-exp"
-    assert select.choose(spec(device="mps", need_lse=True)).name == "eager"
+    assert select.choose(spec(LSE, device="mps")).name == "eager"
 
 
 def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
@@ -121,10 +140,10 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
     def first(kv_len: int) -> str:
         query, key = torch.zeros(1, 12, 1, 64), torch.zeros(1, 12, 1, 64).expand(1, 12, kv_len, 64)
         structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1)
-        return select.order(CallSpec.of(AttentionRequest(query, key, key, structure, 1.0)))[0]
+        return select.order(AttentionRequest(query, key, key, structure, 1.0).checked_kind())[0]
 
     assert [first(64), first(16384)] == ["native", "sdpa"]
-    assert select.order(spec(decode=True, kind="suffix", compiling=True))[0] == "sdpa"
+    assert select.order(spec(ONE_QUERY, COMPILING, shape="suffix"))[0] == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +153,8 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
 )
 def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], first: str) -> None:
     """Nothing to gather in a packed row; in a padded batch our own kernels read tokens where they are."""
-    ragged: dict[str, Any] = {"device": "cuda", "kind": "ragged", "holes": False, "pairs": 1 << 33, **changes}
-    assert select.order(spec(**ragged))[0] == first
+    ragged: dict[str, Any] = {"device": "cuda", "shape": "ragged", "pairs": 1 << 33, **changes}
+    assert select.order(spec(LOOKED, **ragged))[0] == first
 
 
 @pytest.mark.parametrize(
@@ -150,22 +169,23 @@ def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_
     groups: int, dim: int, longest: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
-    packed: dict[str, Any] = {"kind": "ragged", "holes": False, "packed": longest, "pairs": 1 << 33}
+    packed: dict[str, Any] = {"shape": "ragged", "packed": longest, "pairs": 1 << 33}
     heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
-    assert select.order(spec(device="cuda", **packed, **heads))[0] == first
+    assert select.order(spec(LOOKED, device="cuda", **packed, **heads))[0] == first
 
 
 @pytest.mark.parametrize(
     ("changes", "first"),
     [
         ({}, "sdpa"), ({"pairs": 1 << 26}, "fa4"), ({"head_dim": 128, "head_dim_v": 128}, "fa4"),
-        ({"dtype": torch.float32}, "fa4"), ({"sink_logits": True}, "fa4"), ({"needs_grad": False}, "triton"),
+        ({"dtype": torch.float32}, "fa4"), ({"more": SINKS}, "fa4"), ({"grad": 0}, "triton"),
     ],
 )  # fmt: skip
 def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict[str, Any], first: str) -> None:
-    light: dict[str, Any] = {"device": "cuda", "kind": "ragged", "holes": False, "needs_grad": True, "pairs": 1 << 25}
+    light: dict[str, Any] = {"device": "cuda", "shape": "ragged", "pairs": 1 << 25}
     half = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64}
-    asked = spec(**light | half | changes)
+    bits = LOOKED, changes.pop("grad", GRAD), changes.pop("more", 0)
+    asked = spec(*bits, **light | half | changes)
     assert select.order(asked)[0] == first
     assert (dispatch.way_of(asked) is dispatch._masked) is (first == "sdpa")
 
@@ -174,19 +194,19 @@ def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict
 @pytest.mark.parametrize("pairs", [1 << 20, 1 << 19])
 def test_heavy_steps_are_ours_on_hopper(pairs: int, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
-    step: dict[str, Any] = {"device": "cuda", "kind": "suffix", "decode": True, "keys": 1 << 15, "pairs": pairs}
+    step: dict[str, Any] = {"device": "cuda", "shape": "suffix", "keys": 1 << 15, "pairs": pairs}
     heads: dict[str, Any] = {"dtype": torch.float16, "groups": 4, "head_dim": 128, "head_dim_v": 128}
-    assert (select.order(spec(**step | heads))[0] == "triton") is (hopper and pairs == 1 << 20)
+    assert (select.order(spec(ONE_QUERY, **step | heads))[0] == "triton") is (hopper and pairs == 1 << 20)
 
 
 def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> None:
     """As docs/results/gpu_plans.md has it; exact heavy calls go to the build for inference first."""
-    windows = {"device": "cuda", "head_windows": True, "head_dim": 128, "head_dim_v": 128}
-    assert select.order(spec(**windows, pairs=1 << 30)) == ("fa4", "triton")
-    assert select.order(spec(**windows, pairs=1 << 29)) == ("triton", "fa4")
+    bits, wide = (HEAD_WINDOWS, PER_HEAD), {"head_dim": 128, "head_dim_v": 128}
+    assert select.order(spec(*bits, device="cuda", **wide, pairs=1 << 30)) == ("fa4", "triton")
+    assert select.order(spec(*bits, device="cuda", **wide, pairs=1 << 29)) == ("triton", "fa4")
     small = {"head_dim": 64, "head_dim_v": 64}
-    assert select.order(spec(**windows | small, pairs=1 << 33)) == ("triton", "fa4")
-    assert select.order(spec(device="cuda", kind="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
+    assert select.order(spec(*bits, device="cuda", **small, pairs=1 << 33)) == ("triton", "fa4")
+    assert select.order(spec(device="cuda", shape="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
 
 
 def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not() -> None:
@@ -194,7 +214,7 @@ def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not()
     packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
     padded = CallStructure(1, 12, 12, causal=True, key_padding=padding)
     x = torch.zeros(1, 2, 12, 4)
-    seen = [base.spec_of(AttentionRequest(x, x, x, s, 1.0), "native").packed for s in (packed, padded)]
+    seen = [AttentionRequest(x, x, x, s, 1.0).checked_kind(named=True).packed for s in (packed, padded)]
     assert seen == [4, 0]
 
 
@@ -205,17 +225,17 @@ def test_what_was_decided_is_remembered_and_does_not_pile_up(
     monkeypatch.setattr(select, "MOST", 3)
     three["willing"].reasons = reasons
     for size in range(1, 9):
-        assert select.serving(spec(head_dim=size)) is (None if reasons else three["willing"])
+        assert (select.kernel_of(call(size)) is None) is bool(reasons)
         assert len(select.launches) <= 3
     asked = three["willing"].asked
-    assert select.serving(spec(head_dim=8)) is (None if reasons else three["willing"])
+    assert (select.kernel_of(call(8)) is None) is bool(reasons)
     assert three["willing"].asked == asked
 
 
 @pytest.mark.parametrize("name", select.BACKENDS)
 def test_what_a_backend_does_not_name_it_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option that is added to requests is served by nobody who has not heard of it."""
-    monkeypatch.setitem(base.OPTIONS, "decode", "planted option")
+    monkeypatch.setitem(OPTIONS, ONE_QUERY, "planted option")
     backend = select.BACKENDS[name]
-    assert any(said.endswith("have no planted option") for said in backend.refusals(spec(decode=True)))
-    assert not any("planted" in said for said in backend.refusals(spec(decode=False)))
+    assert any(said.endswith("have no planted option") for said in backend.refusals(spec(ONE_QUERY)))
+    assert not any("planted" in said for said in backend.refusals(spec()))

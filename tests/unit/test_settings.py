@@ -37,14 +37,11 @@ def test_a_setting_without_effect_says_so_when_the_model_runs(settings: Any, say
         model(input_ids=tokens())
 
 
-def test_the_same_settings_are_refused_where_they_are_made() -> None:
+def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
     with pytest.raises(ConfigError, match="with a budget of 0"):
         AdaAttnConfig(preset="fast")
     with pytest.raises(ConfigError, match="preset: got 'nonsense'"):
         AdaAttnConfig(preset="nonsense", budget=0.1)
-
-
-def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
     presets = [adaattn_hf.load_preset(name) for name in adaattn_hf.preset_names()]
     assert [preset.preset for preset in presets] == ["balanced", "exact", "fast", "long_context"]
     assert all(AdaAttnConfig.from_dict(preset.to_dict()) == preset for preset in presets)

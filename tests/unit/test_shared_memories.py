@@ -3,12 +3,17 @@
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from adaattn_hf.backends import select
 from adaattn_hf.plans import store
+
+from ..support.requests import kind_with
+
+KIND = kind_with()
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +28,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
+KERNEL: Any = print
+
+
 def at_once(work: Callable[[int], None], threads: int = 8) -> None:
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, range(threads)))
@@ -31,7 +39,8 @@ def at_once(work: Callable[[int], None], threads: int = 8) -> None:
 def test_more_kinds_than_are_remembered() -> None:
     def work(thread: int) -> None:
         for turn in range(50_000):
-            select.remember((thread, turn), turn)
+            kind = KIND._replace(head_dim=thread, pairs=turn)
+            assert select.remember(select.launches, (kind, None), KERNEL) is KERNEL
 
     at_once(work)
     assert len(select.launches) <= select.MOST + 8

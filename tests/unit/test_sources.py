@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration.corpus import RUN, TokenSequence, draw, refuse_copies
 from adaattn_hf.calibration.inputs import _draw, _each
+from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.texts import read_documents, refuse_repeats
-from adaattn_hf.calibration.verify import Evidence
+from adaattn_hf.eval.texts import read_documents, refuse_repeats
+from adaattn_hf.eval.windows import RUN, TokenSequence, draw, refuse_copies
 
 from ..support.calibration import open_inputs
 from ..support.letters import encode, lettered_llama, random_letters

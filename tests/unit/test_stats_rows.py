@@ -69,9 +69,7 @@ def test_uniform_one_hot_and_empty_rows() -> None:
     assert found["keys"][0].tolist() == [256, 256, 0]
     assert found["distance_mass"][0, 1].tolist() == [0, 1, 0, 0, 0, 0, 0]  # 55 keys back
     assert found["sink_mass"][0].tolist() == pytest.approx([4 / 256, 0, 0])
-
-
-def test_sinks_are_those_of_the_own_document() -> None:
+    # sinks are those of the own document
     weights = torch.full((1, 1, 40), 1 / 20)
     visible = (torch.arange(40) >= 20)[None, None]
     found = profile.row_statistics(weights * visible, visible, torch.tensor([39]))
@@ -81,8 +79,7 @@ def test_sinks_are_those_of_the_own_document() -> None:
 def test_sums_do_not_depend_on_how_many_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = drawn(3)
     rows = torch.arange(0, 137, 3)
-    visible = causal_visible(rows, 137)[None]
-    arguments = (query[:, rows], key, value, visible, rows)
+    arguments = (query[:, rows], key, value, causal_visible(rows, 137)[None], rows)
     whole = profile.head_sums(*arguments, scaling=0.3)
     monkeypatch.setattr(profile, "_CHUNK_ELEMENTS", 4 * 137 * 5)
     parts = profile.head_sums(*arguments, scaling=0.3)
@@ -123,8 +120,7 @@ def test_a_pooled_map_is_the_mean_of_its_pixels() -> None:
     query, key, _ = drawn(5, heads=1, kv_heads=1, n=96)
     visible = causal_visible(torch.arange(96), 96)
     image = profile.pooled_weights(query[0], key[0], iter(visible.split(7)), (8, 12), scaling=0.3)
-    weights = weights_of(query, key, 0.3, visible)[0].double()
-    by_hand = weights.view(8, 12, 12, 8).sum(-1).mean(1)
+    by_hand = weights_of(query, key, 0.3, visible)[0].double().view(8, 12, 12, 8).sum(-1).mean(1)
     torch.testing.assert_close(image, by_hand, rtol=1e-5, atol=1e-7)
 
 
@@ -136,15 +132,12 @@ def test_sampled_rows_tell_what_all_rows_do() -> None:
     entropy = profile.row_statistics(weights_of(query, key, 0.1, visible), visible, every)["entropy"][0].double()
     truth, spread = float(entropy.mean()), float(entropy.std()) / math.sqrt(32)
     seeds = [torch.Generator().manual_seed(seed) for seed in range(40)]
-    strata = torch.tensor([float(entropy[stratified_rows(1024, 32, seed)].mean()) for seed in seeds]) - truth
-    anywhere = (
-        torch.tensor([float(entropy[torch.randperm(1024, generator=seed)[:32]].mean()) for seed in seeds]) - truth
-    )
+    strata = torch.stack([entropy[stratified_rows(1024, 32, seed)].mean() for seed in seeds]) - truth
+    anywhere = torch.stack([entropy[torch.randperm(1024, generator=seed)[:32]].mean() for seed in seeds]) - truth
     assert float(strata.abs().quantile(0.95)) < spread
     assert abs(float(strata.mean())) < 2 * float(strata.std()) / math.sqrt(40)
     assert float(strata.square().mean()) < 0.7 * float(anywhere.square().mean())
-    first = float(entropy[:64].mean()) - truth
-    assert abs(first) > 2 * spread, "the first 64 rows would not do"
+    assert abs(float(entropy[:64].mean()) - truth) > 2 * spread, "the first 64 rows would not do"
 
 
 def test_rows_are_stratified_and_deterministic() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adaattn_hf.calibration.texts import CHARS, read_documents, refuse_repeats
 from adaattn_hf.errors import DataUnavailable
 from adaattn_hf.eval import corpora
+from adaattn_hf.eval.texts import CHARS, read_documents, refuse_repeats
 
 
 def calibrated(path: Path) -> list[str]:
@@ -24,17 +24,15 @@ def evaluated(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("marked.txt", "\ufeffone\ntwo\n", ["one\ntwo\n"]),
-        ("windows.txt", "one\r\ntwo\r\n", ["one\ntwo\n"]),
-        ("LOUD.TXT", "one", ["one"]),
-        ("noted", "one", ["one"]),
+        ("marked.txt", "\ufeffone\ntwo\n", ["one\ntwo\n"]), ("windows.txt", "one\r\ntwo\r\n", ["one\ntwo\n"]),
+        ("LOUD.TXT", "one", ["one"]), ("noted", "one", ["one"]),
         ("line.txt", "word " * CHARS, ["word " * CHARS]),
         ("marked.jsonl", '\ufeff{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
         ("gaps.jsonl", '\n{"text": "one"}\n\n  \n{"text": "two"}', ["one", "two"]),
         ("web.jsonl", '{"text": "one\u2028two\x85three"}\n', ["one\u2028two\x85three"]),
         ("LOUD.JSONL", '{"text": "one"}\n', ["one"]),
     ],
-)
+)  # fmt: skip
 def test_a_file_is_read_alike(tmp_path: Path, name: str, content: str, expected: list[str]) -> None:
     path = tmp_path / name
     path.write_bytes(content.encode("utf-8"))

@@ -5,19 +5,18 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.kind import COMPILING, GRAD, HEAD_WINDOWS, ONE_QUERY, PER_HEAD, WINDOW
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 
+from ..support.requests import kind_with
 from ..support.versions import needs_tracing
 
 CALL: dict[str, Any] = {
-    "device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "groups": 4, "kind": "irregular",
-    "windowed": False, "window_sinks": False, "decode": False, "needs_grad": False, "dropout": False, "softcap": False,
-    "sink_logits": False, "bias": False, "need_lse": False, "compiling": True, "keys": 4096,
-    "pairs": 1 << 31, "device_index": 0,
+    "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "heads": 8,
+    "kv_heads": 2, "shape": "irregular", "keys": 4096, "pairs": 1 << 31,
 }  # fmt: skip
-PLAN = {"head_windows": True, "kind": "causal"}
+PLAN = {"bits": HEAD_WINDOWS | PER_HEAD, "shape": "causal"}
 
 
 @needs_tracing
@@ -25,17 +24,19 @@ PLAN = {"head_windows": True, "kind": "causal"}
 @pytest.mark.parametrize(
     ("changes", "taken"),
     [
-        ({}, "sdpa"), ({"needs_grad": True}, "sdpa"), ({"needs_grad": True, "kind": "causal"}, "sdpa"),
-        ({"needs_grad": True, "dtype": torch.float16, "windowed": True}, "sdpa"),
-        ({"windowed": True, "kind": "window"}, "sdpa"), ({"kind": "causal"}, "sdpa"),
-        ({"decode": True, "kind": "ragged", "pairs": 1 << 20}, "triton"), (PLAN, None),
-        (PLAN | {"needs_grad": True}, None), (PLAN | {"decode": True}, "triton"),
+        ({}, "sdpa"), ({"bits": GRAD}, "sdpa"), ({"bits": GRAD, "shape": "causal"}, "sdpa"),
+        ({"bits": GRAD | WINDOW, "dtype": torch.float16}, "sdpa"),
+        ({"bits": WINDOW, "shape": "window"}, "sdpa"), ({"shape": "causal"}, "sdpa"),
+        ({"bits": ONE_QUERY, "shape": "ragged", "pairs": 1 << 20}, "triton"), (PLAN, None),
+        (PLAN | {"bits": HEAD_WINDOWS | PER_HEAD | GRAD}, None),
+        (PLAN | {"bits": HEAD_WINDOWS | PER_HEAD | ONE_QUERY}, "triton"),
     ],
 )  # fmt: skip
 def test_a_graph_is_whole(sm: int, changes: dict[str, Any], taken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = torch.compiler.assume_constant_result(lambda index: sm)
-    monkeypatch.setattr(capability_module, "_sm_while_tracing", asked)
-    spec = CallSpec(**CALL | changes)
+    monkeypatch.setattr(capability_module, "_sm_while_tracing", torch.compiler.assume_constant_result(lambda index: sm))
+    asked = CALL | changes
+    bits = asked.pop("bits", 0)
+    spec = kind_with()._replace(**asked, features=COMPILING | bits)
     names = tuple(select.BACKENDS)
 
     def place(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """The Triton kernels under Triton's interpreter, against the reference; on a device they run in `tests/gpu`."""
 
+import gc
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -14,10 +15,15 @@ from packaging.version import Version
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, HEAD_INT8, STORED
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import CallStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
+
+from ..support.on_device import shifted
+from ..support.requests import attended
 
 OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
 interpreted = pytest.mark.skipif(
@@ -31,6 +37,7 @@ N = 70
 LEFT = torch.ones(2, N, dtype=torch.bool)
 LEFT[0, :33] = False
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))[None]
+INPUTS = ("query", "key", "value")
 NOTHING = torch.zeros(1, 4, dtype=torch.bool)
 STRUCTURES = {
     "full": CallStructure(2, N, N),
@@ -63,11 +70,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def launch() -> Callable[[AttentionRequest], AttentionResult]:
-    from adaattn_hf.backends.triton.launch import attend
-
-    return attend
+def attend(request: AttentionRequest) -> AttentionResult:
+    """By the Triton kernel of the request's kind."""
+    return attended("triton", request)
 
 
 def make(
@@ -87,8 +92,6 @@ def make(
 
 
 def check(request: AttentionRequest, atol: float = 4e-3) -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
     result, truth = attend(request), reference.attention(request)
     torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
     assert result.lse is not None
@@ -135,15 +138,15 @@ def test_the_kernel_itself_writes_rows_that_see_nothing(name: str, monkeypatch: 
 
 
 @interpreted
-def test_many_shares_are_merged(launch: Any) -> None:
+def test_many_shares_are_merged() -> None:
     """One sequence and key/value head cut into more shares than one step of the merge holds."""
     request = make(CallStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False)
-    out = launch(request).out
+    out = attend(request).out
     torch.testing.assert_close(out.double(), reference.attention(request).out, atol=4e-6, rtol=0)
 
 
 @interpreted
-def test_calls_over_one_structure_may_differ(launch: Any) -> None:
+def test_calls_over_one_structure_may_differ() -> None:
     """What is remembered with a structure belongs to the sizes, strides and numbers of the call that made it."""
     structure = CallStructure(2, N, N, causal=True)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -153,45 +156,92 @@ def test_calls_over_one_structure_may_differ(launch: Any) -> None:
         replace(make(structure, 4, 2, 32, 32), scaling=-0.7), make(structure, 4, 2, 32, 32, need_lse=False),
     ]  # fmt: skip
     for one in (*calls, *calls):
-        result, truth = launch(one), reference.attention(one)
+        result, truth = attend(one), reference.attention(one)
         torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
         assert (result.lse is not None) == one.need_lse
 
 
 @interpreted
 @pytest.mark.parametrize("least", [0, 10**7])
-def test_small_calls_have_no_descriptors(launch: Any, monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+def test_small_calls_have_no_descriptors(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     """The host takes longer to describe keys and values than small calls gain."""
-    from adaattn_hf.backends.triton import prefill
+    from adaattn_hf.backends.triton import forward
 
     seen: list[tuple[bool, bool]] = []
-    real = prefill.launch_forward
+    real = forward.forward
 
     def noted(grid: tuple[int, int], arguments: tuple[Any, ...], constants: Any, kind: Any) -> None:
         seen.append((constants["BULK"], isinstance(arguments[3], Tensor)))
         real(grid, arguments, constants, kind)
 
-    monkeypatch.setattr(prefill, "launch_forward", noted)
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(forward, "forward", noted)
+    monkeypatch.setattr(forward, "_LEAST_PRODUCTS", least)
     for length in (70, 500):
         call = make(CallStructure(1, length, length, causal=True), 4, 2, 32, 32)
-        torch.testing.assert_close(launch(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
+        torch.testing.assert_close(attend(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
     # 4 heads, 500 queries of 250 keys in the middle and 64 channels are 3e7 products, 70 queries 6e5
     assert seen == [(not least, bool(least)), (True, False)]
 
 
 @interpreted
-def test_very_many_documents_are_one_launch(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by TMA", "by addresses"])
+def test_on_a_device_calls_have_a_kind_by_which_variants_are_kept(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    """Odd addresses, which TMA cannot read, and learned sinks need Triton's look; other strides are another kind."""
+    from adaattn_hf.backends.triton import forward
+
+    kinds: list[tuple[bool, Any]] = []
+    real = forward.forward
+
+    def noted(grid: Any, arguments: Any, constants: Any, kind: Any) -> None:
+        kinds.append((constants["BULK"], kind))
+        real(grid, arguments, constants, None)
+
+    monkeypatch.setattr(forward, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(forward, "forward", noted)
+    windows = HeadRules((9, 0), (3, 0), ("model", "model"))
+    structure = STRUCTURES["left padding"].with_changes()  # which has met no kernel yet
+    call = make(structure, 4, 2, 32, 32, need_lse=False, per_head=windows)
+    shorter = make(CallStructure(2, N - 1, N - 1, causal=True), 4, 2, 32, 32, need_lse=False)
+    calls = [
+        call, replace(call, scaling=0.1), *(replace(call, **{name: shifted(getattr(call, name))}) for name in INPUTS),
+        replace(call, need_lse=True), replace(call, sink_logits=torch.zeros(4)), shorter,
+        replace(call, key=call.key.transpose(1, 2).contiguous().transpose(1, 2)),
+    ]  # fmt: skip
+    for one in calls:
+        torch.testing.assert_close(attend(one).out.double(), reference.attention(one).out, atol=4e-3, rtol=0)
+    by_tma, asked = zip(*kinds, strict=True)
+    assert by_tma == tuple(not least and number not in (2, 3, 4) for number in range(len(calls)))
+    assert [number for number, kind in enumerate(asked) if kind is None] == [2, 3, 4, 6]
+    assert asked[0] == asked[1]
+    assert len({asked[0], asked[5], asked[7], asked[8]}) == 4
+
+
+@interpreted
+def test_a_kernel_keeps_neither_tensors_nor_the_structure() -> None:
+    call = make(STRUCTURES["left padding"].with_changes(), 4, 2, 32, 32)
+    kernel = TritonBackend().kernel(call.checked_kind(), None)
+    kernel(call)
+    kept = [weakref.ref(one) for one in (call.query, call.key, call.value, call.structure)]
+    gc.disable()
+    try:
+        del call
+        assert [one() for one in kept] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@interpreted
+def test_very_many_documents_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Along the first extent of a CUDA grid, as the others hold no more than 65,535 programs."""
-    from adaattn_hf.backends.triton import prefill, tables
+    from adaattn_hf.backends.triton import tables
+    from adaattn_hf.backends.triton.launch import Launcher
 
     count, grids = 70_000, list[tuple[int, ...]]()
     # interpreted, tables of so many documents would take hours
-    monkeypatch.setattr(tables, "_run", lambda launch, extents, *_: grids.append(extents))
-    monkeypatch.setattr(prefill, "launch_forward", lambda grid, *_: grids.append(grid))
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, *_: grids.append(grid))
     documents = torch.arange(count)[None]
     structure = CallStructure(1, count, count, causal=True, q_segments=documents, k_segments=documents)
-    launch(make(structure, 2, 1, 16, 16))
+    attend(make(structure, 2, 1, 16, 16))
     assert grids == [(count,), (-(-count // tables._SQUARE),), (2 * count,)]
 
 
@@ -203,7 +253,7 @@ import torch
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.triton.launch import attend
+from adaattn_hf.backends.triton import TritonBackend
 
 apart = (1 << 30) + 64  # of no use but to lie between the heads: that memory is never touched
 room = torch.empty(2 * apart + 20 * 16, dtype=torch.half)
@@ -212,7 +262,8 @@ near = torch.randn(1, 3, 20, 16).half()
 for structure in (CallStructure(1, 20, 20, causal=True), CallStructure(1, 1, 20)):
     for query, key, value in ((near, far, near), (near, near, far), (far, near, near)):
         request = AttentionRequest(query[:, :, : structure.q_len], key, value, structure, 0.3)
-        error = (attend(request).out.double() - reference.attention(request).out).abs().amax()
+        kernel = TritonBackend().kernel(request.checked_kind(), None)
+        error = (kernel(request).out.double() - reference.attention(request).out).abs().amax()
         assert error < 4e-3, (structure, error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -228,26 +279,26 @@ for structure in (CallStructure(1, 20, 20, causal=True), CallStructure(1, 1, 20)
     ],
     ids=["holes", "sinks and chunks"],
 )
-def test_what_is_not_made_of_runs_is_an_error(launch: Any, structure: CallStructure) -> None:
+def test_what_is_not_made_of_runs_is_an_error(structure: CallStructure) -> None:
     """Sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know."""
     with pytest.raises(ValueError, match="expected runs"):
-        launch(make(structure, 2, 2, 16, 16))
+        attend(make(structure, 2, 2, 16, 16))
 
 
-REFUSALS = {
-    "CUDA devices": {"device": "cpu"}, "float16 or bfloat16": {"dtype": torch.float32},
-    "up to 256": {"head_dim_v": 288}, "no int8 products per head": {"head_precision": "int8"},
-    "no dropout": {"dropout": True}, "stored as int8": {"stored": "int8"}, "additive bias": {"bias": True},
-    "dense mask": {"kind": "irregular"}, "traced": {"compiling": True},
+REFUSALS: dict[str, dict[str, Any]] = {
+    "CUDA devices": {"device": torch.device("cpu")}, "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 256": {"head_dim_v": 288}, "no int8 products per head": {"features": HEAD_INT8},
+    "no dropout": {"features": DROPOUT}, "stored as int8": {"features": STORED}, "additive bias": {"features": BIAS},
+    "dense mask": {"shape": "irregular"}, "traced": {"features": COMPILING},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(reason: str) -> None:
-    spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16))._replace(device="cuda")
-    backend = TritonBackend()
-    assert backend.refusals(spec) == ()
-    assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))
+    plain = make(STRUCTURES["causal"], 4, 2, 16, 16, need_lse=False).checked_kind()
+    kind, backend = plain._replace(device=torch.device("cuda")), TritonBackend()
+    assert backend.refusals(kind) == ()
+    assert any(reason in r for r in backend.refusals(kind._replace(**REFUSALS[reason])))
 
 
 def test_says_when_triton_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,10 @@ from adaattn_hf.backends.triton.backend import cannot_build
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Looks again in every test, as on a machine with neither compilers nor Windows."""
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without compilers."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    cannot_build.cache_clear()
-    yield
-    cannot_build.cache_clear()
 
 
 @pytest.mark.parametrize("found", ["gcc", "clang"])

@@ -18,43 +18,35 @@ from ..support.source_tree import ROOT
 pytest.importorskip("triton", minversion="3.6", reason="Gluon came with Triton 3.6")
 
 CLOSEST = (
-    "plain, heads of 128, gradients",
-    "plain, heads of 256, gradients",
-    "packed, heads of 128, windows per head, gradients",
-    "step, heads of 128, 71 sharing keys, bfloat16",
+    "plain, heads of 128, gradients", "plain, heads of 256, gradients",
+    "packed, heads of 128, windows per head, gradients", "step, heads of 128, 71 sharing keys, bfloat16",
     "step of a graph, heads of 256, 8 sharing keys, float32",
     "step over k8v4, heads of 256, 8 sharing keys, bfloat16",
     "step of a graph over k8v4, heads of 256, 8 sharing keys, bfloat16",
     "storing k8v4, heads of 256, 8 sharing keys, float32",
-)
+)  # fmt: skip
 OTHERS = (
-    "plain, heads of 64, gradients",
-    "plain, heads of 96, windows per head",
-    "padded, heads of 256, windows per head, gradients",
-    "windowed, heads of 64",
-    "softcap, heads of 256, gradients",
-    "step, heads of 64, 8 sharing keys, bfloat16",
+    "plain, heads of 64, gradients", "plain, heads of 96, windows per head",
+    "padded, heads of 256, windows per head, gradients", "windowed, heads of 64",
+    "softcap, heads of 256, gradients", "step, heads of 64, 8 sharing keys, bfloat16",
     "step, heads of 256, 8 sharing keys, bfloat16, windows per head",
     "step over int8, heads of 128, 8 sharing keys, bfloat16",
-)
+)  # fmt: skip
 KERNELS = {
-    "combine", "cut", "decode", "decode_codes", "forward", "of_keys", "of_queries", "order", "prepare", "repeat",
-    "store_tokens",
+    "combine", "cut_runs", "decode", "decode_codes", "forward", "of_keys", "of_queries", "order_blocks", "prepare",
+    "repeat_run", "store_tokens",
 }  # fmt: skip
-HOPPER = {"specialised", "costs", "deal"}
+HOPPER = {"specialised", "cost_items", "deal_items"}
 """Those that one compute capability has to itself."""
 
 
 def compiled(sm: int, calls: tuple[str, ...], *more: str) -> subprocess.CompletedProcess[str]:
     """Another process compiles what these calls launch: in this one kernels are interpreted."""
     return subprocess.run(
-        [sys.executable, "-m", "studies.compiled", str(sm), *more, "--calls", *calls],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONSAFEPATH": ""},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "studies.compiled", str(sm), *more, "--calls", *calls], cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONSAFEPATH": ""}, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
 
 
 # those whose programs have least are compiled for the most

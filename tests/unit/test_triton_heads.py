@@ -1,17 +1,19 @@
 """Windows and sinks per key/value head in the Triton kernels, under Triton's interpreter, against the reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
 from adaattn_hf.attention.runs import Runs
 from adaattn_hf.attention.structure import CallStructure, Segment
+from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.head_rules import rules
-from .test_triton import STRUCTURES, check, interpreted, make
+from .test_triton import STRUCTURES, attend, check, interpreted, make
 
 pytestmark = pytest.mark.usefixtures("bulk_always")
 
@@ -62,11 +64,8 @@ def test_tiles_by_tma(width: int) -> None:
     """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""
     request = make(CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4)))
     check(request)
-    turned = request.with_tensors(
-        request.query,
-        request.key.transpose(1, 2).contiguous().transpose(1, 2),
-        request.value.transpose(1, 2).contiguous().transpose(1, 2),
-    )
+    key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (request.key, request.value))
+    turned = replace(request, key=key, value=value)
     check(turned)
 
 
@@ -89,6 +88,8 @@ def test_steps_read_the_keys_of_their_head(kv_heads: int) -> None:
 def test_a_long_request_beside_short_ones(windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of a batch, whose keys lie in one row: each has shares by its own keys, the longest the most."""
     from adaattn_hf.backends.triton import step
+    from adaattn_hf.backends.triton.decode import decode as run
+    from adaattn_hf.backends.triton.launch import device_facts
 
     lengths, runs, first = (300, 2000, 1, 260), [], 0
     for row, length in enumerate(lengths):
@@ -96,14 +97,14 @@ def test_a_long_request_beside_short_ones(windows: tuple[int, int], monkeypatch:
         first += length
     structure = Runs.of(runs, len(lengths), 1, first + 7, True, None)
     seen: list[tuple[tuple[int, ...], int]] = []
-    run = step.launch_step
 
     def launched(grid: tuple[int, ...], arguments: tuple[Any, ...], *rest: Any) -> None:
         seen.append((grid, arguments[27]))
         run(grid, arguments, *rest)
 
-    monkeypatch.setattr(step, "launch_step", launched)
-    monkeypatch.setattr(step, "processors", lambda device: 16)
+    monkeypatch.setattr(step, "decode", launched)
+    facts = device_facts(torch.device("cpu"))._replace(processors=16)
+    monkeypatch.setattr(step, "device_facts", lambda device: facts)
     each = rules(windows, (0, 7)) if any(windows) else None
     check(make(structure, 4, 2, 16, 16, torch.float32, per_head=each), 4e-6)
     ((grid, span),) = seen
@@ -120,14 +121,13 @@ def test_a_step_in_a_static_cache_does_not_look_at_its_offset() -> None:
         def __int__(self) -> int:
             raise AssertionError("the host read the offset")
 
-    from adaattn_hf.backends.triton.launch import attend
-
     for at in (40, 69):
         structure = CallStructure(2, 1, 70, causal=True, q_offset=torch.tensor(at))
         request = make(structure, 4, 2, 32, 32, per_head=rules((9, 0), (2, 0)))
         expected = reference.attention(request).out
         unread = structure.with_changes(q_offset=torch.tensor(at).as_subclass(Unread))
-        out = attend(request.with_tensors(request.query, request.key, request.value, unread)).out
+        kernel = TritonBackend().kernel(request.checked_kind(), request.per_head)
+        out = kernel(replace(request, structure=unread)).out
         torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
 
 
@@ -137,14 +137,12 @@ def test_steps_over_padding_with_holes() -> None:
     real = torch.rand(3, 70, generator=torch.Generator().manual_seed(2)) > 0.3
     real[:, -1] = True
     request = make(CallStructure(3, 1, 70, causal=True, q_offset=69, key_padding=real), 4, 2, 32, 32)
-    from adaattn_hf.backends.triton.launch import attend
-
     torch.testing.assert_close(attend(request).out.double(), reference.attention(request).out, atol=4e-3, rtol=0)
 
 
-def test_what_a_call_asks_for_is_in_its_spec() -> None:
-    spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))))
-    assert (spec.head_windows, spec.head_precision) == (True, "model")
-    assert "with a window per head" in spec.words()
+def test_what_a_call_asks_for_is_in_its_kind() -> None:
+    kind = make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))).checked_kind()
+    assert kind.features & (HEAD_WINDOWS | HEAD_BF16 | HEAD_INT8) == HEAD_WINDOWS
+    assert "with a window per head" in kind.words()
     chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
-    assert CallSpec.of(chunks).kind == "irregular"  # sinks count from a sequence's first key, not from a chunk's
+    assert chunks.checked_kind().shape == "irregular"  # sinks count from a sequence's first key, not from a chunk's

@@ -12,7 +12,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
-from .test_triton import interpreted, make
+from .test_triton import attend, interpreted, make
 
 ROOM = 3000
 AT = torch.tensor(2700)
@@ -52,10 +52,10 @@ def near(out: Tensor, request: AttentionRequest) -> bool:
 @pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
-    from adaattn_hf.backends.triton.step import attend_step
+    from adaattn_hf.backends.triton.ops import traced_step
 
     request = asked(STRUCTURES[name], **extra)
-    assert near(attend_step(request, graph=True).out, request)
+    assert near(traced_step(request), request)
 
 
 @interpreted
@@ -113,10 +113,20 @@ def test_windows_have_one_table_for_good() -> None:
 
 @interpreted
 def test_a_step_of_a_graph_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaattn_hf.backends.triton import step
+    from adaattn_hf.backends.triton import ops, step
 
     monkeypatch.setattr(step, "_buffers", {})
-    step.attend_step(asked(STRUCTURES["plain"]), graph=True)
+    ops.traced_step(asked(STRUCTURES["plain"]))
     assert not step._buffers
-    step.attend_step(asked(STRUCTURES["plain"]))
+    attend(asked(STRUCTURES["plain"]))
     assert step._buffers
+
+
+def test_the_memory_of_streams_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from adaattn_hf.backends.triton import step
+
+    monkeypatch.setattr(step, "_buffers", {(torch.device("cuda", 0), n): () for n in range(step._MOST_STREAMS)})
+    _, done = step._scratch(8, 3, torch.device("cpu"), False)
+    assert list(step._buffers) == [(torch.device("cpu"), 0)]
+    assert step._scratch(8, 3, torch.device("cpu"), False)[1] is done

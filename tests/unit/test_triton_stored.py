@@ -5,18 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadWindows
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.kind import HEAD_WINDOWS, PER_HEAD, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import order
 from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.head_rules import rules
-from .test_triton import LEFT, STRUCTURES, N, interpreted, make
+from ..support.operators import NamedOperators
+from .test_triton import LEFT, STRUCTURES, N, attend, interpreted, make
 
 LONG = CallStructure(2, 1, 1500, causal=True, q_offset=1499)
 STEPS = [name for name, structure in STRUCTURES.items() if structure.q_len == 1]
@@ -39,8 +40,6 @@ def stored(request: AttentionRequest, bits: int, *, mean: bool = True, first: bo
 
 
 def check(request: AttentionRequest, bits: int, atol: float = 2e-5, **how: bool) -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
     asked = stored(request, bits, **how)
     result, truth = attend(asked), reference.attention(asked.widened())
     torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
@@ -68,14 +67,12 @@ def test_large_heads(name: str, bits: int) -> None:
 @pytest.mark.parametrize("dim", [64, 96])
 def test_queries_are_turned_by_halves_where_memory_is_short(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of as many channels as a head, padded, has, and smaller ones."""
-    from adaattn_hf.backends.triton import sizes
+    from adaattn_hf.backends.triton import tiling
 
-    halves = (sizes.Size(1024, 0, sizes.Tile(1, 64, 2, 2, halves=True)),)
-    monkeypatch.setitem(sizes.SIZES, "decode_codes 8", halves)
-    sizes.tile_on.cache_clear()
+    halves = (tiling.Tile(1024, 0, 1, 64, 2, 2, halves=True),)
+    monkeypatch.setitem(tiling.SIZES, "decode_codes 8", halves)
     check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float32), 8)
     check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float16), 8, atol=4e-3)
-    sizes.tile_on.cache_clear()
 
 
 @interpreted
@@ -143,23 +140,21 @@ def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
 @pytest.mark.parametrize("per_head", [rules((300, 0), (7, 0)), None], ids=["windows", "exact"])
 def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch of its own in place of one that sets counters to zero; of few keys there is nothing to merge."""
-    from adaattn_hf.backends.triton import step
+    from adaattn_hf.backends.triton import ops, step
+    from adaattn_hf.backends.triton.decode import combine as merge
 
     launches: list[tuple[int, ...]] = []
-    merge = step.launch_combine
 
     def noting(grid: tuple[int, ...], *more: Any) -> None:
         launches.append(grid)
         merge(grid, *more)
 
-    monkeypatch.setattr(step, "launch_combine", noting)
+    monkeypatch.setattr(step, "combine", noting)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
     for keys in (1500, 200):
         structure = CallStructure(1, 1, keys, causal=True, q_offset=keys - 1)
         asked = stored(make(structure, 4, 2, 32, 64, torch.float32, per_head=per_head, sink_logits=sink), bits)
-        result, expected = (step.attend_step(asked, graph=graph) for graph in (True, False))
-        torch.testing.assert_close(result.out, expected.out, atol=2e-6, rtol=0)
-        torch.testing.assert_close(result.lse, expected.lse, atol=2e-6, rtol=0)
+        torch.testing.assert_close(ops.traced_step(asked), attend(asked).out, atol=2e-6, rtol=0)
     assert launches == [(1, 4)]
 
 
@@ -179,8 +174,6 @@ def test_half_precision(bits: int) -> None:
 @interpreted
 def test_no_bit_of_a_query_or_a_key_is_lost() -> None:
     """The score of the only key seen, in half precision: a query errs by half of 2^-15 of its largest channel."""
-    from adaattn_hf.backends.triton.launch import attend
-
     alone = CallStructure(16, 1, N, causal=True, q_offset=0)
     asked = stored(make(alone, 4, 2, 32, 64), 8, first=False, turned=False)
     own = asked.stored.keys(asked.key, torch.float32)[:, :, 0].double().repeat_interleave(2, dim=1)
@@ -198,8 +191,6 @@ def test_no_bit_of_a_query_or_a_key_is_lost() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_bit_of_a_value_is_lost(bits: int, size: float) -> None:
     """The output of the only key seen is its value, far within the step between two codes, however large values are."""
-    from adaattn_hf.backends.triton.launch import attend
-
     alone = CallStructure(16, 1, N, causal=True, q_offset=0)
     request = make(alone, 4, 2, 32, 64, torch.half)
     request.value = request.value.float() * size
@@ -212,8 +203,6 @@ def test_no_bit_of_a_value_is_lost(bits: int, size: float) -> None:
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy says so of what is tested
 def test_a_query_that_is_no_number_gives_none() -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
     request = make(STRUCTURES["decode"], 4, 2, 32, 64)
     request.query[0, 1, 0, 3] = torch.inf
     request.query[1, 2, 0, 5] = torch.nan
@@ -228,50 +217,34 @@ def test_a_query_that_is_no_number_gives_none() -> None:
 def test_a_step_is_one_launch_and_one_allocation(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer but the first, which makes the tables: nothing else is asked of the device."""
     from adaattn_hf.backends.triton import step
-    from adaattn_hf.backends.triton.launch import attend
 
     asked = stored(make(STRUCTURES[name], 4, 2, 32, 64, per_head=rules((300, 0), (7, 0))), bits)
     asked.need_lse = False
     attend(asked)
     launches: list[str] = []
-    for kernel in ("launch_step", "launch_step_over_codes"):
+    for kernel in ("decode", "decode_codes"):
         monkeypatch.setattr(step, kernel, lambda *arguments, kernel=kernel: launches.append(kernel))
-    operations: list[str] = []
-
-    class Counter(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            operations.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Counter():
+    with NamedOperators() as noted:
         attend(asked)
-    assert launches == ["launch_step_over_codes" if bits else "launch_step"]
-    assert operations == ["aten.empty.memory_format"]
+    assert launches == ["decode_codes" if bits else "decode"]
+    assert noted.names == ["aten::empty"]
 
 
 @interpreted
 @pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize("per_head", [rules((300, 0), (7, 0)), None], ids=["windows", "exact"])
-@pytest.mark.parametrize("name", STEPS)
-def test_what_is_prepared_for_a_kind_launches_as_a_request_does(name: str, per_head: Any, bits: int) -> None:
-    """Whatever the length: the launch of the first call serves the next ones."""
-    from adaattn_hf.backends.triton.launch import attend
-
-    calls = [stored(make(one, 4, 2, 32, 64, per_head=per_head), bits) for one in (STRUCTURES[name], LONG)]
-    launch = TritonBackend().prepare(CallSpec.of(replace(calls[0], need_lse=False)), per_head)
-    for asked in calls:
-        out = launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure, asked.stored)
-        assert torch.equal(out, attend(asked).out)
-    if not bits:
-        nothing = asked.key[:, :, :0], asked.value[:, :, :0]
-        assert not launch(asked.query, *nothing, 0.3, CallStructure(2, 1, 0)).any()
+def test_a_kernel_serves_every_length_of_its_kind(bits: int) -> None:
+    """The kernel of a first call serves the next ones, whatever their windows."""
+    longer = STRUCTURES["decode"].with_changes(kv_len=300, q_offset=299)
+    first, second = (stored(make(one, 4, 2, 32, 64), bits) for one in (STRUCTURES["decode"], longer))
+    kernel = TritonBackend().kernel(first.checked_kind(), None)
+    for asked in (first, second, replace(second, per_head=rules((100, 0), (7, 0)))):
+        assert torch.equal(kernel(asked).out, attend(asked).out)
 
 
 @interpreted
 @pytest.mark.parametrize("bits", [8, 4])
 def test_counters_are_left_as_they_were_found(bits: int) -> None:
     from adaattn_hf.backends.triton import step
-    from adaattn_hf.backends.triton.launch import attend
 
     asked = stored(make(CallStructure(1, 1, 1500, causal=True, q_offset=1499), 2, 1, 32, 32), bits)
     first, again = attend(asked).out, attend(asked).out
@@ -281,15 +254,16 @@ def test_counters_are_left_as_they_were_found(bits: int) -> None:
 
 
 def test_what_is_served_and_what_is_refused() -> None:
-    def reasons(structure: CallStructure, bits: int = 8) -> str:
-        asked = stored(make(structure, 4, 2, 32, 32), bits)
-        return " ".join(TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda")))
+    def kind_of(structure: CallStructure, bits: int = 8) -> CallSpec:
+        asked: AttentionRequest = replace(stored(make(structure, 4, 2, 32, 32), bits), need_lse=False)
+        return asked.checked_kind()._replace(device=torch.device("cuda"))
 
-    assert reasons(STRUCTURES["decode"]) == ""
-    spec = CallSpec.of(stored(make(STRUCTURES["decode"], 4, 2, 32, 32), 8))._replace(device="cuda")
-    assert order(spec)[0] == "triton"
-    assert order(spec._replace(head_windows=True))[0] == "triton"
-    assert reasons(CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4) == ""
-    assert "stored as int8 for one query" in reasons(STRUCTURES["suffix"])
-    odd = TritonBackend().refusals(spec._replace(head_dim_v=33))
-    assert any("two channels at a time, got a value head size of 33" in reason for reason in odd)
+    def reasons(kind: CallSpec) -> str:
+        return " ".join(TritonBackend().refusals(kind))
+
+    step = kind_of(STRUCTURES["decode"])
+    assert reasons(step) == ""
+    assert order(step)[0] == order(step._replace(features=step.features | HEAD_WINDOWS | PER_HEAD))[0] == "triton"
+    assert reasons(kind_of(CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4)) == ""
+    assert "stored as int8 for one query" in reasons(kind_of(STRUCTURES["suffix"]))
+    assert "two channels at a time, got a value head size of 33" in reasons(step._replace(head_dim_v=33))

@@ -12,7 +12,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
 from ..support.head_rules import rules
-from .test_triton import STRUCTURES, interpreted, make
+from .test_triton import STRUCTURES, attend, interpreted, make
 
 LONG = CallStructure(3, 301, 301, causal=True)
 
@@ -32,8 +32,6 @@ def gradients(request: AttentionRequest, compute: Any, with_lse: bool) -> list[T
 
 
 def check(request: AttentionRequest, with_lse: bool = False) -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
     wide = replace(request, query=request.query.double(), key=request.key.double(), value=request.value.double())
     ours = gradients(request, attend, with_lse)
     true = gradients(wide, reference.attention, with_lse)
@@ -63,8 +61,6 @@ def test_gradients_of_the_log_sum_exp() -> None:
 
 @interpreted
 def test_second_derivatives_are_refused() -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
     request = make(STRUCTURES["causal"], 4, 2, 16, 16, need_lse=False)
     query = request.query.requires_grad_()
     out = attend(replace(request, query=query)).out
@@ -81,8 +77,6 @@ def test_gradients_under_windows_per_head() -> None:
 
 @interpreted
 def test_nothing_to_see_has_no_gradient() -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
     for grad in gradients(make(STRUCTURES["nothing to see"], 4, 2, 16, 16, need_lse=False), attend, False):
         assert not grad.any()
 

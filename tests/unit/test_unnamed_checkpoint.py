@@ -34,19 +34,15 @@ def test_a_gguf_file_is_a_causal_model(tmp_path: Path) -> None:
     norms = {name: torch.ones(64) for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")}
     tables = {"token_embd.weight": torch.randn(96, 64), "output.weight": torch.randn(96, 64)}
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_vocab_size(96)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
+    sizes = {"vocab_size": 96, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64}
+    for name, size in (
+        sizes | {"block_count": 1, "head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-6}
+    ).items():
+        getattr(writer, f"add_{name}")(size)
     for name, tensor in {**blocks, **norms, **tables}.items():
         writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
     writer.close()
     found = load(tmp_path, gguf_file="tiny.gguf", tokenizer=str(demo_model_path("llama")))
     assert found.objective == "causal"

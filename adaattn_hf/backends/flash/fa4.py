@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
+from ...attention.kind import (
+    COMPILING,
+    GRAD,
+    HEAD_BF16,
+    HEAD_WINDOWS,
+    LSE,
+    ONE_QUERY,
+    OPAQUE,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    WINDOW_SINKS,
+    CallSpec,
+)
+from ...attention.request import AttentionRequest, AttentionResult
+from ..base import Backend, Kernel, Supports, derived_on, installed, run_refusals
+from .variants import attend_runs
+
+if TYPE_CHECKING:
+    from ...attention.heads import HeadRules, HeadWindows
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
 _COMPILER = "cutlass"
 """Of several wheels: the directory alone may be there of one that holds libraries."""
 
-_SERVES = ("softcap", "sink_logits", "need_lse", "needs_grad", "compiling", "opaque", "head_windows")
-
 
 class Flash4Backend(Backend):
     """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
 
-    name, device, package = "fa4", "cuda", "flash_attn"
+    name, package = "fa4", "flash_attn"
+    supports = Supports(
+        "flash-attn 4's kernels",
+        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE | HEAD_WINDOWS,
+        "cuda",
+        (torch.float16, torch.bfloat16),
+        dense=False,
+        unless=(
+            (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
+            (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
+            (HEAD_WINDOWS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (WINDOW | WINDOW_SINKS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
+        ),
+    )
 
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
@@ -28,53 +61,94 @@ class Flash4Backend(Backend):
                 return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
         return ()
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """What flash-attn 4's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
-        same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
-        served = spec._replace(head_precision="model" if same else spec.head_precision)
-        reasons = list(unnamed(served, "flash-attn 4's kernels", _SERVES))
-        device = capability(spec.device_index) if spec.device == "cuda" else None
-        if spec.device != "cuda":
-            reasons.append(f"flash-attn 4 runs on CUDA, got {spec.device} tensors")
-        elif device is None or device.sm < (9, 0) or device.sm >= (12, 0):
+        asked = kind.features
+        same = kind._replace(features=asked & ~HEAD_BF16) if kind.dtype == torch.bfloat16 else kind
+        reasons = list(super().refusals(same))
+        device = capability(kind.device) if kind.device.type == "cuda" else None
+        if kind.device.type == "cuda" and (device is None or device.sm < (9, 0) or device.sm >= (12, 0)):
             # what it offers other devices nobody has run here
             reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"flash-attn 4 computes in float16 or bfloat16, got {spec.dtype}")
-        lists_needed = spec.head_windows or (spec.window_sinks and spec.windowed)
-        widest = max(spec.head_dim, spec.head_dim_v)
-        limit = 128 if lists_needed or spec.needs_grad else 256
-        if widest > limit or widest % 8 or spec.head_dim != spec.head_dim_v:
+        lists_needed = asked & HEAD_WINDOWS or (asked & WINDOW_SINKS and asked & WINDOW)
+        widest = max(kind.head_dim, kind.head_dim_v)
+        limit = 128 if lists_needed or kind.needs_grad else 256
+        if widest > limit or widest % 8 or kind.head_dim != kind.head_dim_v:
             reasons.append(
                 f"flash-attn 4 serves this with equal head sizes of keys and values up to {limit} that are multiples "
-                f"of 8, got {spec.head_dim} and {spec.head_dim_v}"
+                f"of 8, got {kind.head_dim} and {kind.head_dim_v}"
             )
         if lists_needed and not installed("triton"):
             reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
-        if lists_needed and spec.decode:
-            reasons.append("flash-attn 4 does not share out the keys of one query")
-        if spec.kind == "irregular":
-            reasons.append("flash-attn 4 takes no dense mask")
-        if spec.softcap and spec.needs_grad:
-            reasons.append("flash-attn 4 has no gradient through a softcap")
-        if spec.need_lse and (spec.kind == "ragged" or spec.needs_grad):
-            reasons.append("flash-attn 4's log-sum-exp is not put back in place, and not differentiated")
-        reasons += run_refusals(spec, "flash-attn 4's packed kernels")
-        if spec.compiling:
-            reasons.append("flash-attn 4 is compiled as it is called, which a traced graph cannot hold")
+        if asked & LSE and kind.shape == "ragged":
+            reasons.append("flash-attn 4's log-sum-exp is not put back in place")
+        reasons += run_refusals(kind, "flash-attn 4's packed kernels")
         return tuple(reasons)
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One launch: dense, over packed segments, or over lists of blocks."""
-        if request.asks_nothing:
-            return nothing_seen(request)
-        from .fa4_launch import attend  # which filters a warning, as importing the package must not
+        return attend
 
-        # its kernels and those that make lists are launched on the current device; see `Launcher`
-        device = request.query.get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return self.attend(request)
-        return attend(request)
+
+def attend(request: AttentionRequest) -> AttentionResult:
+    """By packed or dense kernels where one window serves all heads, else by lists of blocks."""
+    # its kernels and those that make lists are launched on the current device; see `triton.launch.Launcher`
+    device = request.query.get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return attend(request)
+    from ...attention.heads import head_windows
+
+    windows = head_windows(request.structure, request.per_head, request.key.shape[1])
+    if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
+        return _attend_by_lists(request, windows)
+    return attend_runs(request, importlib.import_module("flash_attn.cute"), _arguments(request, windows))
+
+
+def _attend_by_lists(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
+    """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
+    fa4_lists = importlib.import_module(f"{__package__}.fa4_lists")
+    structure, groups = request.structure, request.query.shape[1] // request.key.shape[1]
+    # where every query sees one run the mask needs no table, and the kernels align causality to the last key
+    plain, kv_len = structure.plain and (structure.causal or structure.offset() == 0), structure.kv_len
+    if plain and structure.causal:
+        kv_len = min(kv_len, structure.offset() + structure.q_len)
+    made = derived_on(structure, request.query.device, fa4_lists.make_lists, windows, groups, kv_len, plain)
+    grad = request.query.requires_grad or request.key.requires_grad or request.value.requires_grad
+    mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
+    blocks = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    size = fa4_lists.BLOCK, fa4_lists.BLOCK
+    more = {}
+    if grad:
+        by_keys = derived_on(structure, request.query.device, fa4_lists.turned_lists, windows, groups, kv_len, plain)
+        more["block_sparse_tensors_bwd"] = blocks(*by_keys, block_size=size)
+    out, lse = importlib.import_module("flash_attn.cute").flash_attn_func(
+        request.query.transpose(1, 2),
+        request.key[:, :, :kv_len].transpose(1, 2),
+        request.value[:, :, :kv_len].transpose(1, 2),
+        mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
+        aux_tensors=made.tables,
+        block_sparse_tensors=blocks(*made.lists, block_size=size),
+        **_arguments(request, None) | {"causal": False, "pack_gqa": False} | more,
+    )
+    return AttentionResult(out, lse if request.need_lse else None)
+
+
+def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:
+    """Keywords that the dense and the packed kernel share; `windows` are alike and without sinks."""
+    from ...attention.heads import ALL
+
+    causal = request.structure.causal
+    left = right = None
+    if windows is not None and windows[0][0] < ALL:
+        left, right = windows[0][0] - 1, 0 if causal else windows[0][0] - 1
+    return {
+        "softmax_scale": request.scaling,
+        "causal": causal,
+        "window_size": (left, right),
+        "softcap": request.softcap or 0.0,
+        "learnable_sink": request.sink_logits,
+        "return_lse": request.need_lse,
+    }

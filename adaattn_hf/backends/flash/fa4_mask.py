@@ -6,11 +6,15 @@ heads, then, for calls of runs, where each query's run of keys begins and ends a
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import cutlass
 from cutlass import cute
 from flash_attn.cute.utils import scalar_to_ssa
+
+# its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
+warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 
 
 @cute.jit

@@ -4,46 +4,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ...attention.kind import COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SOFTCAP, WINDOW, WINDOW_SINKS, CallSpec
+from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
-from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
+from ..base import Backend, Kernel, Supports, installed, run_refusals
 
 if TYPE_CHECKING:
+    from ...attention.heads import HeadRules
     from ...attention.packing import Packed
-
-
-@dataclass(frozen=True)
-class FlashVariant:
-    """One installable build of flash-attn.
-
-    Attributes:
-        name: Of the backend.
-        version: 2 or 3; the keywords differ.
-        module: Python module that holds the functions.
-        package: What a user installs.
-        least, below: Compute capabilities that it is built for, from the one to below the other.
-        flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
-    """
-
-    name: str
-    version: int
-    module: str
-    package: str
-    least: tuple[int, int]
-    below: tuple[int, int]
-    flags_module: str | None = None
-
-
-# flash-attn 4 shares the package's name, but not this module
-FA2 = FlashVariant("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn", (8, 0), (99, 0))
-FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", (9, 0), (10, 0), "flash_attn_config")
-FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", (9, 0), (10, 0), "fa3_fwd_config")
 
 
 @torch.compiler.assume_constant_result
@@ -56,66 +29,66 @@ def _made_without(flags_module: str | None, feature: str) -> bool:
 
 
 class FlashBackend(Backend):
-    """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
+    """flash-attn's dense and variable-length kernels (CUDA, half precision), of one installable build."""
 
-    device = "cuda"
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        module: str,
+        product: str,
+        devices: tuple[tuple[int, int], tuple[int, int]],
+        flags_module: str | None = None,
+    ) -> None:
+        """Takes what differs between builds.
 
-    def __init__(self, variant: FlashVariant) -> None:
-        """`variant` is the build to call."""
-        self.variant = variant
-        dropout = ("dropout",) if variant.version == 2 else ()
-        self._serves = ("softcap", "need_lse", "needs_grad", "compiling", "opaque", *dropout)
-        self.name, self.package = variant.name, variant.module.partition(".")[0]
+        Args:
+            version: 2 or 3; the keywords differ.
+            module: Python module that holds the functions.
+            product: What a user installs.
+            devices: Compute capabilities that it is built for, from the one to below the other.
+            flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
+        """
+        self.name, self.version, self.module, self.product = name, version, module, product
+        self.devices, self.flags_module, self.package = devices, flags_module, module.partition(".")[0]
+        features = SOFTCAP | LSE | GRAD | COMPILING | OPAQUE | (DROPOUT if version == 2 else 0)
+        half = (torch.float16, torch.bfloat16)
+        self.supports = Supports(
+            "flash-attn's kernels", features, "cuda", half, widest=256, multiple=8, equal=True, dense=False
+        )
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
-        if not installed(self.variant.module):
-            return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
-        return ()
+        return () if installed(self.module) else (f"{self.product} is not installed (no module {self.module})",)
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
-        reasons = list(unnamed(spec, "flash-attn's kernels", self._serves))
-        if spec.device != "cuda":
-            reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
-        elif (facts := capability(spec.device_index)) and not self.variant.least <= facts.sm < self.variant.below:
-            reasons.append(f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"flash-attn computes in float16 or bfloat16, got {spec.dtype}")
-        if max(spec.head_dim, spec.head_dim_v) > 256:
-            reasons.append(f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}")
-        if spec.head_dim % 8 or spec.head_dim_v % 8:
-            reasons.append(f"flash-attn wants head sizes that are multiples of 8, got {spec.head_dim}")
-        if spec.head_dim != spec.head_dim_v:
-            reasons.append(
-                f"flash-attn wants equal head sizes of keys and values, got {spec.head_dim}, {spec.head_dim_v}"
-            )
-        if spec.window_sinks and spec.kind != "full":
+        reasons = list(super().refusals(kind))
+        on_cuda = kind.device.type == "cuda"
+        if on_cuda and (facts := capability(kind.device)) and not self.devices[0] <= facts.sm < self.devices[1]:
+            reasons.append(f"{self.product} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
+        if kind.features & WINDOW_SINKS and kind.shape != "full":
             reasons.append("flash-attn has no sink tokens beside a window")
-        if spec.kind == "irregular":
-            reasons.append("flash-attn takes no dense mask")
         for asked, feature, name in (
-            (spec.needs_grad, "BACKWARD", "the backward pass"),
-            (spec.windowed, "LOCAL", "windows"),
-            (spec.dtype == torch.float16, "FP16", "float16"),
+            (kind.needs_grad, "BACKWARD", "the backward pass"),
+            (kind.features & WINDOW, "LOCAL", "windows"),
+            (kind.dtype == torch.float16, "FP16", "float16"),
         ):
-            if asked and _made_without(self.variant.flags_module, feature):
-                reasons.append(f"{self.variant.package} was built without {name}")
-        if spec.need_lse and spec.kind == "ragged":
+            if asked and _made_without(self.flags_module, feature):
+                reasons.append(f"{self.product} was built without {name}")
+        if kind.features & LSE and kind.shape == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
-        reasons += run_refusals(spec, "flash-attn's packed kernels")
-        if spec.compiling and spec.kind == "ragged":
+        reasons += run_refusals(kind, "flash-attn's packed kernels")
+        if kind.compiling and kind.shape == "ragged":
             reasons.append("the segments of a padded batch cannot be read while a graph is traced")
         return tuple(reasons)
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
-        if request.asks_nothing:
-            return nothing_seen(request)
-        kernels = importlib.import_module(self.variant.module)
-        return attend_runs(request, kernels, self._arguments(request))
+        kernels = importlib.import_module(self.module)
+        return lambda request: attend_runs(request, kernels, self._arguments(request))
 
     def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
         structure = request.structure
@@ -128,13 +101,19 @@ class FlashBackend(Backend):
             "window_size": window,
             "softcap": request.softcap or 0.0,
         }
-        if self.variant.version == 2:
+        if self.version == 2:
             arguments["dropout_p"] = request.dropout
         else:
             arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
         if request.need_lse:
             arguments["return_attn_probs"] = True
         return arguments
+
+
+# flash-attn 4 shares the first one's package name, but not this module
+FA2 = FlashBackend("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn", ((8, 0), (99, 0)))
+FA3 = FlashBackend("fa3", 3, "flash_attn_interface", "flash-attn 3", ((9, 0), (10, 0)), "flash_attn_config")
+FA3_FWD = FlashBackend("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", ((9, 0), (10, 0)), "fa3_fwd_config")
 
 
 def attend_runs(request: AttentionRequest, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:

@@ -1,4 +1,4 @@
-"""The native kernels as a backend: what they serve, and which of their entrances a call takes."""
+"""The native kernels as a backend: what they serve, and which of their entrances a kind of call takes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,49 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, by_requests, nothing_seen, unnamed
+from ...attention.kind import (
+    BIAS,
+    COMPILING,
+    GRAD,
+    HEAD_BF16,
+    HEAD_INT8,
+    HEAD_WINDOWS,
+    LSE,
+    OPAQUE,
+    PER_HEAD,
+    SINKS,
+    SOFTCAP,
+    STORED,
+    CallSpec,
+)
+from ...attention.request import AttentionResult
+from ..base import Backend, Kernel, Supports
 from .ops import traced
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SERVES = (
-    "softcap", "sink_logits", "bias", "need_lse", "needs_grad", "compiling", "opaque", "stored", "head_windows",
-    "head_precision", "head_until",
-)  # fmt: skip
+_NO_GRADIENT_OF_CODES = "the native kernels read stored keys and values without a gradient and outside of graphs"
 
 
 class NativeBackend(Backend):
     """Serves every structure on CPUs where the library has been built, forward and backward."""
 
-    name, device = "native", "cpu"
+    name = "native"
+    supports = Supports(
+        "the native kernels",
+        SOFTCAP | SINKS | BIAS | LSE | GRAD | COMPILING | OPAQUE | STORED | HEAD_WINDOWS | HEAD_BF16 | HEAD_INT8,
+        "cpu",
+        (torch.float32, torch.bfloat16, torch.float16),
+        unless=(
+            (OPAQUE, "the native kernels read memory, which tensors that trace, wrap or shard do not have"),
+            (STORED | GRAD, _NO_GRADIENT_OF_CODES),
+            (STORED | COMPILING, _NO_GRADIENT_OF_CODES),
+            (STORED | HEAD_INT8, "the native kernels read stored keys and values without int8 products"),
+            (PER_HEAD | GRAD, "the native kernels have no gradient of rules per head"),
+            (PER_HEAD | COMPILING, "rules per head need data that cannot be read while a graph is traced"),
+        ),
+    )
 
     def missing(self) -> tuple[str, ...]:
         """The library, where it was not built or cannot be loaded."""
@@ -31,79 +56,36 @@ class NativeBackend(Backend):
 
         return missing()
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """Other devices and dtypes, dropout, and rules per head where gradients or a graph are wanted of them."""
-        reasons = list(unnamed(spec, "the native kernels", _SERVES))
-        if spec.device != "cpu":
-            reasons.append(f"the native kernels run on CPUs, the tensors are on {spec.device}")
-        if spec.dtype not in _DTYPES:
-            reasons.append(f"the native kernels have no {spec.dtype}; they have float32, bfloat16 and float16")
-        if spec.opaque:
-            reasons.append("the native kernels read memory, which tensors that trace, wrap or shard do not have")
-        if spec.compiling and torch.onnx.is_in_onnx_export():
-            reasons.append("ONNX has no operator for the native kernels")
-        if spec.stored is not None and (spec.needs_grad or spec.compiling):
-            reasons.append(
-                f"the native kernels read keys stored as {spec.stored} without a gradient and outside of graphs"
-            )
-        if spec.per_head:
-            reasons += _refused_rules(spec)
-        return tuple(reasons)
+        reasons = super().refusals(kind)
+        if kind.compiling and torch.onnx.is_in_onnx_export():
+            reasons += ("ONNX has no operator for the native kernels",)
+        if kind.features & HEAD_INT8:
+            from ..capability import of_level
+            from .library import level_here
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
-        """Attention in one call of the library, whatever the structure; with rules per head one for each precision.
-
-        Without a gradient the library is called directly: the dispatcher of an operator would cost more than a small
-        call.
-        """
-        if request.per_head is None and torch.compiler.is_compiling():
-            return AttentionResult(*traced(request))
-        if request.asks_nothing:
-            return nothing_seen(request)
-        from . import launch
-
-        if request.per_head is not None:
-            return launch.by_groups(request, launch.groups_of(request.per_head, request.query.dtype))
-        tensors = (request.query, request.key, request.value, request.bias, request.sink_logits)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            return launch.differentiated(request)
-        return launch.computed(request)
+            level = level_here()
+            if not of_level(level).int8:
+                reasons += (
+                    f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}",
+                )
+        return reasons
 
     def launches(self, rules: HeadRules) -> tuple[str, ...]:
         """One call of the library for each precision."""
         return tuple(f"{precision} products" for precision in rules.precisions)
 
-    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
-        """One call of the library, with rules per head one for each precision; `attend` where a gradient is wanted."""
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+        """One call of the library, whatever the structure; with rules per head one for each precision.
+
+        Without a gradient the library is called directly: the dispatcher of an operator would cost more than a small
+        call.
+        """
+        if kind.compiling:
+            return lambda request: AttentionResult(*traced(request))
         from . import launch
-        from .library import library
 
-        native = library()
-        if native is None or spec.needs_grad or spec.compiling:
-            return super().prepare(spec, rules)
-        if rules is None:
-            return launch.one_call(native)
-        groups = launch.groups_of(rules, spec.dtype)
-        if len(groups) > 1 or groups[0].key_mean is not None:
-            return by_requests(lambda request: launch.by_groups(request, groups), rules)
-        return launch.one_call(native, groups[0], rules)
-
-
-def _refused_rules(spec: CallSpec) -> list[str]:
-    from ..capability import of_level
-    from .library import level_here
-
-    reasons = []
-    if spec.needs_grad:
-        reasons.append("the native kernels have no gradient of rules per head")
-    if spec.compiling:
-        reasons.append("rules per head need data that cannot be read while a graph is traced")
-    if spec.head_until:
-        reasons.append("the native kernels have no rules per head up to a position")
-    if spec.stored is not None and spec.head_precision in ("int8", "mixed"):
-        reasons.append(f"the native kernels read keys stored as {spec.stored} without int8 products")
-    if spec.head_precision in ("int8", "mixed"):
-        level = level_here()
-        if not of_level(level).int8:
-            reasons.append(f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}")
-    return reasons
+        if kind.needs_grad:
+            return launch.differentiated
+        return launch.kernel_of(kind, rules)

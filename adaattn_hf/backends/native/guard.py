@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...attention.request import holds_no_memory
+from ...attention.tracing import holds_no_memory
 
 Form = Literal["contiguous", "strided", "broadcast"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

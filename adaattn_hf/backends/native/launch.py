@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...attention.heads import HeadRules, joined_heads, some_heads
+from ...attention.heads import HeadRules
+from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallSpec
 from ...attention.request import AttentionRequest, AttentionResult, narrowed
+from ...attention.slicing import joined_heads, some_heads
 from ...attention.structure import CallStructure
-from ..base import Launch
+from ..base import Kernel
 from . import call
 from .autograd import Differentiable
 from .guard import FLOATS, OFFSETS
-from .library import CALL, DTYPES, HEADS, LAYOUT, Library
+from .library import CALL, DTYPES, HEADS, LAYOUT, loaded
 from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules
 
-if TYPE_CHECKING:
-    from ...attention.stored import StoredKV
+_FIND_RULES = (find_rules,)
+_new = tuple.__new__
+
+_EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 
 
-def one_call(native: Library, group: Group | None = None, rules: HeadRules | None = None) -> Launch:
-    """Calls of one kind as one call of the library each, without a gradient.
+def kernel_of(kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    """Calls of one kind as one call of the library each, without a gradient; one for each precision of their heads."""
+    groups = [] if rules is None else groups_of(rules, kind.dtype)
+    if len(groups) > 1 or (groups and groups[0].key_mean is not None):
+        return lambda request: by_groups(request, groups)
+    if kind.features & _EXTRAS:
+        return (lambda request: by_groups(request, groups)) if groups else computed
+    native, heads = loaded(), groups[0].packed if groups else ALL_ALIKE
 
-    Where heads have rules of their own, `group` is all of them, and `rules` are its.
-    """
-    heads = ALL_ALIKE if group is None else group.packed
-
-    def launch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        structure: CallStructure,
-        stored: StoredKV | None = None,
-    ) -> Tensor:
-        told = structure.derived(find_rules)
-        end = NOTHING_ELSE if stored is None else codes_packed(stored, key)
+    def launch(request: AttentionRequest) -> AttentionResult:
+        query, key, value, structure = request.query, request.key, request.value, request.structure
+        told = structure.made.get(_FIND_RULES) or structure.derived(find_rules)
+        end = NOTHING_ELSE if request.stored is None else codes_packed(request.stored, key)
         try:
             # as `guard.lies` asks of each, without a call for each in every layer
             readable = (
@@ -55,8 +55,8 @@ def one_call(native: Library, group: Group | None = None, rules: HeadRules | Non
             readable = False  # sparse tensors and the like have no storage to ask for
         if end is None or not readable or (rules is not None and not at_runs(rules, told)):
             # tensors that must be written out first, and masks
-            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
-            return (computed(request) if group is None else by_groups(request, [group])).out
+            request.check()
+            return by_groups(request, groups) if groups else computed(request)
         batch, q_heads, q_len, dim = query.shape
         _, kv_heads, kv_len, dim_v = value.shape
         if value.dtype is torch.uint8:
@@ -71,12 +71,12 @@ def one_call(native: Library, group: Group | None = None, rules: HeadRules | Non
             *query.stride(), *key.stride(), *value.stride(), q_len * width, dim_v, width, 1,
         )  # fmt: skip
         asked = CALL.pack(
-            q_at, k_at, v_at, out.data_ptr(), 0, layout, scaling,
+            q_at, k_at, v_at, out.data_ptr(), 0, layout, request.scaling,
             torch.get_num_threads(), native.level, told.visible + heads + end, call.NO_BACKWARD,
         )  # fmt: skip
         if status := native.forward(asked):
             raise call.error_of(status)
-        return out
+        return _new(AttentionResult, (out, None))  # without a call of Python for each layer
 
     return launch
 
@@ -153,7 +153,7 @@ def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
 
 def at_runs(rules: HeadRules, told: Rules) -> bool:
     """Whether a structure is told in runs that begin where the sinks of its heads count from."""
-    return told.mask is None and (told.sinks_at_runs or not rules.has_sinks)
+    return told.mask is None and (told.sinks_at_runs or not any(rules.sinks))
 
 
 def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionResult:

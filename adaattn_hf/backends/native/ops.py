@@ -24,9 +24,11 @@ _INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, flo
 def _request(inputs: Sequence[Any]) -> AttentionRequest:
     q, k, v, bias, sink_logits, scaling, softcap, *operands = inputs
     structure = CallStructure.of_operands(q, k, *operands)
-    return AttentionRequest(
+    request = AttentionRequest(
         q, k, v, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, need_lse=True
     )
+    request.check()
+    return request
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ and form."""
 
 
 # Not frozen: a frozen dataclass costs microseconds to make, and one is made for every padded batch.
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Rules:
     """What a call asks for beyond its tensors; see `src/adaattn.h`. Nobody changes one.
 
@@ -66,6 +65,7 @@ class Rules:
         first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous; stands for the first of the stored keys.
         sinks_at_runs: That of the structure.
         rotated: 1 where stored keys, 2 where stored values are those of vectors turned by `hadamard`, 3 for both.
+        visible: What queries see, packed once by `find_rules`, as the layers of a pass share it; else empty.
     """
 
     causal: bool = False
@@ -86,27 +86,22 @@ class Rules:
     first_key: Tensor | None = None
     rotated: int = 0
     sinks_at_runs: bool = True
-
-    @functools.cached_property
-    def _tensors(self) -> tuple[str, ...]:
-        return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
+    visible: bytes = b""
 
     def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
         """Refuse tensors that do not fit a call of these extents (ValueError)."""
-        if not self._tensors:
-            return
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
-        for name in self._tensors:
-            tensor: Tensor = getattr(self, name)
-            extents, dtype, form = _COVERS[name]
+        for name, (extents, dtype, form) in _COVERS.items():
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None or (self.visible and name == "segments"):
+                continue  # the table of `find_rules` was made as the library reads them
             asked = [sizes[letter] for letter in extents]
             if name == "key_mean" and tensor.shape[:1] == (1,):
                 asked[0] = 1
             check_rule(name, tensor, asked, dtype, form)
 
-    @functools.cached_property
-    def visible(self) -> bytes:
-        """What queries see, packed; made once, because the layers of a pass share it."""
+    def see(self) -> bytes:
+        """What queries see, packed."""
         table, mask = self.segments, self.mask
         return VISIBLE.pack(
             pointer(table), 0 if table is None else table.shape[0], self.offset,
@@ -128,7 +123,7 @@ class Rules:
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
-        return self.visible + heads + scores + stored
+        return (self.visible or self.see()) + heads + scores + stored
 
 
 def pointer(t: Tensor | None) -> int:
@@ -146,6 +141,12 @@ NO_RULES = Rules()
 
 def find_rules(structure: CallStructure) -> Rules:
     """The rules of a structure; `structure.derived(find_rules)` makes them once for the layers of a pass."""
+    rules = _rules_of(structure)
+    rules.visible = rules.see()
+    return rules
+
+
+def _rules_of(structure: CallStructure) -> Rules:
     window = -1 if structure.window is None else min(structure.window, _FAR)
     sinks = min(structure.sinks, _FAR)
     if structure.one_run_a_row and structure.key_padding is None:
@@ -155,10 +156,7 @@ def find_rules(structure: CallStructure) -> Rules:
     if not runs:  # none could be told, or no query sees any key: an empty table would say that there are no borders
         return Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
-    rules = Rules(structure.causal, window, sinks, segments=table, sinks_at_runs=structure.sinks_at_runs)
-    # the table was made here, as the library reads it: nothing to check in every pass
-    vars(rules)["_tensors"] = ()
-    return rules
+    return Rules(structure.causal, window, sinks, segments=table, sinks_at_runs=structure.sinks_at_runs)
 
 
 def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:

@@ -24,7 +24,7 @@ def store(
     *,
     mean: Tensor | None = None,
     along: Tensor | None = None,
-    rotated: bool = False,
+    rotated: bool = True,
     level: int | None = None,
     at: int = 0,
 ) -> None:

@@ -5,16 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
-from . import limits
 from .kernels import additive, operator, wants_gradient
 
+# Sizes from which another way of calling torch's operator is faster, measured on two AVX-512 cores.
+SHORT_KEYS = 128
+"""Keys up to which one query is served by the plain operator, which is quicker than anything around it."""
+FOLD_BYTES = 100_000_000
+"""Bytes of fp32 keys and values beyond which reading them is all that counts, folded heads or not."""
+FEW_KEYS_HALF = 384
+"""Half-precision keys up to which one query of ungrouped heads stays with the fused kernel."""
+PADDING_SHARE = 0.25
+"""Share of padding among the keys of a decode step from which batch rows are walked one by one."""
 
-def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
+
+def attend_few(request: AttentionRequest) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row; None where its keys are no range, or there are none.
 
-    Tensors are `[batch, heads, length, head_dim]`; the structure is settled.
+    The structure is settled.
     """
+    query, key, value, structure = request.query, request.key, request.value, request.structure
+    scaling = request.scaling
     batch, heads, _, dim = query.shape
     kv_heads = key.shape[1]
     spans = structure.derived(_ranges)
@@ -24,11 +36,12 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, struct
         return None  # the kernels read the last dimension as contiguous memory, and so do folded queries
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     bytes_read = 2 * batch * kv_heads * (high - low) * dim * key.dtype.itemsize
-    if query.dtype == torch.float32 and structure.plain and bytes_read > limits.FOLD_BYTES:
+    if query.dtype == torch.float32 and structure.plain and bytes_read > FOLD_BYTES:
         return operator(query, key[:, :, low:high], value[:, :, low:high], scaling).transpose(1, 2)
     lone = heads == kv_heads and query.dtype.itemsize == 2
     alike = all(span == spans[0] for span in spans)
-    if lone and alike and _flat(key, value) and high > limits.FEW_KEYS_HALF:
+    flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
+    if lone and alike and flat and high > FEW_KEYS_HALF:
         products = _two_products(query, key[:, :, low:high], value[:, :, low:high], scaling)
         if products is not None:
             return products
@@ -38,10 +51,6 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, struct
         folded = folded.expand(batch, kv_heads, 2, dim)
     out = _folded(structure, folded, key, value, scaling, spans)
     return (out[:, :, :1] if lone else out).reshape(batch, 1, heads, dim)
-
-
-def _flat(key: Tensor, value: Tensor) -> bool:
-    return key.shape[0] == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
 
 
 def _two_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor | None:
@@ -66,7 +75,7 @@ def _folded(
 ) -> Tensor:
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
-    if total < (1 - limits.PADDING_SHARE) * most and high - low >= limits.SHORT_KEYS:
+    if total < (1 - PADDING_SHARE) * most and high - low >= SHORT_KEYS:
         out = folded.new_zeros(folded.shape)
         for row, (a, b) in enumerate(spans):
             if b > a:

@@ -3,119 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ...attention.kind import BIAS, COMPILING, DROPOUT, OPAQUE, SINKS, SOFTCAP, CallSpec
 from ...attention.packing import FROM_FIRST
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
-from ...attention.structure import CallStructure
-from ...attention.tap import transform_at_work
-from ..base import nothing_seen, spec_of
-from . import limits
-from .decode import attend_few
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.tracing import transform_at_work
+from ..base import Kernel
+from .decode import SHORT_KEYS, attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash
 from .masked import added, additive_mask, in_bands, masked_call
 from .packed import layout_for, packed_attention, walks_runs
 
-
-def attend(request: AttentionRequest) -> AttentionResult:
-    """Attention by the cheapest exact way."""
-    query, key, value = request.query, request.key, request.value
-    simple = request.bias is None and request.softcap is None and request.sink_logits is None
-    # what the ways below read of tensors is nothing that a graph or a transform may rest on
-    if torch.compiler.is_compiling() or transform_at_work() or holds_no_memory(query, key, value):
-        return AttentionResult(_traced(request, simple).transpose(1, 2))
-    if request.asks_nothing:
-        return nothing_seen(request)
-    structure = request.structure.settled()
-    if simple and request.dropout and structure.kind in ("causal", "full"):
-        causal = structure.kind == "causal"
-        out = operator(query, key, value, request.scaling, causal=causal, dropout=request.dropout)
-        return AttentionResult(out.transpose(1, 2))
-    if simple and not request.dropout:
-        way = way_of(spec_of(request.with_tensors(query, key, value, structure)))
-        found = way(query, key, value, request.scaling, structure)
-        if found is not None:
-            return AttentionResult(found)
-    return AttentionResult(in_bands(request, structure))
+Way = Callable[[AttentionRequest], "Tensor | None"]
+"""Maps a call of a settled structure to the output `[batch, q_len, heads, head_dim_v]`; None where it needs bands."""
 
 
-def _traced(request: AttentionRequest, simple: bool) -> Tensor:
-    """A traced graph: nothing may be read, and only fixed numbers may decide."""
+def kernel_of(kind: CallSpec) -> Kernel:
+    """The cheapest exact way for calls of a kind."""
+    if kind.features & (COMPILING | OPAQUE):
+        return _traced
+    way = way_of(kind)
+
+    def attend(request: AttentionRequest) -> AttentionResult:
+        if transform_at_work():
+            return _traced(request)
+        structure = request.structure
+        if structure.key_padding is not None or type(structure.q_offset) is not int:
+            request = replace(request, structure=structure.settled())
+        if request.scaling <= 0:
+            request = _positive(request)
+        out = way(request)
+        return AttentionResult(in_bands(request) if out is None else out)
+
+    return attend
+
+
+def _positive(request: AttentionRequest) -> AttentionRequest:
+    """torch's causal CPU kernel hides keys by an infinity times the factor, which must be above 0."""
+    query, scaling = request.query, request.scaling
+    query, scaling = (-query, -scaling) if scaling < 0 else (query * 0.0, 1.0)
+    return replace(request, query=query, scaling=scaling)
+
+
+def _traced(request: AttentionRequest) -> AttentionResult:
+    """For graphs, transforms and tensors without memory: nothing may be read, and only fixed numbers may decide."""
+    if isinstance(request.scaling, (int, float)) and request.scaling <= 0:
+        request = _positive(request)
     query, key, value, structure = request.query, request.key, request.value, request.structure
-    kind = structure.kind
-    if simple and kind in ("full", "causal"):
-        return bare_operator(query, key, value, request.scaling, causal=kind == "causal", dropout=request.dropout)
-    if simple and kind == "suffix" and structure.q_len == 1:
+    simple = request.bias is None and request.softcap is None and request.sink_logits is None
+    shape = structure.kind
+    if simple and shape in ("full", "causal"):
+        causal = shape == "causal"
+        out = bare_operator(query, key, value, request.scaling, causal=causal, dropout=request.dropout)
+    elif simple and shape == "suffix" and structure.q_len == 1:
         stop = structure.offset() + 1
-        return masked_call(request, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
-    mask = structure.visible(device=query.device)
-    if request.bias is not None:
-        mask = added(request.bias, query).masked_fill(~mask, float("-inf"))
-    return masked_call(request, query, key, value, mask, bare_operator)
+        out = masked_call(request, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
+    else:
+        mask = structure.visible(device=query.device)
+        if request.bias is not None:
+            mask = added(request.bias, query).masked_fill(~mask, float("-inf"))
+        out = masked_call(request, query, key, value, mask, bare_operator)
+    return AttentionResult(out.transpose(1, 2))
 
 
-Way = Callable[[Tensor, Tensor, Tensor, float, CallStructure], "Tensor | None"]
-"""Maps query, key, value, scaling and a settled structure to the output `[batch, q_len, heads, head_dim_v]`; None where
-the structure of a call needs bands."""
-
-
-def way_of(spec: CallSpec) -> Way:
-    """How ordinary calls of a kind are served."""
-    if spec.kind in ("full", "causal", "suffix") and spec.decode:
-        return _step(spec)
-    if spec.kind in ("full", "causal"):
-        return _causal if spec.kind == "causal" else _full
-    if spec.decode and spec.device == "cpu":
+def way_of(kind: CallSpec) -> Way:
+    """How calls of a kind are served outside of graphs."""
+    one_product = kind.shape in ("full", "causal")
+    if kind.features & (BIAS | SOFTCAP | SINKS) or (kind.features & DROPOUT and not one_product):
+        return in_bands
+    if kind.decode and (one_product or kind.shape == "suffix") and not kind.features & DROPOUT:
+        return _step(kind)
+    if one_product:
+        return _causal if kind.shape == "causal" else _full
+    if kind.decode and kind.device.type == "cpu":
         return attend_few
-    if spec.light_training or (spec.kind == "ragged" and spec.holes is None and not spec.decode):
+    if kind.light_training or (kind.shape == "ragged" and kind.holes is None and not kind.decode):
         return _masked
-    return _over_runs(walks_runs(spec.device, spec.dtype, spec.head_dim, spec.head_dim_v))
+    return _over_runs(walks_runs(kind.device, kind.dtype, kind.head_dim, kind.head_dim_v))
 
 
-def _full(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor:
-    return operator(query, key, value, scaling).transpose(1, 2)
+def _full(request: AttentionRequest) -> Tensor:
+    query, key, value = request.query, request.key, request.value
+    return operator(query, key, value, request.scaling, dropout=request.dropout).transpose(1, 2)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor:
-    return operator(query, key, value, scaling, causal=True).transpose(1, 2)
+def _causal(request: AttentionRequest) -> Tensor:
+    query, key, value = request.query, request.key, request.value
+    return operator(query, key, value, request.scaling, causal=True, dropout=request.dropout).transpose(1, 2)
 
 
-def _step(spec: CallSpec) -> Way:
+def _step(kind: CallSpec) -> Way:
     """One query: the operator's own CUDA kernels split the keys among programs and read grouped heads once."""
-    flash, cpu = steps_by_flash(spec), spec.device == "cpu"
-    folds = cpu and not (spec.groups == 1 and spec.dtype == torch.float32)
+    flash, cpu = steps_by_flash(kind), kind.device.type == "cpu"
+    folds = cpu and not (kind.groups == 1 and kind.dtype == torch.float32)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
+    def step(request: AttentionRequest) -> Tensor | None:
+        query, key, value, structure = request.query, request.key, request.value, request.structure
         kv_len = structure.kv_len
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
         if stop < 1:
             return None
-        if folds and stop > limits.SHORT_KEYS:
-            return attend_few(query, key, value, scaling, structure)
+        if folds and stop > SHORT_KEYS:
+            return attend_few(request)
         if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
         if flash and torch.backends.cuda.flash_sdp_enabled():  # the user may have switched it off
             query, key, value = dense_last(query), dense_last(key), dense_last(value)
-            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[0]
+            scale = request.scaling
+            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
             return out.transpose(1, 2)
-        return operator(query, key, value, scaling).transpose(1, 2)
+        return operator(query, key, value, request.scaling).transpose(1, 2)
 
-    return attend
+    return step
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor:
-    mask = structure.derived(additive_mask, query.dtype, query.device)
-    return operator(query, key, value, scaling, mask).transpose(1, 2)
+def _masked(request: AttentionRequest) -> Tensor:
+    query = request.query
+    mask = request.structure.derived(additive_mask, query.dtype, query.device)
+    return operator(query, request.key, request.value, request.scaling, mask).transpose(1, 2)
 
 
 def _over_runs(fused: bool) -> Way:
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor | None:
-        layout = layout_for(structure, query.device)
+    def runs(request: AttentionRequest) -> Tensor | None:
+        layout = layout_for(request.structure, request.query.device)
         if layout is None or not (fused or layout.rule <= FROM_FIRST):
             return None
-        return packed_attention(query, key, value, layout, scaling)
+        return packed_attention(request.query, request.key, request.value, layout, request.scaling)
 
-    return attend
+    return runs

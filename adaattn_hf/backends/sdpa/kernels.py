@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention.request import CallSpec
+from ...attention.kind import CallSpec
 from ..capability import capability
-from . import limits
+
+VECTOR_KEYS = 16
+"""Scores that the widest vector of a processor holds; not measured."""
 
 # Before 2.9 torch's kernel for processors takes no grouped heads; asked for them, torch writes the score matrix.
 _GROUPED_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
@@ -36,7 +38,7 @@ def operator(
     by_name = query.is_cuda and not dropout and suits_efficient(query.dtype, dim, size)
     if mask is not None and by_name and not mask.requires_grad:
         return _efficient(query, key, value, scaling, mask)
-    if query.is_cpu and mask is None and key.shape[2] < limits.VECTOR_KEYS:
+    if query.is_cpu and mask is None and key.shape[2] < VECTOR_KEYS:
         # with fewer keys than a vector holds the kernel drops rows of not-a-numbers, unless it is given a mask
         mask, causal = _hiding_later(query, key) if causal else query.new_zeros(1, key.shape[2]), False
     if query.is_cpu and size != dim:
@@ -99,17 +101,17 @@ def _cudnn_comes_first(index: int | None) -> bool:
     return flash and device is not None and device.sm in ((9, 0), (10, 0))
 
 
-def steps_by_flash(spec: CallSpec) -> bool:
+def steps_by_flash(kind: CallSpec) -> bool:
     """Whether a decode step goes to torch's flash kernel by name.
 
     Left to itself torch takes cuDNN on datacentre devices, which plans a kernel for every number of keys that it has
     not met: the host spends tens of milliseconds on each new token. The flash kernel reads a step's keys as fast.
     Elsewhere torch takes it unasked.
     """
-    half = spec.dtype in (torch.float16, torch.bfloat16)
-    fits = spec.head_dim == spec.head_dim_v <= 256 and spec.head_dim % 8 == 0
-    ours = spec.device == "cuda" and half and fits and not spec.needs_grad
-    return ours and _cudnn_comes_first(spec.device_index)
+    half = kind.dtype in (torch.float16, torch.bfloat16)
+    fits = kind.head_dim == kind.head_dim_v <= 256 and kind.head_dim % 8 == 0
+    ours = kind.device.type == "cuda" and half and fits and not kind.needs_grad
+    return ours and _cudnn_comes_first(kind.device.index)
 
 
 def takes_groups(query: Tensor, value: Tensor, masked: bool) -> bool:

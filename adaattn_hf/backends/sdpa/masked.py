@@ -10,10 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, narrowed
+from ...attention.softmax import softmax_parts, weighted
 from ...attention.structure import CallStructure
-from ..base import nothing_seen, softmax_parts, weighted
-from . import limits
+from ..base import nothing_seen
 from .kernels import additive, operator
+
+# Sizes of bands, measured on two AVX-512 cores.
+WINDOW_ROWS = 128
+"""Rows of a band under a window; short bands compute fewer hidden pairs."""
+BAND_ROWS, LEAST_ROWS = 256, 32
+"""Rows of any other band, those of all batch rows together, and the fewest that fill a tile of a kernel."""
+SCORES = 1 << 24
+"""Scores of all heads that a band holds where torch writes them out: softcaps, learned sinks, gradients of a bias."""
+KEPT_BYTES = 1 << 28
+"""Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
 
 
 def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -55,7 +65,10 @@ def _written_out(request: AttentionRequest, query: Tensor, key: Tensor, value: T
     # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
     # the matrix units of a device compute many times as fast.
     own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
-    weights, _, _ = softmax_parts(request, query, key, mask, work=query.dtype if own else None)
+    weights, _, _ = softmax_parts(
+        query, key, request.scaling,
+        softcap=request.softcap, sinks=request.sink_logits, mask=mask, work=query.dtype if own else None,
+    )  # fmt: skip
     return weighted(weights, value, request.dropout)
 
 
@@ -79,18 +92,18 @@ class Band(NamedTuple):
     count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs
 
 
-def in_bands(request: AttentionRequest, structure: CallStructure) -> Tensor:
+def in_bands(request: AttentionRequest) -> Tensor:
     """Attention under any settled structure, `[batch, q_len, heads, head_dim_v]`, without a tensor of all scores."""
-    query, bias = request.query, request.bias
+    query, bias, structure = request.query, request.bias, request.structure
     seen = structure.kv_len if structure.window is None else min(structure.kv_len, structure.window)
-    rows = limits.BAND_ROWS // (1 if structure.plain else structure.batch)
+    rows = BAND_ROWS // (1 if structure.plain else structure.batch)
     if request.softcap is not None or request.sink_logits is not None or (bias is not None and bias.requires_grad):
-        rows = min(rows, limits.SCORES // (query.shape[0] * query.shape[1] * seen))  # no kernel spares them
-    rows = max(limits.LEAST_ROWS, rows)
+        rows = min(rows, SCORES // (query.shape[0] * query.shape[1] * seen))  # no kernel spares them
+    rows = max(LEAST_ROWS, rows)
     # masks are made once for all layers, unless that would take too much memory
     heads = 1 if structure.mask is None else structure.mask.shape[1]
-    kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= limits.KEPT_BYTES
-    asked = rows if structure.window is None else min(rows, limits.WINDOW_ROWS), query.dtype, query.device
+    kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= KEPT_BYTES
+    asked = rows if structure.window is None else min(rows, WINDOW_ROWS), query.dtype, query.device
     bands = structure.derived(_all_bands, *asked) if kept else _bands(structure, *asked)
     pieces = [piece for band in bands for piece in _pieces(band, request)]
     if all(piece is None for _, piece in pieces):

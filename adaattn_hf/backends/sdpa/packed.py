@@ -77,12 +77,9 @@ def walks_runs(device: torch.device | str, dtype: torch.dtype, *sizes: int) -> b
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    found = []
     parts = query.split(layout.q_lengths), key.split(layout.k_lengths), value.split(layout.k_lengths)
-    for run in zip(*parts, strict=True):
-        q, k, v = (t.transpose(0, 1)[None] for t in run)
-        found.append(operator(q, k, v, scaling, causal=layout.rule != FULL)[0].transpose(0, 1))
-    return torch.cat(found)
+    runs = ([t.transpose(0, 1)[None] for t in run] for run in zip(*parts, strict=True))
+    return torch.cat([operator(q, k, v, scaling, causal=layout.rule != FULL)[0].transpose(0, 1) for q, k, v in runs])
 
 
 def _suits_flash(query: Tensor, value: Tensor, layout: Packed) -> bool:

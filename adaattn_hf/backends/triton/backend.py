@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sysconfig
@@ -11,17 +10,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, installed, unnamed
+from ...attention.kind import (
+    COMPILING,
+    GRAD,
+    HEAD_BF16,
+    HEAD_UNTIL,
+    HEAD_WINDOWS,
+    LSE,
+    OPAQUE,
+    SINKS,
+    SOFTCAP,
+    STORED,
+    WINDOW,
+    CallSpec,
+)
+from ...attention.request import AttentionResult
+from ..base import Backend, Kernel, Supports, installed
 from .ops import traced_step
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_SERVES = (
-    "softcap", "sink_logits", "need_lse", "needs_grad", "compiling", "opaque", "stored", "head_windows",
-)  # fmt: skip
 
 
 class TritonBackend(Backend):
@@ -30,92 +40,94 @@ class TritonBackend(Backend):
     Decode steps run in fp32, too, and read lengths and padding where they are: a CUDA graph can capture them.
     """
 
-    name, device, package = "triton", "cuda", "triton"
+    name, package = "triton", "triton"
+    supports = Supports(
+        "the Triton kernels",
+        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE | STORED | HEAD_WINDOWS,
+        "cuda",
+        widest=256,
+        dense=False,
+    )
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported, and what it builds its launchers with."""
         return cannot_build() if installed("triton") else ("triton is not installed",)
 
-    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
         from ..capability import capability  # only of CUDA: registering names does not ask for devices
-        from .sizes import LEAST_SM, refusals
+        from .tiling import LEAST_SM, refusals
 
-        same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
-        served = spec._replace(
-            head_precision="model" if same else spec.head_precision, head_until=spec.head_until and not spec.compiling
-        )
-        reasons = list(unnamed(served, "the Triton kernels", _SERVES))
-        facts = capability(spec.device_index) if spec.device == "cuda" else None
-        if spec.device != "cuda":
-            reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif facts and facts.sm < LEAST_SM:
+        same = HEAD_BF16 if kind.dtype == torch.bfloat16 else 0
+        ends = HEAD_UNTIL if kind.compiling else 0
+        reasons = list(super().refusals(kind._replace(features=kind.features & ~(same | ends))))
+        facts = capability(kind.device) if kind.device.type == "cuda" else None
+        if facts and facts.sm < LEAST_SM:
             reasons.append(
                 f"Triton multiplies on matrix units from compute capability 8.0 on, got {facts.sm[0]}.{facts.sm[1]}"
             )
-        if spec.dtype not in _DTYPES and not (spec.decode and not spec.needs_grad and spec.dtype == torch.float32):
+        if kind.dtype not in _DTYPES and not (kind.decode and not kind.needs_grad and kind.dtype == torch.float32):
             reasons.append(
-                f"the Triton kernels compute in float16 or bfloat16, and one query in float32, got {spec.dtype}"
+                f"the Triton kernels compute in float16 or bfloat16, and one query in float32, got {kind.dtype}"
             )
-        if (widest := max(spec.head_dim, spec.head_dim_v)) > 256:
-            reasons.append(f"the Triton kernels serve head sizes up to 256, got {widest}")
-        if spec.stored is not None and (not spec.decode or spec.needs_grad):
+        if kind.stored is not None and (not kind.decode or kind.needs_grad):
             reasons.append(
-                f"the Triton kernels read keys and values stored as {spec.stored} for one query and without a gradient"
+                f"the Triton kernels read keys and values stored as {kind.stored} for one query and without a gradient"
             )
-        if spec.stored is not None and spec.head_dim_v % 2:
+        if kind.stored is not None and kind.head_dim_v % 2:
             reasons.append(
                 "the Triton kernels read stored values two channels at a time, got a value head size of "
-                f"{spec.head_dim_v}"
+                f"{kind.head_dim_v}"
             )
-        if spec.kind == "irregular":
-            reasons.append("the Triton kernels take no dense mask")
-        if spec.kind == "ragged" and spec.needs_grad and spec.decode and spec.holes is None:
+        if kind.shape == "ragged" and kind.needs_grad and kind.decode and kind.holes is None:
             reasons.append(
                 "the Triton kernels have no gradient over padding with holes, and nobody has looked whether it has any"
             )
-        if spec.compiling and (not spec.decode or spec.needs_grad or spec.need_lse):
+        if kind.compiling and (not kind.decode or kind.features & (GRAD | LSE)):
             reasons.append(
                 "the segments of a call cannot be read while a graph is traced, but for one query "
                 "without a gradient and without the log-sum-exp"
             )
         if facts and not reasons:
-            reasons += refusals(spec, facts.shared_memory)
+            reasons += refusals(kind, facts.shared_memory)
         return tuple(reasons)
 
-    def specialised(self, spec: CallSpec) -> bool:
-        """Whether heavy calls of this kind run on the kernels for Hopper, if their tensors lie as models make them."""
+    def specialised(self, kind: CallSpec) -> bool:
+        """Whether heavy calls of this kind run on the kernel for Hopper, if their tensors lie as models make them."""
         from ..capability import capability
+        from .tiling import warps_of
 
-        facts = capability(spec.device_index)
-        if spec.compiling or facts is None or not facts.tiles or self.missing():
+        facts = capability(kind.device)
+        if kind.compiling or facts is None or not facts.tiles or self.missing():
             return False
-        from . import hopper
+        from .launch import device_facts
 
-        plain = spec.head_dim == spec.head_dim_v and spec.dtype in _DTYPES and not spec.softcap
-        windows = spec.head_windows or spec.windowed
-        index = torch.cuda.current_device() if spec.device_index is None else spec.device_index
-        here = torch.device("cuda", index)
-        return plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
+        plain = kind.head_dim == kind.head_dim_v and kind.dtype in _DTYPES and not kind.features & SOFTCAP
+        windows = bool(kind.features & (HEAD_WINDOWS | WINDOW))
+        index = torch.cuda.current_device() if kind.device.index is None else kind.device.index
+        served = plain and warps_of(kind.head_dim, kind.groups, windows) is not None
+        return served and device_facts(torch.device("cuda", index)).specialised
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
+    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
         """One launch over all segments; few queries share the keys among many programs."""
-        if torch.compiler.is_compiling():
-            return AttentionResult(traced_step(request))
-        from . import launch
+        if kind.compiling:
+            return lambda request: AttentionResult(traced_step(request))
+        if kind.needs_grad:
+            from .backward import attend_with_gradients
 
-        return launch.attend(request)
+            return attend_with_gradients
+        if not kind.decode:
+            from .forward import attend_forward
 
-    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
-        """The launch of calls without gradients, of one query per sequence or of many; else `attend`."""
-        if spec.needs_grad or spec.opaque:
-            return super().prepare(spec, rules)
-        from . import launch
+            return attend_forward
+        from ...attention.stored import BITS
+        from .step import attend_step, constants_of
 
-        return launch.prepare_step(spec, rules) if spec.decode else launch.prepare(rules)
+        bits = 0 if kind.stored is None else BITS[kind.stored]
+        constants = constants_of(kind.groups, kind.head_dim, kind.head_dim_v, kind.dtype, bits, kind.device)
+        return lambda request: attend_step(request, constants)
 
 
-@functools.cache
 def cannot_build() -> tuple[str, ...]:
     """What Triton lacks for the C that it compiles before its first launch on this machine; empty if nothing.
 

@@ -6,12 +6,26 @@ queries of a block of keys, another the keys of a block of queries, so that noth
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .tiles import entry_of, keys_of, rows_of, tanh, visible
+from ...attention.gradients import first_order
+from ...attention.heads import head_windows
+from ...attention.request import AttentionRequest, AttentionResult
+from ..base import derived_on
+from .forward import attend_forward
+from .launch import Launcher, aligned, descriptor_of, device_facts
+from .tables import Cut, find_entries, window_table
+from .tiles import edge_tile, edges_of, entry_of, keys_of, rows_of, tanh, visible
+from .tiling import fitting_tile, padded, scale_of
 
 
+@Launcher
 @triton.jit
 def prepare(  # type: ignore[no-untyped-def]
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, shift_ptr, sums_ptr, o_b, o_n, o_h, o_d, g_b, g_n, g_h, g_d, q_len, factor,
@@ -52,6 +66,7 @@ def _tile(a, b, value, grad, shift, sums, scale, softcap, HAS_CAP: tl.constexpr)
     return w, ds
 
 
+@Launcher
 @triton.jit
 def of_keys(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, grad_ptr, q_bulk, grad_bulk, shift_ptr, sums_ptr, dk_ptr, dv_ptr, segments_ptr, work_ptr, rules_ptr,
@@ -147,6 +162,7 @@ def of_keys(  # type: ignore[no-untyped-def]
     )
 
 
+@Launcher
 @triton.jit
 def of_queries(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, grad_ptr, shift_ptr, sums_ptr, dq_ptr, segments_ptr, work_ptr, rules_ptr,
@@ -178,20 +194,11 @@ def of_queries(  # type: ignore[no-untyped-def]
     start, stop, all_start, all_stop = keys_of(
         first + offset, tl.minimum(first + BLOCK_M, q_len) - 1 + offset, k_len, window, sinks, BLOCK_N, CAUSAL, WINDOW
     )  # fmt: skip
-    of_sinks, of_left = 0, 0
-    if WINDOW:
-        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK_N)
-        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_N)
-    of_right = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_N)
+    of_sinks, of_left, of_right = edges_of(start, stop, all_start, all_stop, sinks, BLOCK_N, WINDOW)
 
     dq = tl.zeros([BLOCK_M, PAD], tl.float32)
     for tile in range(0, of_sinks + of_left + of_right):
-        n = all_stop + (tile - of_sinks - of_left) * BLOCK_N
-        limit = k_len
-        if WINDOW:
-            n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK_N, n)
-            n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
-            limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+        n, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
         j = n + tl.arange(0, BLOCK_N)
         k = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
         v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False, TURNED=True)
@@ -209,3 +216,96 @@ def of_queries(  # type: ignore[no-untyped-def]
         (dq * scaling).to(dq_ptr.dtype.element_ty),
         mask=(i < q_len)[:, None] & (d < DIM)[None, :],
     )
+
+
+def attend_with_gradients(request: AttentionRequest) -> AttentionResult:
+    """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
+    if request.scaling <= 0:
+        # the kernels divide by it, and take the largest score by the largest product
+        query = -request.query if request.scaling else request.query * 0
+        request = replace(request, query=query, scaling=-request.scaling or 1.0)
+    tensors = request.query, request.key, request.value, request.sink_logits
+    out, lse = _Attention.apply(*tensors, request)  # type: ignore[no-untyped-call]
+    return AttentionResult(out, lse if request.need_lse else None)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *asked: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, request = asked
+        out, lse = attend_forward(request, keep_lse=True)
+        ctx.save_for_backward(*tensors, out, lse)
+        windows = head_windows(request.structure, request.per_head, request.key.shape[1])
+        ctx.call = request.structure, request.scaling, request.softcap, windows
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, sink, out, lse = ctx.saved_tensors
+        structure, scaling, softcap, windows = ctx.call
+        grad = torch.zeros_like(out) if grad is None else grad
+        batch, heads, q_len, dim = query.shape
+        kv_heads, kv_len, dim_v = key.shape[1], key.shape[2], value.shape[3]
+        pad, pad_v, capped = padded(dim), padded(dim_v), softcap is not None
+        shift, sums = torch.empty((2, batch, heads, q_len), dtype=torch.float32, device=query.device)
+        # saved tensors may come back at any address
+        even = aligned(query, key, value, out, lse, grad, grad_lse, shift, sums)
+
+        numbers = *out.stride(), *grad.stride(), q_len
+        arguments: tuple[Any, ...] = (
+            out, grad, lse, lse if grad_lse is None else grad_lse.contiguous(), shift, sums, *numbers,
+            1.4426950408889634 if capped else 1.0 / scaling,
+        )  # fmt: skip
+        constants: dict[str, Any] = {
+            "DIM_V": dim_v, "PAD_V": pad_v, "HAS_GRAD_LSE": grad_lse is not None, "BLOCK": 64, "num_warps": 4,
+        }  # fmt: skip
+        prepare((batch, heads, -(-q_len // 64)), arguments, constants, (query.dtype, numbers) if even else None)
+
+        segments = structure.segments() or ()
+        columns = sum(s.k_len for s in segments) == batch * kv_len
+        dq, dk, dv = (
+            (like.new_empty if whole else like.new_zeros)((batch, length, count, width)).transpose(1, 2)
+            for like, whole, length, count, width in (
+                (query, bool(segments), q_len, heads, dim),
+                (key, columns, kv_len, kv_heads, dim),
+                (value, columns, kv_len, kv_heads, dim_v),
+            )
+        )
+        if segments:
+            constants = {
+                "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": dim_v, "PAD": pad, "PAD_V": pad_v,
+                "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": capped,
+            }  # fmt: skip
+            strides = *query.stride(), *key.stride(), *value.stride(), *grad.stride()
+            scales = scale_of(scaling, softcap), float(scaling), float(softcap or 0.0)
+            width, memory = max(pad, pad_v) * query.itemsize, device_facts(query.device).memory
+
+            runs = windows is not None or len(segments) > batch
+            tile = fitting_tile("of_keys of runs" if runs else "of_keys", width, memory)
+            table, entries = derived_on(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
+            limits = table if windows is None else window_table(windows, query.device)
+            bulk = descriptor_of(query, tile.rows), descriptor_of(grad.transpose(1, 2), tile.rows)
+            by_tma = bulk[0] is not None and bulk[1] is not None
+            numbers = *strides, *dk.stride()[:3], *dv.stride()[:3], *lse.stride()[:2]
+            arguments = (
+                query, key, value, grad, *(bulk if by_tma else (query, grad)), shift, sums, dk, dv,
+                table, entries, limits, *numbers, *scales,
+            )  # fmt: skip
+            kind = (query.dtype, numbers) if even else None
+            of_keys((len(entries),), arguments, {**constants, "BULK": by_tma, **tile.constants()}, kind)
+
+            tile = fitting_tile("of_queries", width, memory)
+            table, entries = derived_on(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
+            numbers = *strides, *dq.stride()[:3], *lse.stride()[:2]
+            arguments = query, key, value, grad, shift, sums, dq, table, entries, limits, *numbers, *scales
+            programs = heads // kv_heads * len(entries)
+            kind = (query.dtype, numbers) if even else None
+            of_queries((programs,), arguments, {**constants, **tile.constants()}, kind)
+        d_sink = None
+        if sink is not None:
+            # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
+            weight = torch.exp(sink.float()[None, :, None] - lse)
+            d_sink = (weight * sums).sum((0, 2)).to(sink.dtype)
+        return dq, dk, dv, d_sink, None

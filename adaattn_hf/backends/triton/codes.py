@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shares import finish, reading, rotated
+from .decode import finish, reading, rotated
+from .launch import Launcher
 from .tiles import capped
 
 
@@ -102,6 +103,7 @@ def _each(x, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 # lengths grow by one in every step: they must not be compiled in
+@Launcher
 @triton.jit(do_not_specialize=["kv_len", "offset", "most", "span", "window", "sinks", "until"])
 def decode_codes(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,

@@ -10,11 +10,246 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shares import finish, reading
+from .launch import Launcher
 from .tiles import capped, step
 
 
+@triton.jit
+def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Index of a row's first real key, kv_len where it has none."""
+    at = 0
+    found = kv_len
+    while (found == kv_len) & (at < kv_len):
+        j = at + tl.arange(0, LINE)
+        there = tl.load(real_ptr + j, mask=j < kv_len, other=0) != 0
+        found = tl.minimum(found, tl.min(tl.where(there, j, kv_len), 0))
+        at += LINE
+    return found
+
+
+@triton.jit
+def reading(  # type: ignore[no-untyped-def]
+    rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr,
+):  # fmt: skip
+    """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
+
+    Programs are (sequence, share and head), with `most` shares of each head. With PER_HEAD `rules` `[kv_heads, 2]` says each
+    head's window and sinks. There, and of sequences of a table without padding, a head has as many shares as hold `span`
+    keys each, no more than `most`: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
+    key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with FIND from the first one that
+    `real` `[batch, kv_len]` holds to be real.
+    From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from
+    the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
+    `u - sinks + low`.
+    """
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1) % kv_heads
+    share = tl.program_id(1) // kv_heads
+    if PER_HEAD:
+        window = tl.load(rules_ptr + 2 * kv_head)
+        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
+    row = sequence.to(tl.int64)
+    k_start, k_len, at = 0, kv_len, offset
+    if HAS_OFFSET:
+        at = tl.load(offset_ptr).to(tl.int32)
+    if TABLE:
+        row = tl.load(rows_ptr + 4 * row).to(tl.int64)
+        k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
+        k_len = tl.load(rows_ptr + 4 * sequence + 2).to(tl.int32)
+        at = tl.load(rows_ptr + 4 * sequence + 3).to(tl.int32)
+    elif FIND:
+        of_row = real_ptr + row * kv_len
+        k_start = _first_real(of_row, kv_len, 2048)
+        k_len = kv_len - k_start
+        at -= k_start
+    stop = k_len
+    if CAUSAL:
+        stop = tl.minimum(k_len, at + 1)
+    low, few = 0, 0
+    if WINDOW:
+        window = tl.where(at < until, window, 1 << 30)
+        low = tl.maximum(0, at - window + 1)
+        few = tl.maximum(tl.minimum(tl.minimum(sinks, low), stop), 0)
+        if not CAUSAL:
+            stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
+    count = few + tl.maximum(stop - low, 0)
+    shares = most
+    if PER_HEAD or (TABLE and not HAS_REAL):
+        shares = tl.minimum(most, tl.maximum(tl.cdiv(count, span), 1))
+    span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
+    first = row * 0 + k_start
+    return kv_head, share, shares, row, first, few, low, share * span, tl.minimum(count, (share + 1) * span)
+
+
+@triton.jit
+def signs(d, e, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Signs of rows `d` and columns `e` of `attention.stored.hadamard` with blocks of BLOCK channels, unnormalised."""
+    both = d[:, None] & e[None, :] & (BLOCK - 1)
+    both = both ^ (both >> 4)
+    both = both ^ (both >> 2)
+    odd = (both ^ (both >> 1)) & 1
+    return tl.where(d[:, None] // BLOCK == e[None, :] // BLOCK, 1 - 2 * odd, 0)
+
+
+@triton.jit
+def rotated(  # type: ignore[no-untyped-def]
+    x, first, PAD: tl.constexpr, COLUMNS: tl.constexpr, ROTATION: tl.constexpr, PRECISION: tl.constexpr
+):
+    """COLUMNS columns, from `first` on, of rows `[16 or more, PAD]` rotated by Hadamard blocks of ROTATION channels, in fp32.
+
+    The matrix is the Kronecker product of two small ones, so that few signs have to be computed.
+    """
+    c, rows, columns = tl.arange(0, 16), tl.arange(0, PAD // 16), tl.arange(0, COLUMNS // 16)
+    inner = signs(c, c, ROTATION if ROTATION < 16 else 16).to(x.dtype)
+    outer = signs(rows, first // 16 + columns, ROTATION // 16 if ROTATION > 16 else 1).to(x.dtype)
+    matrix = (outer[:, None, :, None] * inner[None, :, None, :]).reshape(PAD, COLUMNS)
+    return tl.dot(x, matrix, input_precision=PRECISION) * ROTATION**-0.5
+
+
+@triton.jit
+def turned(x, PADDED: tl.constexpr, ROTATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same of few rows `[n, PADDED]`, which fill no product of the matrix units: by sums and differences of pairs."""
+    d = tl.broadcast_to(tl.arange(0, PADDED)[None], x.shape)
+    for bit in tl.static_range(8):
+        if 1 << bit < ROTATION:
+            other = tl.gather(x, d ^ (1 << bit), 1)
+            x = tl.where((d >> bit) & 1 == 0, x + other, other - x)
+    return x * ROTATION**-0.5
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, acc, m, l, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
+    PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, ROTATION_V: tl.constexpr,
+):  # fmt: skip
+    """Writes the outputs of a sequence's heads, rotated back by Hadamard blocks of ROTATION_V channels unless that is 0."""
+    g = tl.arange(0, ROWS)
+    acc = acc / tl.where(l == 0, 1.0, l)[:, None]
+    if HAS_LSE:
+        lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
+        tl.store(lse_ptr + kv_head * GROUPS + g, lse, mask=g < GROUPS)
+    if ROTATION_V and ROWS > 1:
+        MOST: tl.constexpr = ROWS if ROWS > 16 else 16
+        g = tl.arange(0, MOST)
+        x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
+        rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
+        PRECISION: tl.constexpr = "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3"
+        for first in range(0, DIM_V, 32):
+            d = first + tl.arange(0, 32)
+            part = rotated(x, first, PAD_V, 32, ROTATION_V, PRECISION)
+            inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
+            tl.store(rows + d[None, :], part.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        if ROTATION_V:
+            acc = turned(acc, PAD_V, ROTATION_V)
+        d = tl.arange(0, PAD_V)
+        inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
+        rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
+        tl.store(rows + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _together(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+    GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr,
+):  # fmt: skip
+    """Merges all partial results of a key/value head by log-sum-exp, CHUNK at a time; HEADS query heads, a power of two."""
+    g = tl.arange(0, HEADS)
+    c = tl.arange(0, CHUNK)
+    dv = tl.arange(0, PAD_V)
+    inside = g < GROUPS
+    head = kv_head * GROUPS + g
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    l = tl.zeros([HEADS], tl.float32)
+    if HAS_SINK:
+        m = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        l += 1.0
+    acc = tl.zeros([HEADS, PAD_V], tl.float32)
+    for first in range(0, shares, CHUNK):
+        at = (pair * GROUPS + g)[:, None] * most + first + c[None, :]
+        there = inside[:, None] & (first + c < shares)[None, :]
+        its_m = tl.load(stats_ptr + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        its_l = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+        its = tl.load(
+            part_ptr + at[:, :, None] * DIM_V + dv[None, None, :],
+            mask=there[:, :, None] & (dv < DIM_V)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        top = tl.maximum(m, tl.max(its_m, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        w, decay = tl.exp2(its_m - base[:, None]), tl.exp2(m - base)
+        l = l * decay + tl.sum(its_l * w, 1)
+        acc = acc * decay[:, None] + tl.sum(its * w[:, :, None], 1)
+        m = top
+    _write(out_ptr, lse_ptr, acc, m, l, kv_head, HEADS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
+
+
+@triton.jit
+def finish(  # type: ignore[no-untyped-def]
+    acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr, SINGLE: tl.constexpr,
+    LAST: tl.constexpr,
+):  # fmt: skip
+    """Writes the output if one program reads a whole head (SINGLE), else a partial result.
+
+    `part` holds the partial outputs `[sequences, heads, most, DIM_V]`, then their maxima and sums. With LAST the last
+    program merges them: `done` counts the finished programs of a head and is reset to zero for the next step. Else
+    `combine` does, which reads those of programs without keys, too.
+    """
+    g = tl.arange(0, ROWS)
+    inside = g < GROUPS
+    head = kv_head * GROUPS + g
+    out_ptr += row * kv_heads * GROUPS * DIM_V
+    lse_ptr += row * kv_heads * GROUPS
+    if SINGLE:
+        if HAS_SINK:
+            sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+            acc = acc * tl.exp2(m - top)[:, None]
+            m = top
+        _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
+    elif share < (shares if LAST else most):
+        dv = tl.arange(0, PAD_V)
+        pair = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
+        stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
+        mine = (pair * GROUPS + g) * most + share
+        tl.store(part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :])
+        tl.store(stats_ptr + 2 * mine, m, mask=inside)
+        tl.store(stats_ptr + 2 * mine + 1, l, mask=inside)
+        if LAST:
+            tl.debug_barrier()  # every thread has written before one thread says so
+            if tl.atomic_add(done_ptr + pair, 1, sem="acq_rel") == shares - 1:
+                tl.store(done_ptr + pair, 0)
+                _together(
+                    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+                    GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V,
+                )  # fmt: skip
+
+
+@Launcher
+@triton.jit(do_not_specialize=["most"])
+def combine(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, sink_ptr, part_ptr, most, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr,
+):  # fmt: skip
+    """Merges what `finish` left of one query head of one sequence: heads at once, where one program would take turns."""
+    heads = tl.num_programs(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * heads * most * DIM_V
+    _together(
+        out_ptr + row * heads * DIM_V, lse_ptr + row * heads, sink_ptr, part_ptr, stats_ptr, row * heads + head, head,
+        most, most, 1, DIM_V, PAD_V, HAS_SINK, HAS_LSE, 1, CHUNK, ROTATION_V,
+    )  # fmt: skip
+
+
 # lengths grow by one in every step: they must not be compiled in
+@Launcher
 @triton.jit(do_not_specialize=["kv_len", "offset", "most", "span", "window", "sinks", "until"])
 def decode(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,
@@ -27,8 +262,8 @@ def decode(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A share of the keys of one sequence and key/value head, for the one query of all its query heads.
 
-    `shares.reading` says which keys; HAS_REAL leaves out those that `real` (contiguous `[batch, kv_len]`) denies. `out`
-    `[batch, heads, DIM_V]`, `lse` `[batch, heads]` and `part` (`shares.finish`) are contiguous.
+    `reading` says which keys; HAS_REAL leaves out those that `real` (contiguous `[batch, kv_len]`) denies. `out`
+    `[batch, heads, DIM_V]`, `lse` `[batch, heads]` and `part` (`finish`) are contiguous.
     """
     kv_head, share, shares, row, first, few, low, start, end = reading(
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,

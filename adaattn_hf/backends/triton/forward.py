@@ -1,13 +1,33 @@
-"""Attention of a block of queries over the keys that their head reads, with a window and sinks per key/value head."""
+"""Attention of many queries: a block of them over the keys that their head reads, with a window and sinks per head.
+
+Below the kernel stands its launch, and on Hopper that of the one in `specialised`: with which constants and work tables.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .tiles import capped, entry_of, keys_of, rows_of, step, visible
+from ...attention.heads import ALL, HeadWindows, head_windows
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import CallStructure
+from ..base import derived_on
+from .launch import Launcher, aligned, descriptor_of, device_facts
+from .tables import Cut, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
+from .tiles import capped, edge_tile, edges_of, entry_of, keys_of, rows_of, step, visible
+from .tiling import fitting_tile, padded, pays, scale_of, warps_of
+
+# Products of numbers from which on keys and values are read by TMA. Smaller calls gain less by it (4 to 6 us on an H200
+# at 5e9) than the host takes to describe keys and values (some 15 us).
+_LEAST_PRODUCTS = 1 << 33
 
 
+@Launcher
 @triton.jit
 def forward(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_bulk, v_bulk, out_ptr, lse_ptr, sink_ptr, segments_ptr, work_ptr, rules_ptr,
@@ -49,19 +69,9 @@ def forward(  # type: ignore[no-untyped-def]
         l += 1.0
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
 
-    # tiles by the rule: those of the sinks before the window's first tile, then both edges of the window
-    of_sinks, of_left = 0, 0
-    if WINDOW:
-        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK_N)
-        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_N)
-    of_right = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_N)
+    of_sinks, of_left, of_right = edges_of(start, stop, all_start, all_stop, sinks, BLOCK_N, WINDOW)
     for tile in range(0, of_sinks + of_left + of_right):
-        n = all_stop + (tile - of_sinks - of_left) * BLOCK_N
-        limit = k_len
-        if WINDOW:
-            n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK_N, n)
-            n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
-            limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+        n, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
         j = n + tl.arange(0, BLOCK_N)
         if EDGES:
             k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
@@ -96,3 +106,163 @@ def forward(  # type: ignore[no-untyped-def]
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
         tl.store(lse_ptr + row * l_b + head * l_h + q_start + i, lse, mask=i < q_len)
+
+
+class Shape(NamedTuple):
+    """What the kernels are compiled for, besides windows and runs."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    has_cap: bool
+    has_sink: bool
+    has_lse: bool
+
+
+class Part(NamedTuple):
+    """One launch of a call.
+
+    Attributes:
+        tables: Runs, entries or items, windows.
+        constants: Of the kernel, and the compiler's options, as it reads keys and values by addresses.
+        by_tma: The same as it reads them by TMA; None where that does not pay.
+        box: Keys and channels that TMA brings at once; all channels where None.
+        specialised: Whether it is the kernel for Hopper, which only reads by TMA.
+    """
+
+    kernel: Launcher
+    grid: tuple[int, ...]
+    tables: tuple[Tensor, Tensor, Tensor]
+    constants: dict[str, Any]
+    by_tma: dict[str, Any] | None
+    box: tuple[int, int | None]
+    specialised: bool = False
+
+
+def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> AttentionResult:
+    """Attention of many queries, in one launch over all runs and heads, or two.
+
+    `keep_lse` makes the log-sum-exp for the backward pass.
+    """
+    query, key, value, structure = request.query, request.key, request.value, request.structure
+    windows = head_windows(structure, request.per_head, key.shape[1])
+    scaling, softcap, sink = request.scaling, request.softcap, request.sink_logits
+    if scaling < 0:
+        query, scaling = -query, -scaling  # the kernels take the largest score by the largest product
+    batch, heads, q_len, dim = query.shape
+    dim_v, with_lse = value.shape[3], request.need_lse or keep_lse
+    out = query.new_empty((batch, q_len, heads, dim_v))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
+    shape = Shape(heads, key.shape[1], dim, dim_v, query.dtype, softcap is not None, sink is not None, with_lse)
+    even = aligned(query, key, value)
+    strides = query.stride(), key.stride(), value.stride()
+    # the kernel for Hopper reads queries in lines of 16 bytes
+    lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
+    parts = derived_on(structure, query.device, find_parts, shape, windows, lines)
+    bulk = _descriptors(parts, key, value) if even else None
+    if bulk is None and parts and parts[0].specialised:
+        parts = derived_on(structure, query.device, find_parts, shape, windows, False)
+        bulk = _descriptors(parts, key, value) if even else None
+    numbers = (
+        *strides[0], *strides[1], *strides[2], *out.stride(), *((0, 0) if lse is None else lse.stride()[:2]),
+        scale_of(scaling, softcap), float(softcap or 0.0),
+    )  # fmt: skip
+    # learned sinks come from elsewhere, and begin at any address
+    variant = (query.dtype, numbers[:-2]) if even and sink is None else None
+    last = (out, out if lse is None else lse, out if sink is None else sink)
+    for part in parts:
+        keys, values, constants = key, value, part.constants
+        if bulk is not None and part.by_tma is not None:
+            (keys, values), constants = bulk, part.by_tma
+        part.kernel(part.grid, (query, key, value, keys, values, *last, *part.tables, *numbers), constants, variant)
+    return AttentionResult(out, lse)
+
+
+def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any, Any] | None:
+    """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
+    if not parts or parts[0].by_tma is None:
+        return None
+    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].specialised) for one in (key, value))
+    return None if keys is None or values is None else (keys, values)
+
+
+def find_parts(
+    structure: CallStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, on_hopper: bool
+) -> tuple[Part, ...]:
+    """The launches of all calls of a shape over a structure; one that is not made of runs is refused.
+
+    `windows` are those of `head_windows`; `on_hopper` lets the kernel for Hopper be among the launches.
+    """
+    if structure.segments() is None:
+        raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
+    heavy = _is_heavy(shape, pairs_seen(structure, windows or ((ALL, 0),) * shape.kv_heads))
+    parts: tuple[Part, ...] = ()
+    if on_hopper and heavy and shape.dim == shape.dim_v and not shape.has_cap and device_facts(device).specialised:
+        parts = _parts_on_hopper(structure, device, shape, windows)
+    return parts or _plain_part(structure, device, shape, windows, heavy, Cut("queries", 0))
+
+
+def _is_heavy(shape: Shape, pairs: int) -> bool:
+    """Whether heads that see so many pairs of queries and keys compute so much that TMA pays."""
+    return pairs * shape.heads // shape.kv_heads * (shape.dim + shape.dim_v) >= _LEAST_PRODUCTS
+
+
+def _plain_part(
+    structure: CallStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, heavy: bool, cut: Cut
+) -> tuple[Part, ...]:
+    """The launch of the kernel for all devices over the runs of a cut; none where there are no queries."""
+    pad, pad_v = padded(shape.dim), padded(shape.dim_v)
+    name = "forward" if windows is None else "forward of windows"
+    tile = fitting_tile(name, max(pad, pad_v) * shape.dtype.itemsize, device_facts(device).memory)
+    constants = {
+        "GROUPS": shape.heads // shape.kv_heads, "DIM": shape.dim, "DIM_V": shape.dim_v, "PAD": pad, "PAD_V": pad_v,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": shape.has_cap,
+        "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "BULK": False, "EDGES": False, **tile.constants(),
+    }  # fmt: skip
+    runs, entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), shape.kv_heads)
+    if not len(entries):
+        return ()
+    by_tma = None
+    if heavy:
+        closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in structure.segments() or ())
+        by_tma = {**constants, "BULK": True, "EDGES": closed}
+    tables = runs, entries, entries if windows is None else window_table(windows, device)
+    grid = (shape.heads // shape.kv_heads * len(entries),)
+    return (Part(forward, grid, tables, constants, by_tma, (tile.columns, None)),)
+
+
+def _parts_on_hopper(
+    structure: CallStructure, device: torch.device, shape: Shape, windows: HeadWindows | None
+) -> tuple[Part, ...]:
+    """The launch of the kernel for Hopper, and one for runs of fewer keys than a tile; empty where it does not pay.
+
+    Tiles of such runs would reach into others.
+    """
+    groups, every = shape.heads // shape.kv_heads, windows or ((ALL, 0),) * shape.kv_heads
+    warps = warps_of(shape.dim, groups, windows is not None)
+    if warps is None:
+        return ()
+    keys = warps.part
+    runs = structure.derived(runs_of, keys)
+    pairs, queries = pairs_seen(structure, every, keys), sum(run.q_len for run in runs) * shape.kv_heads
+    # as many programs as are resident at once compute all items, which hides how each begins and ends
+    programs = device_facts(device).processors
+    if not runs or not _is_heavy(shape, pairs) or not pays(warps, pairs, queries, programs):
+        return ()
+    from .specialised import specialised  # Gluon is younger than the oldest Triton that is served
+
+    closed = all(ends_with_tiles(run, keys, structure.kv_len) for run in runs)
+    runs_table, items, dealt = derived_on(structure, device, find_items, warps, every, programs)
+    tables = runs_table, items, items if windows is None else window_table(windows, device)
+    constants = {
+        "GROUPS": groups, "TOGETHER": warps.together, "HEAD": shape.dim, "CAUSAL": structure.causal,
+        "WINDOW": warps.window, "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "GROUPS_OF_WARPS": warps.groups,
+        "ALTERNATE": warps.alternate, "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.keys,
+        "STAGES": warps.stages, "num_warps": 4,
+    }  # fmt: skip
+    part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64), True)
+    if not structure.derived(runs_of, keys, True):
+        return (part,)
+    return (part, *_plain_part(structure, device, shape, windows, False, Cut("queries", 0, keys, short=True)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...attention.kind import format_of
 from ...attention.request import AttentionRequest, head_dim_of
 from ...attention.structure import OPERANDS, CallStructure
 
@@ -35,8 +36,8 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence. With
     scales, key and value are the codes of a cache; see `StoredKV`.
     """
-    from ...attention.stored import StoredKV
-    from .step import attend_step
+    from ...attention.stored import BITS, StoredKV
+    from .step import attend_step, constants_of
 
     sink_logits, scaling, softcap, windows, until, key_scale, value_scale, mean, first, *operands = inputs
     structure = CallStructure.of_operands(query, key, *operands)
@@ -45,7 +46,10 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, stored=stored
     )
     pairs = None if windows is None else tuple(zip(windows[::2], windows[1::2], strict=True))
-    return attend_step(request, graph=True, windows=pairs, until=until).out
+    bits = 0 if stored is None else BITS[format_of(value.dtype)]
+    groups = query.shape[1] // key.shape[1]
+    constants = constants_of(groups, query.shape[3], head_dim_of(value), query.dtype, bits, query.device)
+    return attend_step(request, constants, pairs, graph=True, until=until).out
 
 
 @step_op.register_fake
@@ -59,8 +63,7 @@ def _make_window_table(windows: HeadWindows, device: torch.device) -> bool:
     """Makes the table of windows while the graph is traced: in its memory it must not lie."""
     from .tables import window_table
 
-    window_table(windows, device)
-    return True
+    return window_table(windows, device).numel() > 0
 
 
 def traced_step(request: AttentionRequest) -> Tensor:

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import tiles
+from .launch import Launcher
 from .warps import (
     ROWS,
     add_tile,
@@ -269,6 +270,7 @@ def _consume(  # type: ignore[no-untyped-def]
         write_rows(acc, m, l, out, (i < q_len)[:, None], lse, own < q_len, HAS_LSE, LINES, O_LAYOUT, dtype)
 
 
+@Launcher
 @gluon.jit
 def specialised(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_bulk, v_bulk, out_ptr, lse_ptr, sink_ptr, segments_ptr, work_ptr, rules_ptr,
@@ -280,7 +282,7 @@ def specialised(  # type: ignore[no-untyped-def]
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
-    or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes.
+    or as many times 64 of one head. A program computes the items of its column of the table that `tables.deal_items` makes.
     With ALTERNATE the groups begin their products one after the other, with AHEAD queries are brought an item ahead. With
     CLOSE the keys of a segment may end within a tile and before the tensor does; then there are as many as a tile's piece
     at least. Heads have HEAD channels, which lie side by side; keys and values are only read by their descriptors, and

@@ -5,29 +5,20 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...attention.heads import ALL, HeadWindows, head_windows
-from ...attention.request import AttentionRequest, AttentionResult, format_of, head_dim_of
-from ...attention.stored import BITS
+from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..base import capturing, derived_on
 from .codes import decode_codes
-from .decode import decode
-from .launcher import Launcher, aligned
-from .shares import combine
-from .sizes import padded, processors, rows_of, scale_of, tile_on
+from .decode import combine, decode
+from .launch import aligned, device_facts
 from .tables import window_table
-
-if TYPE_CHECKING:
-    from ...attention.stored import StoredKV
-
-launch_step = Launcher(decode)
-launch_step_over_codes = Launcher(decode_codes)
-launch_combine = Launcher(combine)
+from .tiling import fitting_tile, padded, rows_of, scale_of
 
 # Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
 # of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
@@ -35,146 +26,114 @@ launch_combine = Launcher(combine)
 _WAVES = 2
 _WAVES_OVER_CODES = {8: 2, 4: 3}
 _LEAST_KEYS = 256
+_MOST_STREAMS = 64
+
+Spans = tuple[tuple[int, int], ...]
+"""Numbers of spans of keys, the last of which may not be full, and how many sequences have so many."""
 
 
-class Sized(NamedTuple):
-    """What all steps of a kind share, whatever their lengths.
+def constants_of(
+    groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, device: torch.device
+) -> dict[str, Any]:
+    """The constants of the kernel that lengths do not change; `groups` query heads share keys.
 
-    `bits` of a value's codes are 0 for numbers; `least` is the fewest keys that a program reads; `constants` are the
-    kernel's, as far as lengths do not change them.
+    Values are codes of `bits`, 0 for numbers.
     """
-
-    bits: int
-    value_dim: int
-    least: int
-    processors: int
-    constants: dict[str, Any]
-
-
-class Step(NamedTuple):
-    """One call: as in `AttentionRequest`, and as `attend_step` says."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    structure: CallStructure
-    scaling: float
-    windows: HeadWindows | None
-    stored: StoredKV | None = None
-    softcap: float | None = None
-    sink: Tensor | None = None
-    need_lse: bool = False
-    graph: bool = False
-    until: int | None = None
-
-
-def sized(groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, device: torch.device) -> Sized:
-    """What all steps of a kind share: `groups` query heads for each key head, `bits` of a value's codes or 0."""
     member_heads, pad, pad_v = rows_of(groups, 1), padded(dim), padded(value_dim)
     width = max(pad, pad_v) * dtype.itemsize
     kernel, rows = "decode", max(16, member_heads)
     if bits:
         kernel, rows, pad, pad_v = f"decode_codes {bits}", max(4, member_heads), max(32, pad), max(64, pad_v)
-    tile = tile_on(kernel, width, device, rows)
+    tile = fitting_tile(kernel, width, device_facts(device).memory, rows)
     constants = {
         "GROUPS": groups, "ROWS": rows, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": pad_v,
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
-    if bits:
-        constants |= {"BITS": bits, "HALVES": tile.halves, "WARPS": tile.warps}
-    return Sized(bits, value_dim, max(tile.columns, _LEAST_KEYS), processors(device), constants)
+    return constants | {"BITS": bits, "HALVES": tile.halves, "WARPS": tile.warps} if bits else constants
 
 
 def attend_step(
-    request: AttentionRequest, graph: bool = False, windows: HeadWindows | None = None, until: int | None = None
+    request: AttentionRequest,
+    constants: dict[str, Any],
+    windows: HeadWindows | None = None,
+    graph: bool = False,
+    until: int | None = None,
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
-    A structure that is not made of segments is refused. Nothing may be kept in the memory of a traced `graph`, and
-    nothing but padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no
-    end.
+    A structure that is not made of segments is refused. `constants` are those of `constants_of`, `windows` those of the
+    rules and the structure where none are given. Nothing may be kept in the memory of a traced `graph`, and nothing but
+    padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no end.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
-    kv_heads = key.shape[1]
-    bits = 0 if request.stored is None else BITS[format_of(value)]
-    windows = windows or head_windows(structure, request.per_head, kv_heads)
-    known = sized(query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device)
-    return launch(
-        known,
-        Step(
-            query, key, value, structure, request.scaling, windows, request.stored, request.softcap,
-            request.sink_logits, request.need_lse, graph, until,
-        ),
-    )  # fmt: skip
-
-
-def launch(known: Sized, step: Step) -> AttentionResult:
-    """The launch of a step whose tensors hold something; a structure that is not made of segments is refused."""
-    query, key, value, structure, _, windows, stored, softcap, sink, need_lse, graph, until = step
+    stored, softcap, sink = request.stored, request.softcap, request.sink_logits
     batch, heads, _, dim = query.shape
-    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], known.value_dim
+    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], constants["DIM_V"]
     offset, device = structure.q_offset, query.device
+    windows = windows or head_windows(structure, request.per_head, kv_heads)
+    if stored is not None:
+        stored.check_device(device)
     if graph:
         rows, covered, sequences = None, True, structure.batch
         real = None if structure.key_padding is None else structure.key_padding.contiguous()
     else:
         rows, real, covered, sequences = _rows(structure, device)
-    make = torch.empty if covered else torch.zeros
-    out = make((batch, 1, heads, value_dim), dtype=query.dtype, device=device)
+    out = (torch.empty if covered else torch.zeros)((batch, 1, heads, value_dim), dtype=query.dtype, device=device)
     lse = None
-    if need_lse:
+    if request.need_lse:
         lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
         if not covered:
             lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[None, :, None])
     if not sequences:
         return AttentionResult(out, lse)
-    waves = _WAVES
-    if known.bits:
+
+    waves, processors = _WAVES, device_facts(device).processors
+    if stored is not None:
         key, value = _adjoining(key), _adjoining(value)
-        if 4 * sequences * kv_heads > known.processors:
-            waves = _WAVES_OVER_CODES[known.bits]
-    last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
-    graph = graph or capturing(device)
-    spans: Spans = ((-(-kv_len // known.least), sequences),)
+        if 4 * sequences * kv_heads > processors:
+            waves = _WAVES_OVER_CODES[constants["BITS"]]
+    least = max(constants["BLOCK_N"], _LEAST_KEYS)
+    spans: Spans = ((-(-kv_len // least), sequences),)
     if rows is not None and real is None:
-        spans = structure.derived(_spans_of_runs, known.least)
-    most, span = split(windows, kv_heads, spans, waves * known.processors, known.least, until is not None)
+        spans = structure.derived(_spans_of_runs, least)
+    most, span = split(windows, kv_heads, spans, waves * processors, least, until is not None)
+    last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
+    part, done = _scratch(
+        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads * last, device,
+        graph or capturing(device),
+    )  # fmt: skip
+
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
-    part, done = _scratch(
-        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads * last, device, graph
-    )
     moving = offset if isinstance(offset, Tensor) else None
     strides = query.stride(), key.stride(), value.stride()
+    # what the kernel does not read by its constants is filled by tensors of the same kind
     arguments: tuple[Any, ...] = (
         query, key, value, out, out if lse is None else lse, out if sink is None else sink, part, done,
         done if rows is None else rows, done if moving is None else moving,
         done if real is None else real, done if rules is None else rules,
         strides[0][0], strides[0][1], strides[0][3], *strides[1], *strides[2],
         kv_len, offset if moving is None else 0, kv_heads, most, span, window, sinks,
-        ALL if until is None else until, scale_of(step.scaling, softcap), float(softcap or 0.0),
+        ALL if until is None else until, scale_of(request.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
-    constants: dict[str, Any] = {
-        **known.constants,
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "PER_HEAD": per_head,
-        "HAS_CAP": softcap is not None,
-        "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
-        "HAS_OFFSET": rows is None and moving is not None, "HAS_REAL": real is not None,
+    constants = {
+        **constants, "CAUSAL": structure.causal, "WINDOW": windows is not None, "PER_HEAD": per_head,
+        "HAS_CAP": softcap is not None, "HAS_SINK": sink is not None, "HAS_LSE": lse is not None,
+        "TABLE": rows is not None, "HAS_OFFSET": rows is None and moving is not None, "HAS_REAL": real is not None,
         "FIND": rows is None and real is not None, "SINGLE": most == 1, "LAST": last,
     }  # fmt: skip
     grid = sequences, kv_heads * most
-    optional = sink, real, moving
-    plain = query.is_cuda and aligned(*optional)
-    kind = (
-        query.dtype, key.dtype, value.dtype, strides, kv_heads,
-        *(None if one is None else one.dtype for one in optional),
-    )  # fmt: skip
+    kind: Hashable | None = None
+    if aligned(query, key, value, sink, real, moving):
+        kind = (
+            query.dtype, key.dtype, value.dtype, strides, kv_heads, sink is not None and sink.dtype,
+            real is not None and real.dtype, moving is not None and moving.dtype,
+        )  # fmt: skip
     rotation = 0
     if stored is None:
-        variant: Hashable = kind if plain and aligned(query, key, value) else None
-        launch_step(grid, arguments, constants, variant)
+        decode(grid, arguments, constants, kind)
     else:
         mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
         steps = *scales[0].stride(), *scales[1].stride()
@@ -187,18 +146,15 @@ def launch(known: Sized, step: Step) -> AttentionResult:
             and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
         }  # fmt: skip
         record = *scales, query if mean is None else mean, query if first is None else first
-        plain = plain and aligned(query, key, value, *record)
-        variant = (*kind, *steps, *(tensor.dtype for tensor in record)) if plain else None
-        launch_step_over_codes(grid, (*arguments, *record, *steps), constants, variant)
+        if kind is not None:
+            kind = (kind, steps, *(tensor.dtype for tensor in record)) if aligned(*record) else None
+        decode_codes(grid, (*arguments, *record, *steps), constants, kind)
     if not last and most > 1:
         constants = {name: constants[name] for name in ("DIM_V", "PAD_V", "HAS_SINK", "HAS_LSE")}
         constants |= {"CHUNK": max(1, min(64, 8192 // constants["PAD_V"])), "ROTATION_V": rotation}
-        launch_combine((sequences, heads), (*arguments[3:7], most), constants, variant and (query.dtype, kind[-3]))
+        sink_dtype = sink is not None and sink.dtype
+        combine((sequences, heads), (*arguments[3:7], most), constants, kind and (query.dtype, sink_dtype))
     return AttentionResult(out, lse)
-
-
-Spans = tuple[tuple[int, int], ...]
-"""Numbers of spans of keys, the last of which may not be full, and how many sequences have so many."""
 
 
 def _spans_of_runs(structure: CallStructure, least: int) -> Spans:
@@ -243,18 +199,18 @@ def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tup
 
     Steps of a stream follow one another and share theirs. A graph has its `own`: it may be replayed at the same time.
     """
-    if own:
-        return (
-            torch.empty(max(floats, 1), dtype=torch.float32, device=device),
-            torch.zeros(counters, dtype=torch.int32, device=device),
-        )
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    part, done = _buffers.get((device, stream), (None, None))
+    stream, part, done = 0, None, None
+    if not own:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        part, done = _buffers.get((device, stream), (None, None))
     if part is None or part.numel() < floats:
         part = torch.empty(max(floats, 1), dtype=torch.float32, device=device)
     if done is None or done.numel() < counters:
         done = torch.zeros(counters, dtype=torch.int32, device=device)
-    _buffers[device, stream] = part, done
+    if not own:
+        if len(_buffers) >= _MOST_STREAMS and (device, stream) not in _buffers:
+            _buffers.clear()  # torch gives the memory to later work of the same stream alone
+        _buffers[device, stream] = part, done
     return part, done
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,10 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.stored import CHANNELS, FULL
-from ..capability import capability
-from .launcher import Launcher, aligned
-from .shares import turned
-from .sizes import LEAST_SM, padded
+from .decode import turned
+from .launch import Launcher, aligned, device_facts
+from .tiling import padded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
@@ -84,6 +82,7 @@ def _store(  # type: ignore[no-untyped-def]
         tl.store(there_ptr + half, packed.to(tl.uint8), there[:, None] & (half < DIM // 2))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["at", "count", "room"])
 def store_tokens(  # type: ignore[no-untyped-def]
     k_ptr, k_codes_ptr, k_scale_ptr, v_ptr, v_codes_ptr, v_scale_ptr, mean_ptr, along_ptr, held_ptr,
@@ -118,26 +117,12 @@ def store_tokens(  # type: ignore[no-untyped-def]
             tl.store(held_ptr, at + count)
 
 
-launch_store = Launcher(store_tokens)
-
-
-@functools.cache
-def _fits(device: torch.device) -> bool:
-    """Whether kernels are compiled for a device; asked of a cache for every token."""
-    facts = capability(device)
-    return facts is None or facts.sm >= LEAST_SM
-
-
 def serves(x: Tensor, codes: Tensor) -> bool:
     """Whether the kernel can round such tokens; else `adaattn_hf.attention.stored.quantise` does."""
     fours = codes.dtype is torch.uint8
     if x.dtype not in _DTYPES or x.shape[3] > _LARGEST or (fours and x.shape[3] % CHANNELS):
         return False
-    return not x.is_cuda or _fits(x.device)
-
-
-def _strides(x: Tensor, codes: Tensor, scale: Tensor) -> tuple[int, ...]:
-    return *x.stride(), *codes.stride()[:3], *scale.stride()
+    return not x.is_cuda or device_facts(x.device).compiles
 
 
 def store(
@@ -164,7 +149,8 @@ def store(
     tensors = (keys, *parts[:2], *((keys, *parts[:2]) if values is None else (values, *parts[2:])))
     dim_v = tensors[3].shape[3]
     held, at = (at, 0) if isinstance(at, Tensor) else (None, at)
-    numbers = *_strides(*tensors[:3]), *_strides(*tensors[3:]), heads
+    k, k_codes, k_scale, v, v_codes, v_scale = (one.stride() for one in tensors)
+    numbers = *k, *k_codes[:3], *k_scale, *v, *v_codes[:3], *v_scale, heads
     tokens = 1 if count == 1 else _TOKENS
     constants = {
         "DIM": dim, "PADDED": padded(dim), "DIM_V": dim_v, "PADDED_V": padded(dim_v),
@@ -174,6 +160,6 @@ def store(
         "debug": held is not None, "sanitize_overflow": False,
     }  # fmt: skip
     beside = tuple(keys if one is None else one for one in (mean, along, held))
-    kind = (*(one.dtype for one in tensors), numbers) if keys.is_cuda and aligned(*tensors, *beside) else None
+    kind = (*(one.dtype for one in tensors), numbers) if aligned(*tensors, *beside) else None
     grid = triton.cdiv(count, tokens), batch * heads, 1 if values is None else 2
-    launch_store(grid, (*tensors, *beside, *numbers, at, count, parts[0].shape[2]), constants, kind)
+    store_tokens(grid, (*tensors, *beside, *numbers, at, count, parts[0].shape[2]), constants, kind)

@@ -1,4 +1,4 @@
-"""Work tables of the launches, made on the device: runs, blocks in the order of their work, windows per head."""
+"""Work tables of the launches, made on the device: runs are cut into blocks, blocks put in order of their work, dealt out."""
 
 from __future__ import annotations
 
@@ -8,20 +8,182 @@ from collections import Counter
 from typing import Any, Literal, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ...attention.heads import ALL, HeadWindows
+from ...attention.heads import HeadWindows
 from ...attention.structure import CallStructure, Segment
 from ..base import derived_on
-from . import dealing as kernels
-from .launcher import Launcher
+from .launch import Launcher
+from .tiling import Warps
 
-launch_repeat, launch_cut, launch_order = Launcher(kernels.repeat), Launcher(kernels.cut), Launcher(kernels.order)
-launch_costs, launch_deal = Launcher(kernels.costs), Launcher(kernels.deal)
 _CLASSES = 16
 """Classes of work, within which blocks are ordered by head: programs that run at the same time read the same keys."""
 _LINE, _SQUARE = 256, 64
 """Runs or blocks that a program looks at together, and blocks that it compares with as many."""
+
+
+# lengths must not be compiled in: each new one would wait for the compiler
+@Launcher
+@triton.jit(do_not_specialize=["q_start", "q_len", "k_start", "k_len", "offset"])
+def repeat_run(runs_ptr, q_start, q_len, k_start, k_len, offset):  # type: ignore[no-untyped-def]
+    """Writes the same run for each batch row, by numbers that no tensor has to bring; programs are rows."""
+    run = runs_ptr + 6 * tl.program_id(0)
+    tl.store(run, tl.program_id(0))
+    tl.store(run + 1, q_start)
+    tl.store(run + 2, q_len)
+    tl.store(run + 3, k_start)
+    tl.store(run + 4, k_len)
+    tl.store(run + 5, offset)
+
+
+@triton.jit
+def _work(q_len, k_len, offset, first, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+    """Keys that some query of a block sees, or queries that see some key of one, as far as causality says it."""
+    if OF_QUERIES:
+        work = k_len
+        if CAUSAL:
+            work = tl.minimum(k_len, first + offset + BLOCK)
+    else:
+        work = q_len
+        if CAUSAL:
+            work = q_len - tl.maximum(first - offset, 0)
+    return tl.maximum(work, 0)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["runs"])
+def cut_runs(  # type: ignore[no-untyped-def]
+    runs_ptr, blocks_ptr, runs, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    CLASSES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Writes run, first row and class of work of each block, int32 `[blocks, 3]`; programs are runs."""
+    own = tl.program_id(0)
+    before = tl.zeros([LINE], tl.int32)
+    most = tl.zeros([LINE], tl.int32)
+    for begin in range(0, runs, LINE):
+        run = begin + tl.arange(0, LINE)
+        there = run < runs
+        q_len = tl.load(runs_ptr + 6 * run + 2, mask=there, other=0)
+        k_len = tl.load(runs_ptr + 6 * run + 4, mask=there, other=0)
+        offset = tl.load(runs_ptr + 6 * run + 5, mask=there, other=0)
+        if OF_QUERIES:
+            blocks = tl.cdiv(q_len, BLOCK)
+            heaviest = (blocks - 1) * BLOCK
+        else:
+            blocks = tl.cdiv(k_len, BLOCK)
+            heaviest = tl.zeros_like(blocks)
+        work = _work(q_len, k_len, offset, heaviest, OF_QUERIES, CAUSAL, BLOCK)
+        before += tl.where(run < own, blocks, 0)
+        most = tl.maximum(most, tl.where(blocks > 0, work, 0))
+    start = blocks_ptr + 3 * tl.sum(before, 0)
+    limit = tl.max(most, 0) + 1
+    q_len = tl.load(runs_ptr + 6 * own + 2)
+    k_len = tl.load(runs_ptr + 6 * own + 4)
+    offset = tl.load(runs_ptr + 6 * own + 5)
+    rows = q_len if OF_QUERIES else k_len
+    for begin in range(0, tl.cdiv(rows, BLOCK), LINE):
+        block = begin + tl.arange(0, LINE)
+        first = block * BLOCK
+        there = first < rows
+        work = _work(q_len, k_len, offset, first, OF_QUERIES, CAUSAL, BLOCK)
+        tl.store(start + 3 * block, own, mask=there)
+        tl.store(start + 3 * block + 1, first, mask=there)
+        tl.store(start + 3 * block + 2, (work.to(tl.int64) * CLASSES // limit).to(tl.int32), mask=there)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["count", "kv_heads"])
+def order_blocks(blocks_ptr, entries_ptr, count, kv_heads, LAST_FIRST: tl.constexpr, LINE: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+    """Writes run, first row and key/value head of all blocks and heads, those with most to do first.
+
+    Those of a class are ordered by head, then as they come, with LAST_FIRST from the end; programs are LINE blocks.
+    """
+    own = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    there = own < count
+    level = tl.load(blocks_ptr + 3 * own + 2, mask=there, other=0)
+    more = tl.zeros([LINE], tl.int32)
+    same = tl.zeros([LINE], tl.int32)
+    before = tl.zeros([LINE], tl.int32)
+    for begin in range(0, count, LINE):
+        other = begin + tl.arange(0, LINE)
+        theirs = tl.load(blocks_ptr + 3 * other + 2, mask=other < count, other=-1)
+        equal = theirs[None, :] == level[:, None]
+        earlier = other[None, :] > own[:, None] if LAST_FIRST else other[None, :] < own[:, None]
+        more += tl.sum((theirs[None, :] > level[:, None]).to(tl.int32), 1)
+        same += tl.sum(equal.to(tl.int32), 1)
+        before += tl.sum((equal & earlier).to(tl.int32), 1)
+    run = tl.load(blocks_ptr + 3 * own, mask=there, other=0)
+    first = tl.load(blocks_ptr + 3 * own + 1, mask=there, other=0)
+    for head in range(0, kv_heads):
+        entry = entries_ptr + 3 * (more * kv_heads + head * same + before)
+        tl.store(entry, run, mask=there)
+        tl.store(entry + 1, first, mask=there)
+        tl.store(entry + 2, head, mask=there)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["blocks", "parts"])
+def cost_items(  # type: ignore[no-untyped-def]
+    runs_ptr, blocks_ptr, rules_ptr, cost_ptr, blocks, parts, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr, PIECES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Tiles that items `[heads, blocks]` take, `parts` of a key/value head; programs are (LINE blocks, heads).
+
+    One tile is added for how an item begins and ends, and one for its sinks and the edge of its window: about what both
+    take on an H200.
+    """
+    heads = tl.program_id(1)
+    block = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    there = block < blocks
+    run = runs_ptr + 6 * tl.load(blocks_ptr + 3 * block, mask=there, other=0)
+    first = tl.load(blocks_ptr + 3 * block + 1, mask=there, other=0)
+    q_len = tl.load(run + 2, mask=there, other=0)
+    k_len = tl.load(run + 4, mask=there, other=0)
+    offset = tl.load(run + 5, mask=there, other=0)
+    window = tl.load(rules_ptr + 2 * (heads // parts))
+    sinks = tl.load(rules_ptr + 2 * (heads // parts) + 1)
+    start = tl.maximum(first + offset - window + 1, 0) // PART * PART
+    stop = tl.minimum(first + ROWS, q_len) + offset
+    if not CAUSAL:
+        stop += window - 1
+    read = tl.maximum(tl.minimum(stop, k_len) - start, 0) + tl.minimum(sinks, start)
+    cost = tl.cdiv(read, PART * PIECES) + 1 + (first + offset >= window).to(tl.int32)
+    tl.store(cost_ptr + heads * blocks + block, cost.to(tl.int32), mask=there)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["blocks", "count", "programs"])
+def deal_items(blocks_ptr, order_ptr, cost_ptr, items_ptr, blocks, count, programs, LANES: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+    """Deals items out, the longest first, half as many at a time as there are programs, to those that have least to do.
+
+    `order` and `cost` hold the items' numbers and costs, sorted. The table `[turns, programs, 3]` begins with a row of
+    how many items each program has; then come run, first row and heads of each; after the last one the heads are -1.
+    """
+    program = tl.arange(0, LANES)
+    there = program < programs
+    load = tl.where(there, 0, 1 << 30)
+    mine = tl.zeros([LANES], tl.int32)
+    step = tl.maximum(programs // 2, 1)
+    for begin in range(0, count, step):
+        less = load[None, :] < load[:, None]
+        less = less | ((load[None, :] == load[:, None]) & (program[None, :] < program[:, None]))
+        rank = tl.sum(less.to(tl.int32), 1)
+        given = there & (rank < step) & (begin + rank < count)
+        number = tl.load(order_ptr + begin + rank, mask=given, other=0)
+        load += tl.load(cost_ptr + begin + rank, mask=given, other=0)
+        block = blocks_ptr + 3 * (number % blocks)
+        item = items_ptr + 3 * ((mine + 1) * programs + program)
+        tl.store(item, tl.load(block, mask=given, other=0), mask=given)
+        tl.store(item + 1, tl.load(block + 1, mask=given, other=0), mask=given)
+        tl.store(item + 2, (number // blocks).to(tl.int32), mask=given)
+        mine += given.to(tl.int32)
+    tl.store(items_ptr + 3 * program, mine, mask=there)
+    item = items_ptr + 3 * ((mine + 1) * programs + program)
+    tl.store(item, 0, mask=there)
+    tl.store(item + 1, 0, mask=there)
+    tl.store(item + 2, -1, mask=there)
 
 
 class Cut(NamedTuple):
@@ -36,21 +198,12 @@ class Cut(NamedTuple):
     short: bool = False
 
 
-class Dealing(NamedTuple):
-    """What is dealt out to the programs of a persistent kernel, as many as run at once.
-
-    `parts` are items of a block and key/value head: groups of its query heads. A tile has `pieces` of `piece` keys.
-    """
-
-    parts: int
-    piece: int
-    pieces: int
-    programs: int
-
-
-@functools.cache
+@functools.lru_cache(1 << 14)
 def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
-    """int32 `[kv_heads, 2]`, window and sinks of each head; kept for good, as captured graphs hold its address."""
+    """int32 `[kv_heads, 2]`, window and sinks of each head; so many are kept that a captured graph never loses its own.
+
+    Such a graph holds the table's address, and does not ask for it again.
+    """
     with torch.inference_mode(False):
         return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
@@ -90,6 +243,10 @@ def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -
 
     Of windows that look both ways it counts no end of a run.
     """
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
     total = 0
     for (window, sinks), heads in Counter(windows).items():
         for run in structure.derived(runs_of, least):
@@ -97,15 +254,14 @@ def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -
                 # a query at p sees keys from 0 to p, less those before its window, of which sinks stay
                 behind = (0, run.k_len, window + sinks, window + run.k_len)
                 first, last = run.offset + 1, run.offset + run.q_len
-                seen = [_triangle(last - n) - _triangle(first - 1 - n) for n in behind]
+                seen = [triangle(last - n) - triangle(first - 1 - n) for n in behind]
                 total += heads * max(0, seen[0] - seen[1] - seen[2] + seen[3])
             else:
                 total += heads * run.q_len * min(run.k_len, 2 * window - 1 + sinks)
     return total
 
 
-def _triangle(n: int) -> int:
-    return n * (n + 1) // 2 if n > 0 else 0
+# The kernels' tensors are made here, and lengths are not compiled in: constants alone tell variants, all of kind ().
 
 
 def find_runs(structure: CallStructure, device: torch.device, least: int, short: bool) -> Tensor:
@@ -113,15 +269,10 @@ def find_runs(structure: CallStructure, device: torch.device, least: int, short:
     runs = structure.derived(runs_of, least, short)
     if structure.plain and len(runs) == structure.batch:
         table = torch.empty((structure.batch, 6), dtype=torch.int32, device=device)
-        _run(launch_repeat, (structure.batch,), (table, *runs[0][1:]), {})
+        repeat_run((structure.batch,), (table, *runs[0][1:]), {}, ())
         return table
     table = torch.tensor(runs, dtype=torch.int32, device="cpu").view(-1, 6)
     return table.to(device, non_blocking=True)
-
-
-def _run(launch: Launcher, extents: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launches what writes a table: lengths are not compiled in, and tensors are made here: constants tell variants."""
-    launch(extents, arguments, constants, () if arguments[0].is_cuda else None)
 
 
 def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor]:
@@ -133,50 +284,48 @@ def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tup
     count = sum(-(-run[lengths] // cut.block) for run in structure.derived(runs_of, cut.least, cut.short))
     runs = derived_on(structure, device, find_runs, cut.least, cut.short)
     blocks = runs.new_empty((count, 3))
-    constants = {
-        "OF_QUERIES": cut.of == "queries", "CAUSAL": structure.causal, "BLOCK": cut.block, "CLASSES": _CLASSES,
-        "LINE": _LINE,
-    }  # fmt: skip
     if count:
-        _run(launch_cut, (len(runs),), (runs, blocks, len(runs)), constants)
+        constants = {
+            "OF_QUERIES": cut.of == "queries", "CAUSAL": structure.causal, "BLOCK": cut.block, "CLASSES": _CLASSES,
+            "LINE": _LINE,
+        }  # fmt: skip
+        cut_runs((len(runs),), (runs, blocks, len(runs)), constants, ())
     return runs, blocks
 
 
 def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Runs, and int32 `[entries, 3]`: run, first row and key/value head of each block, those with most to do first."""
     runs, blocks = derived_on(structure, device, find_blocks, cut)
-    entries = runs.new_empty((kv_heads * len(blocks), 3))
-    constants = {"LAST_FIRST": cut.of == "queries", "LINE": _SQUARE}
-    if len(blocks):
-        programs = -(-len(blocks) // _SQUARE)
-        _run(launch_order, (programs,), (blocks, entries, len(blocks), kv_heads), constants)
+    count = len(blocks)
+    entries = runs.new_empty((kv_heads * count, 3))
+    if count:
+        constants = {"LAST_FIRST": cut.of == "queries", "LINE": _SQUARE}
+        order_blocks((-(-count // _SQUARE),), (blocks, entries, count, kv_heads), constants, ())
     return runs, entries
 
 
 def find_items(
-    structure: CallStructure, device: torch.device, cut: Cut, dealing: Dealing, windows: HeadWindows
+    structure: CallStructure, device: torch.device, warps: Warps, windows: HeadWindows, most: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Runs, the table of items that `deal` makes, and for how many programs."""
-    runs, table = derived_on(structure, device, find_blocks, cut)
-    blocks, heads = len(table), len(windows) * dealing.parts
+    """Runs, the table of items that `deal_items` makes, and for how many programs, `most` if there are so many items.
+
+    Items are of a block of queries and those heads of a key/value head that go together.
+    """
+    runs, table = derived_on(structure, device, find_blocks, Cut("queries", warps.rows, warps.part))
+    parts = warps.sharing // warps.together
+    blocks, heads = len(table), len(windows) * parts
     count = blocks * heads
-    programs = min(dealing.programs, count)
+    programs = min(most, count)
     # in each turn a program is given one item at most, of half a row
     turns = -(-count // max(programs // 2, 1)) + 2
     cost = runs.new_empty((heads, blocks))
     constants: dict[str, Any] = {
-        "CAUSAL": structure.causal, "ROWS": cut.block, "PART": dealing.piece, "PIECES": dealing.pieces, "LINE": _LINE,
+        "CAUSAL": structure.causal, "ROWS": warps.rows, "PART": warps.part, "PIECES": warps.pieces, "LINE": _LINE,
     }  # fmt: skip
-    arguments = runs, table, window_table(windows, device), cost, blocks, dealing.parts
-    _run(launch_costs, (-(-blocks // _LINE), heads), arguments, constants)
+    arguments = runs, table, window_table(windows, device), cost, blocks, parts
+    cost_items((-(-blocks // _LINE), heads), arguments, constants, ())
     cost, order = cost.flatten().sort(descending=True, stable=True)
     items = runs.new_empty((turns * programs, 3))
-    lanes = max(16, 1 << (programs - 1).bit_length())
-    constants = {"LANES": lanes, "num_warps": 8}
-    _run(launch_deal, (1,), (table, order, cost, items, blocks, count, programs), constants)
+    constants = {"LANES": max(16, 1 << (programs - 1).bit_length()), "num_warps": 8}
+    deal_items((1,), (table, order, cost, items, blocks, count, programs), constants, ())
     return runs, items, programs
-
-
-def exact_windows(kv_heads: int) -> HeadWindows:
-    """Windows that leave nothing out."""
-    return ((ALL, 0),) * kv_heads

@@ -3,6 +3,19 @@
 Online softmax in base 2 with fp32 accumulation (FlashAttention-2's forward; Dao 2023). A segment is a row of six numbers,
 `(batch row, q_start, q_len, k_start, k_len, offset)`; its local query `i` stands at local key `p = i + offset`. A key `j`
 is visible if `j <= p` (causal), `j > p - W` and, both ways, `j < p + W` (window), or `j < S` (sinks, within causality).
+
+Names in all kernels:
+
+| name | what |
+| --- | --- |
+| `q`, `k`, `v`, `o`, `l` before `_` | queries, keys, values, output, log-sum-exp; `g` the gradient of the output, `dq`, `dk`, `dv` |
+| `_b`, `_h`, `_n`, `_d` after it | strides of batch row, head, position and channel, in elements |
+| `ks_`, `vs_`; `kc_`, `vc_` | scales and codes of a quantised cache |
+| `_ptr`, `_bulk`, `_base` | a pointer; a TMA descriptor; the pointer to a head of a segment |
+| `i`, `j`, `p`; `d`, `dv` | rows of queries, of keys, places of queries among keys; channels of keys and of values |
+| `m`, `l`, `acc` | running maximum in base 2, sum and weighted sum of values |
+| `GROUPS`; `DIM`, `PAD` | query heads that share a key/value head; channels, up to a power of two; `_V` of values |
+| `BLOCK_M`, `BLOCK_N` | queries and keys of a tile |
 """
 
 from __future__ import annotations
@@ -127,3 +140,25 @@ def keys_of(low, high, k_len, window, sinks, BLOCK: tl.constexpr, CAUSAL: tl.con
     all_start = tl.maximum(start, (all_start + (BLOCK - 1)) // BLOCK * BLOCK)
     all_stop = tl.maximum(all_start, tl.maximum(all_stop, 0) // BLOCK * BLOCK)
     return start, stop, all_start, all_stop
+
+
+@triton.jit
+def edges_of(start, stop, all_start, all_stop, sinks, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers of tiles by the rule: of the sinks before the window's first tile, then of both edges of the window."""
+    of_sinks, of_left = 0, 0
+    if WINDOW:
+        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK)
+        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK)
+    return of_sinks, of_left, tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK)
+
+
+@triton.jit
+def edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First key of such a tile, and where its keys end: those of sinks where the window's tiles begin."""
+    n = all_stop + (tile - of_sinks - of_left) * BLOCK
+    limit = k_len
+    if WINDOW:
+        n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK, n)
+        n = tl.where(tile < of_sinks, tile * BLOCK, n)
+        limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+    return n, limit

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # up to Triton 3.7
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -25,6 +26,9 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _memory = gl.shared_memory_descriptor
 _as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 ROWS = gl.constexpr(64)  # queries of a group of four warps
+DESCRIPTOR = TensorDescriptor
+TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+"""How TMA lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
 
 
 @gluon.jit

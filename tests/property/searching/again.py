@@ -1,7 +1,4 @@
-"""Calls that are made once more with something else about their tensors: what is remembered must not answer them.
-
-Or by several threads at once, of more kinds than are remembered.
-"""
+"""Calls made once more with other tensors, which nothing remembered may answer, or of many kinds by threads at once."""
 
 import random
 import sys
@@ -41,9 +38,7 @@ class Again(Shown):
 def repeated(draw: st.DrawFn) -> Again:
     """A valid call, made anew with some of its tensors changed; most calls are of the kinds that are remembered."""
     request = draw(requests(longest=31, extras=False))
-    structure, mask = request.structure, None
-    if draw(st.integers(0, 2)) == 0:
-        mask = StructuredMask(structure, torch.device("cpu"))
+    mask = StructuredMask(request.structure, torch.device("cpu")) if draw(st.integers(0, 2)) == 0 else None
     given = {"query": request.query, "key": request.key, "value": request.value}
     first = Call(draw(st.sampled_from(DOORS)), {**given, "attention_mask": mask, "scaling": request.scaling})
     first.default = draw(st.sampled_from(DEFAULTS))
@@ -76,11 +71,7 @@ def crowds(draw: st.DrawFn) -> list[Call]:
 
 
 def judge_crowd(calls: list[Call], threads: int = 4, remembered: int = 3) -> str:
-    """`served`.
-
-    Raises:
-        AssertionError: A thread got another answer than a single one gets, or an error.
-    """
+    """`served`; fails where a thread got another answer than a single one gets, or an error."""
     assert [malformed.judge(call) for call in calls] == ["served"] * len(calls)
     alone = [malformed.asked(call, call.backend) for call in calls]
     wrong: list[str] = []

@@ -1,6 +1,7 @@
 """Models that change after a plan was made for them: a plan runs while the model computes what it was proven on."""
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice, Precision, Window
 from adaattn_hf.plans.plan import PlanError
 from tests.support.families import models
-from tests.support.malformed import Shown
 from tests.support.models import tokens
 from tests.support.plans import plan_for
 from tests.support.requests import generator
@@ -49,20 +49,19 @@ MOVES = ("nothing", *["layers"] * 8, *["set later"] * 4)
 """Changes of the order and number of layers, and of what attention reads beside weights, behind the first call."""
 LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
     "popped and inserted": lambda layers, a, b: layers.insert(b, layers.pop(a)),
-    "exchanged by index": lambda layers, a, b: [layers.__setitem__(*at) for at in ((a, layers[b]), (b, layers[a]))],
-    "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]),
-    "popped": lambda layers, a, b: layers.pop(a),
+    "exchanged by index": lambda layers, a, b: [*map(layers.__setitem__, (a, b), (layers[b], layers[a]))],
+    "in a new list": lambda layers, a, b: nn.ModuleList([*layers][::-1]), "popped": lambda layers, a, b: layers.pop(a),
     "deleted": lambda layers, a, b: layers.__delitem__(a),
     "doubled in place": lambda layers, a, b: layers.__setitem__(a, layers[b]),
     "doubled by insert": lambda layers, a, b: layers.insert(a, layers[b]),
     "copied in place": lambda layers, a, b: layers.__setitem__(a, copy.deepcopy(layers[b])),
     "sliced": lambda layers, a, b: layers[min(a, b) + 1 :],
     "sorted inside": lambda layers, a, b: layers._modules.update({str(a): layers[b], str(b): layers[a]}),
-}
+}  # fmt: skip
 """What is done to a list of layers in two places; what is returned takes its place, if it is a list."""
 HARMLESS = ("nothing", "adapter")
-ASKED_BY_LOAD = ("columns unseen",)
-"""Changes that leave no trace for a forward pass: it is `load_plan` that compares weights anew."""
+ASKED_BY_LOAD = ("columns unseen", "settings", "dtype")
+"""Changes that no forward pass sees: in the weights' data, or of a model that was loaded anew and is not bound yet."""
 
 
 class InBuffers(nn.Module):
@@ -78,28 +77,16 @@ class InBuffers(nn.Module):
         return hidden @ self.packed.t()
 
 
-@dataclass(repr=False)
-class Changed(Shown):
-    """A model under a plan, and what is made of it.
-
-    Attributes:
-        family, wide: Which model.
-        choice: What its plan says of every head.
-        change: One of `CHANGES`.
-        seed: Of places and numbers of the change.
-        loads: Whether `load_plan` is asked after it, and not the next forward pass alone.
-    """
+@dataclass
+class Changed:
+    """A model under a plan, and what is made of it."""
 
     family: str
     wide: bool
-    choice: Choice
-    change: str
-    seed: int
-    loads: bool
-
-    def __repr__(self) -> str:
-        size = "wide" if self.wide else "tiny"
-        return f"Changed({size} {self.family}, {self.choice.label}, {self.change} {self.seed}, loads={self.loads})"
+    choice: Choice  # what its plan says of every head
+    change: str  # one of CHANGES or MOVES
+    seed: int  # of places and numbers of the change
+    loads: bool  # whether load_plan is asked after it, and not the next forward pass alone
 
 
 @st.composite
@@ -121,7 +108,11 @@ def fresh(call: Changed) -> Any:
     return model
 
 
-def exact(model: Any, **asked: Any) -> Tensor:
+def pick(things: Any, source: torch.Generator) -> Any:
+    return things[int(torch.randint(0, len(things), (), generator=source))]
+
+
+def exact(model: Any) -> Tensor:
     """What a copy of a model computes under stock attention, which knows no plan."""
     twin = copy.deepcopy(model)
     (twin.get_base_model() if hasattr(twin, "get_base_model") else twin).set_attn_implementation("sdpa")
@@ -129,45 +120,39 @@ def exact(model: Any, **asked: Any) -> Tensor:
         if hasattr(part, "config"):
             part.config._attn_implementation = "sdpa"
     with torch.no_grad():
-        logits: Tensor = twin(tokens(2, 11), use_cache=False, **asked).logits
-    return logits
+        return logits(twin)
+
+
+def logits(model: Any) -> Tensor:
+    out: Tensor = model(tokens(2, 11), use_cache=False).logits
+    return out
 
 
 def spoilt(weight: Tensor, source: torch.Generator) -> None:
     """Sets some columns to zero, most of them or a single one, or a single number to another one."""
-    columns, kind = weight.shape[1], int(torch.randint(0, 4, (), generator=source))
-    if kind == 0:
-        hit = torch.arange(columns) % 4 != 0
-    elif kind == 1:
-        hit = torch.rand(columns, generator=source) < 0.5
+    columns, kind = torch.arange(weight.shape[1]), pick(range(4), source)
+    if kind < 2:
+        weight[:, columns % 4 != 0 if kind == 0 else torch.rand(len(columns), generator=source) < 0.5] = 0.0
+    elif kind == 2:
+        weight[:, pick(columns, source)] = 0.0
     else:
-        hit = torch.arange(columns) == int(torch.randint(0, columns, (), generator=source))
-    if kind == 3:
-        row = int(torch.randint(0, weight.shape[0], (), generator=source))
-        weight[row, hit] += 1.0
-    else:
-        weight[:, hit] = 0.0
+        weight[pick(range(len(weight)), source), pick(columns, source)] += 1.0
 
 
-def attention_weights(model: Any, source: torch.Generator) -> Tensor:
+def attention_weights(model: Any, source: torch.Generator) -> Any:
     """A matrix of a planned layer, or the buffer that stands for it."""
-    modules = [module for _, module in attention_modules(model, model.config.model_type)]
-    module = modules[int(torch.randint(0, len(modules), (), generator=source))]
-    held = [t for t in (*module.parameters(), *module.buffers()) if t.dim() == 2]
-    return held[int(torch.randint(0, len(held), (), generator=source))]
+    module = pick([module for _, module in attention_modules(model, model.config.model_type)], source)
+    return pick([t for t in (*module.parameters(), *module.buffers()) if t.dim() == 2], source)
 
 
 def rearranged(model: Any, source: torch.Generator) -> None:
     """Layers of a model in another order, or another number of them."""
     parent, name, layers = next(
-        (part, name, child)
-        for part in model.base_model.modules()
-        for name, child in part.named_children()
+        (part, name, child) for part in model.base_model.modules() for name, child in part.named_children()
         if isinstance(child, nn.ModuleList)
-    )
+    )  # fmt: skip
     a, b = torch.randperm(len(layers), generator=source)[:2].tolist()
-    way = list(LISTS)[int(torch.randint(0, len(LISTS), (), generator=source))]
-    found = LISTS[way](layers, a, b)
+    found = LISTS[pick(list(LISTS), source)](layers, a, b)
     if type(found) is nn.ModuleList:
         setattr(parent, name, found)
 
@@ -175,10 +160,10 @@ def rearranged(model: Any, source: torch.Generator) -> None:
 def set_later(model: Any, source: torch.Generator) -> None:
     """One of the numbers that attention reads beside weights."""
     names = ("scaling", "scale_attn_weights", "is_causal", "sliding_window", "inv_freq")
-    holders = [model.config, *model.modules()]
-    held = [(one, name) for one in holders for name in names if getattr(one, name, None) is not None]
+    every = itertools.product((model.config, *model.modules()), names)
+    held = [(one, name) for one, name in every if getattr(one, name, None) is not None]
     held = [(one, name) for one, name in held if not (isinstance(one, nn.Module) and name == "sliding_window")]
-    holder, name = held[int(torch.randint(0, len(held), (), generator=source))]
+    holder, name = pick(held, source)
     value = getattr(holder, name)
     if isinstance(value, Tensor):
         value.mul_(0.5)
@@ -189,8 +174,7 @@ def set_later(model: Any, source: torch.Generator) -> None:
 def in_memory(call: Changed, model: Any, source: torch.Generator) -> Any:
     """The model after a change of its weights."""
     if call.change == "buffers":
-        module = next(part for part in model.modules() if isinstance(part, InBuffers))
-        spoilt(module.packed, source)
+        spoilt(next(part.packed for part in model.modules() if isinstance(part, InBuffers)), source)
     elif call.change == "columns":
         spoilt(attention_weights(model, source), source)
     elif call.change == "columns unseen":
@@ -198,7 +182,7 @@ def in_memory(call: Changed, model: Any, source: torch.Generator) -> Any:
     elif call.change == "columns elsewhere":
         inner = {id(t) for _, m in attention_modules(model, model.config.model_type) for t in m.parameters()}
         others = [p for p in model.base_model.parameters() if p.dim() == 2 and id(p) not in inner]
-        spoilt(others[int(torch.randint(0, len(others), (), generator=source))], source)
+        spoilt(pick(others, source), source)
     elif call.change == "layers":
         rearranged(model, source)
     elif call.change == "set later":
@@ -222,8 +206,7 @@ def reloaded(call: Changed, model: Any, source: torch.Generator) -> Any:
     """The model after a way through its directory, read with another setting or dtype."""
     override: dict[str, Any] = {"dtype": torch.bfloat16}
     if call.change == "settings":
-        settings = SETTINGS[call.family]
-        override = settings[int(torch.randint(0, len(settings), (), generator=source))]
+        override = pick(SETTINGS[call.family], source)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory))
         again = type(model).from_pretrained(directory, attn_implementation="adaattn", **override)
@@ -231,24 +214,15 @@ def reloaded(call: Changed, model: Any, source: torch.Generator) -> Any:
 
 
 def planned(call: Changed, model: Any) -> Tensor:
-    """What the model computes under its plan.
-
-    Raises:
-        PlanError: The plan is not that of the model.
-    """
+    """What the model computes under its plan; what left no trace for a forward pass is for `load_plan` to find."""
     if call.loads or call.change in ASKED_BY_LOAD:
         adaattn_hf.load_plan(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=call.change == "autocast"):
-        logits: Tensor = model(tokens(2, 11), use_cache=False).logits
-    return logits
+        return logits(model)
 
 
 def judge(call: Changed) -> str:
-    """`refused` where the model computes something else, `served` where it does not.
-
-    Raises:
-        AssertionError: A plan runs on a model that it was not proven on, or is refused where nothing changed.
-    """
+    """`refused` where the model computes something else, `served` where it does not; any other end fails."""
     model, source = fresh(call), generator(call.seed)
     adaattn_hf.load_plan(model, plan_for(model, call.choice, layers=tuple(range(model.config.num_hidden_layers))))
     right, before = planned(replace(call, change="nothing"), model), exact(model)

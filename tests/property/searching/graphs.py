@@ -23,16 +23,13 @@ WAYS = (*["compiled"] * 10, *["traced"] * 9, *["exported"] * 9, "inductor")
 """How graphs are made, inductor seldom: it takes seconds."""
 
 
-@dataclass(repr=False)
+@dataclass
 class Graphed(Shown):
     """A model with two calls of the same shapes, of which the first makes the graph."""
 
     way: str
     first: Whole
     second: Inputs
-
-    def __repr__(self) -> str:
-        return f"Graphed({self.way}, {self.first!r}, then {self.second.words})"
 
 
 @st.composite
@@ -75,8 +72,7 @@ class Called(nn.Module):
 
 def graph(way: str, model: Any, given: Inputs) -> Callable[[Inputs], Tensor]:
     length = given.ids.shape[1]
-    asked = keywords(model, given, 0, length)
-    called = Called(model, asked)
+    called = Called(model, keywords(model, given, 0, length))
 
     def tensors(other: Inputs) -> tuple[Tensor, ...]:
         # copies: what a call remembers by a tensor's identity is not what is searched here
@@ -123,11 +119,7 @@ def late_documents(case: Graphed) -> bool:
 
 
 def judge(case: Graphed) -> str:
-    """The verdict on a graph in a word.
-
-    Raises:
-        AssertionError: It computes otherwise than stock attention does, with a graph and without.
-    """
+    """The verdict on a graph in a word; fails where it computes otherwise than stock does, with a graph and without."""
     first = case.first
     both = [first, replace(first, given=case.second)]
     expected = [answers(each, documents(each, graph=True)) for each in both]

@@ -1,5 +1,6 @@
 """What a model is called with, drawn: positions that mean documents or anything else, masks of every form, caches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.malformed import Shown
 from tests.support.models import VOCABULARY
 from tests.support.requests import generator
 
@@ -18,29 +20,21 @@ MASKS = ("none", "none", "ones", "left", "right", "holes", "boolean", "additive"
 CACHES = ("off", "off", "default", "made", "dynamic", "static", "ours", "int8")
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """One sequence of calls.
+@dataclass(frozen=True, repr=False)
+class Inputs(Shown):
+    """One sequence of calls."""
 
-    Attributes:
-        ids: `[rows, length]`.
-        positions: `[rows or 1, length]`, or None.
-        mask: `[rows, length]`; boolean or additive `[rows, 1, length, length]`; or None.
-        borders: `[documents + 1]` cumulative lengths that are handed over as `cu_seq_lens_*`, or None.
-        pieces: Lengths of the calls, each behind the cache of those before it.
-        cache: One of `CACHES`.
-        words: What was drawn, for people.
-        keep: `logits_to_keep` of each call: a number of last rows (0 for all), their indices, or None.
-    """
+    ids: Tensor  # [rows, length]
+    positions: Tensor | None  # [rows or 1, length]
+    mask: Tensor | None  # [rows, length]; boolean or additive [rows, 1, length, length]
+    borders: Tensor | None  # [documents + 1] cumulative lengths that are handed over as cu_seq_lens_*
+    pieces: tuple[int, ...]  # lengths of the calls, each behind the cache of those before it
+    cache: str  # one of CACHES
+    words: dict[str, Any] = field(default_factory=dict)  # what was drawn, for people
+    keep: int | Tensor | None = None  # logits_to_keep of each call: a number of last rows (0 for all), or indices
 
-    ids: Tensor
-    positions: Tensor | None
-    mask: Tensor | None
-    borders: Tensor | None
-    pieces: tuple[int, ...]
-    cache: str
-    words: dict[str, Any] = field(default_factory=dict)
-    keep: int | Tensor | None = None
+    def __repr__(self) -> str:
+        return f"{self.words}"
 
     @property
     def kept(self) -> Tensor:
@@ -66,27 +60,17 @@ def position_rows(draw: st.DrawFn, rows: int, length: int, kind: str) -> Tensor:
         start = draw(st.sampled_from([0, 0, 3]))
         counted, cut = torch.arange(length) + start, draw(st.integers(0, length))
         behind = (torch.arange(length) >= cut).long()
-        if kind == "skipped":
-            return counted + behind * draw(st.sampled_from([1, 2, 15, 40]))
-        if kind == "stepped":
-            return counted * draw(st.sampled_from([2, 3]))
-        if kind == "repeated":
-            return counted - behind if cut else counted
-        if kind == "halves":
-            return counted // 2
-        if kind == "fractional":
-            return counted * draw(st.sampled_from([0.5, 0.25, 1.5]))
-        if kind == "restarting":
-            return torch.where(behind.bool(), torch.arange(length) - cut, torch.arange(length))
-        if kind == "constant":
-            return torch.full((length,), start)
-        if kind == "backwards":
-            return counted.flip(0)
-        return counted
+        ways: dict[str, Callable[[], Tensor]] = {
+            "skipped": lambda: counted + behind * draw(st.sampled_from([1, 2, 15, 40])),
+            "stepped": lambda: counted * draw(st.sampled_from([2, 3])),
+            "repeated": lambda: counted - behind if cut else counted, "halves": lambda: counted // 2,
+            "fractional": lambda: counted * draw(st.sampled_from([0.5, 0.25, 1.5])),
+            "restarting": lambda: torch.arange(length) - cut * behind, "constant": lambda: torch.full((length,), start),
+            "backwards": lambda: counted.flip(0),
+        }  # fmt: skip
+        return ways.get(kind, lambda: counted)()
 
-    if draw(st.booleans()):
-        return torch.stack([row() for _ in range(rows)])
-    return row().expand(rows, -1).contiguous()
+    return torch.stack([row() for _ in range(rows)]) if draw(st.booleans()) else row().expand(rows, -1).contiguous()
 
 
 @st.composite
@@ -112,8 +96,7 @@ def masks(draw: st.DrawFn, rows: int, length: int, kind: str, causal: bool) -> T
 
 
 def additive(seen: Tensor) -> Tensor:
-    zeros = torch.zeros(seen.shape, dtype=torch.float32)
-    return zeros.masked_fill(~seen, torch.finfo(torch.float32).min)
+    return torch.zeros(seen.shape, dtype=torch.float32).masked_fill(~seen, torch.finfo(torch.float32).min)
 
 
 @st.composite
@@ -127,14 +110,8 @@ def packed(draw: st.DrawFn, length: int) -> tuple[Tensor, Tensor | None]:
 
 @st.composite
 def inputs(draw: st.DrawFn, decodes: bool, packs: bool, flat: bool, graph: bool) -> Inputs:
-    """Calls of a model.
-
-    Args:
-        decodes: Whether the model is causal and keeps a cache.
-        packs: Whether documents that are told by `cu_seq_lens_*` can be kept apart.
-        flat: Whether its masks have two dimensions alone.
-        graph: Whether a graph is made of them: one call, no cache but one that the model makes.
-    """
+    """Calls of a model that `decodes` over a cache, `packs` documents that lengths tell, takes `flat` masks alone; or
+    calls that a `graph` is made of: one call, no cache but one that the model makes."""
     rows, length = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 5, 8, 11, MOST_TOKENS]))
     place = draw(st.sampled_from(("none", "none", "restarting", "restarting", *POSITIONS)))
     kind = draw(st.sampled_from(MASKS[:6] if flat else MASKS))

@@ -15,17 +15,11 @@ from .drawing import Drawing
 
 
 class Kind(NamedTuple):
-    """One kind of cases.
+    """One kind of cases."""
 
-    Attributes:
-        share: How many there are to each case that is asked for.
-        chunk: How many run in one process, after which what was found is kept.
-        words: For the page.
-    """
-
-    share: float
-    chunk: int
-    words: str
+    share: float  # how many there are to each case that is asked for
+    chunk: int  # how many run in one process, after which what was found is kept
+    words: str  # for the page
 
 
 KINDS = {
@@ -67,29 +61,20 @@ def searched(kind: str) -> tuple[Any, Callable[[Any], str]]:
     from . import again, beyond, changed, files, graphs, oracle, twins, ways, whole
 
     made: dict[str, tuple[Any, Callable[[Any], str]]] = {
-        "valid": (valid.calls(), valid.judge),
-        "plans": (planned.planned(), planned.judge),
+        "valid": (valid.calls(), valid.judge), "plans": (planned.planned(), planned.judge),
         "malformed": (malformed.malformed(), malformed.judge),
         "rules": (malformed_rules.native_calls(), malformed_rules.judge_native),
         "stored": (malformed_rules.stored_calls(), malformed_rules.judge_stored),
-        "hub": (valid.calls((HUB,)), valid.judge),
-        "hub malformed": (malformed.malformed((HUB,)), malformed.judge),
-        "ways": (ways.ways(), ways.judge),
-        "again": (again.repeated(), again.judge),
-        "changed": (changed.changed(), changed.judge),
-        "files": (files.saved(), files.judge),
-        "models": (whole.wholes(), oracle.judge),
-        "graphs": (graphs.graphed(), graphs.judge),
-        "kept": (whole.wholes(keeps=True), oracle.judge),
-        "kept in graphs": (graphs.graphed(keeps=True), graphs.judge),
-        "documents": (ways.beside_a_cache(), ways.judge),
-        "blind": (ways.blind(), ways.judge),
-        "beyond": (beyond.beyond(), beyond.judge),
-        "edited": (files.edited(), files.judge_edited),
-        "moved": (changed.changed(changed.MOVES), changed.judge),
-        "crowds": (again.crowds(), again.judge_crowd),
+        "hub": (valid.calls((HUB,)), valid.judge), "hub malformed": (malformed.malformed((HUB,)), malformed.judge),
+        "ways": (ways.ways(), ways.judge), "again": (again.repeated(), again.judge),
+        "changed": (changed.changed(), changed.judge), "files": (files.saved(), files.judge),
+        "models": (whole.wholes(), oracle.judge), "graphs": (graphs.graphed(), graphs.judge),
+        "kept": (whole.wholes(keeps=True), oracle.judge), "kept in graphs": (graphs.graphed(keeps=True), graphs.judge),
+        "documents": (ways.beside_a_cache(), ways.judge), "blind": (ways.blind(), ways.judge),
+        "beyond": (beyond.beyond(), beyond.judge), "edited": (files.edited(), files.judge_edited),
+        "moved": (changed.changed(changed.MOVES), changed.judge), "crowds": (again.crowds(), again.judge_crowd),
         "families": (twins.any_family(), twins.judge_family),
-    }
+    }  # fmt: skip
     return made[kind]
 
 

@@ -29,12 +29,8 @@ def apart(given: Inputs, starts: Tensor) -> list[list[Inputs]]:
     for row in range(count):
         edges = [0, *(starts[row, 1:].nonzero()[:, 0] + 1).tolist(), length]
         place = positions[row % len(positions)][None]
-        rows.append(
-            [
-                Inputs(given.ids[row : row + 1, a:b], place[:, a:b], None, None, (b - a,), "off")
-                for a, b in itertools.pairwise(edges)
-            ]
-        )
+        parts = ((given.ids[row : row + 1, a:b], place[:, a:b]) for a, b in itertools.pairwise(edges))
+        rows.append([Inputs(*part, None, None, (part[0].shape[1],), "off") for part in parts])
     return rows
 
 
@@ -71,11 +67,8 @@ def stock(case: Whole, implementation: str, starts: Tensor | None) -> Tensor | N
 
 
 def answered(case: Whole) -> Tensor:
-    """`[rows, length]`: tokens whose answers have a meaning: the real ones, and padding right behind them.
-
-    Other padding may see no key at all, of which stock's two forms make what they like, as they do where a chunk begins
-    with padding. A prepared model leaves padding out.
-    """
+    """`[rows, length]`: tokens whose answers have a meaning: the real ones, and padding right behind them."""
+    # other padding, or a chunk that begins with it, may see no key, and a prepared model leaves padding out
     real = case.given.real
     if case.prepared or "llama4" in case.family:
         return real
@@ -85,11 +78,7 @@ def answered(case: Whole) -> Tensor:
 
 
 def compare(case: Whole, found: Tensor, expected: list[Tensor]) -> str:
-    """`served`, or `stock differs` where no row of stock's two answers is the same.
-
-    Raises:
-        AssertionError: It is not what stock's two answers are, where these are one.
-    """
+    """`served` where it is what stock's two answers are, or `stock differs` where no row of these is the same."""
     if case.given.keep is not None:  # stock attention was asked for all rows
         expected = [other[:, case.given.kept] for other in expected]
     real = answered(case)[:, case.given.kept]
@@ -117,11 +106,7 @@ def answers(case: Whole, starts: Tensor | None = None) -> list[Tensor]:
 
 
 def judge(case: Whole) -> str:
-    """The verdict on a model's calls in a word.
-
-    Raises:
-        AssertionError: It computed otherwise than stock attention, or refused what that computes.
-    """
+    """The verdict on a model's calls in a word; fails where it computes otherwise than stock, or refuses its calls."""
     model = twin(case.family, case.implementation, case.dtype, case.prepared)
     choices: list[Any] = []
     with routing(twin(case.family, "eager", case.dtype), choices, follow=False):

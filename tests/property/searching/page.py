@@ -46,10 +46,8 @@ def record(done: dict[str, Any], directory: Path) -> None:
     lines = [
         ABOUT,
         f"Seed {found['seed']}, {found['date']}, commit {', '.join(map(str, found['commits']))}; {found['machine']}.",
-        "",
-        f"| calls | number | {' | '.join(HEADINGS)} |",
-        f"|---|---:|{'---:|' * len(HEADINGS)}",
-    ]
+        "", f"| calls | number | {' | '.join(HEADINGS)} |", f"|---|---:|{'---:|' * len(HEADINGS)}",
+    ]  # fmt: skip
     for kind, about in KINDS.items():
         counts = collections.Counter(found["verdicts"].get(kind, {}))
         cells = [counts[verdict] for verdict in VERDICTS]
@@ -59,7 +57,6 @@ def record(done: dict[str, Any], directory: Path) -> None:
         lines += ["| machine | each | seed | by | date | failed |", "|---|---:|---:|---|---|---|"]
         lines += [
             f"| {' | '.join(str(one[key]) for key in ('machine', 'cases', 'seed', 'by', 'date'))} "
-            f"| {', '.join(one['failed']) or 'none'} |"
-            for one in found["native"]
-        ]
+            f"| {', '.join(one['failed']) or 'none'} |" for one in found["native"]
+        ]  # fmt: skip
     write_atomically(directory / "fuzz.md", "\n".join(lines) + "\n")

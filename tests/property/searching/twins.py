@@ -1,7 +1,4 @@
-"""Tiny models of every family, one set of weights under each implementation, shared by all draws of a process.
-
-And all families of the installed Transformers through every door, as `tests/conformance/survey.py` takes them.
-"""
+"""Tiny models, one set of weights under each implementation, shared by a process; and all families by every door."""
 
 from functools import cache
 from typing import Any
@@ -11,6 +8,7 @@ import transformers as tf
 from hypothesis import strategies as st
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from adaattn_hf import PrepareError, prepare
 from adaattn_hf.patches.models.families import FAMILIES
@@ -77,24 +75,19 @@ def any_family(draw: st.DrawFn) -> str:
     from tests.conformance import survey
 
     listed = {name for names in survey.KINDS.values() for name in names}
-    return str(draw(st.sampled_from(sorted(listed.intersection(survey.CONFIG_MAPPING)))))
+    return str(draw(st.sampled_from(sorted(listed.intersection(CONFIG_MAPPING)))))
 
 
 def judge_family(name: str) -> str:
-    """`served`, `refused` at some door in words, or `refused as by stock`, of which no tiny model runs.
-
-    Raises:
-        AssertionError: An error is nobody's, or an answer is not stock's.
-    """
+    """`served`, `refused` at some door in words, or `refused as by stock`, of which no tiny model runs."""
     from tests.conformance import survey
 
     found = survey.surveyed(name)
     raw = survey.raw({name: found})
     assert not raw, "; ".join(raw)
     late = found.get("check") == found.get("load") == survey.YES and not found.get("forward", "").startswith("as stock")
-    assert not late or found.get("forward", survey.YES) == survey.YES, (
-        f"check lets pass what ends in {found['forward']}"
-    )
+    forward = found.get("forward", survey.YES)
+    assert not late or forward == survey.YES, f"check lets pass what ends in {forward}"
     if "untried" in found:
         return "refused as by stock"
     doors = ("check", "load", "forward", "explain", "generate", "prepare")

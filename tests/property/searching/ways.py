@@ -1,7 +1,4 @@
-"""The same attention by every door and in every way in which torch runs a function, with keywords that mean something.
-
-Doors are the package's names and the Hub's kernel. Whatever serves must serve rightly, whoever does not says so.
-"""
+"""The same attention by every door, in every way in which torch runs a function, with keywords that mean something."""
 
 import warnings
 from collections.abc import Callable
@@ -19,7 +16,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support.doors import HUB, door
-from tests.support.malformed import Layer, Shown, raised_here
+from tests.support.malformed import Layer, Shown, refused
 from tests.support.requests import DEFAULTS, HALF, bound, default_dtype, generator, requests, words_of
 
 DOORS = (None, None, "native", "sdpa", "eager", HUB, HUB, HUB)
@@ -30,32 +27,22 @@ TOLD = ("one tensor", "equal tensors", "the first continues", "lengths that do n
 """How lengths of keys are told beside those of queries, where a cache is filled."""
 FILLS = (float("-inf"), float("-inf"), -1e30, -2.3e38, -2.4e38, -3.3e38, None)
 """What additive masks hold; None for the least number of their dtype. But for the first, none hides anything."""
-Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+Function = Callable[..., Tensor]
 
 
 @dataclass(repr=False)
 class Way(Shown):
-    """A request, the door and the way that it takes, and what is said beside it.
-
-    Attributes:
-        request, door: What is asked of whom.
-        form: `structure`, `boolean`, `additive` or `none`: how the mask is handed over.
-        way: One of `WAYS`.
-        said, keywords: One of `SAID` or `TOLD`, and the keywords that say it.
-        default: Torch's default dtype.
-        mask: What is handed over where `form` is `made`, a structure or a tensor.
-        slack: How far its own rounding of scores may lead, besides.
-    """
+    """A request, the door and the way that it takes, and what is said beside it."""
 
     request: AttentionRequest
     door: str | None
-    form: str
-    way: str
-    said: str
-    keywords: dict[str, Any]
-    default: torch.dtype
-    mask: Any = None
-    slack: float = 0.0
+    form: str  # how the mask is handed over: structure, boolean, additive, none; or made, as `mask`
+    way: str  # one of WAYS
+    said: str  # one of SAID or TOLD
+    keywords: dict[str, Any]  # that say it
+    default: torch.dtype  # torch's
+    mask: Any = None  # a structure or a tensor
+    slack: float = 0.0  # how far its own rounding of scores may lead, besides
 
     def __repr__(self) -> str:
         more = f"{words_of(self.request)}, default {self.default}"
@@ -131,12 +118,9 @@ def blind(draw: st.DrawFn) -> Way:
     if form == "columns":
         mask = torch.ones(rules.batch, rules.kv_len, dtype=draw(st.sampled_from([torch.bool, torch.int64, dtype])))
         mask[row, : draw(st.integers(0, rules.kv_len))] = 0
-        causal = rules.q_len > 1
-        rules = CallStructure(
-            rules.batch, rules.q_len, rules.kv_len, causal, rules.kv_len - rules.q_len if causal else 0,
-            key_padding=mask.bool(),
-        )  # fmt: skip
-        given = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
+        at = rules.kv_len - rules.q_len if rules.q_len > 1 else 0
+        rules = CallStructure(rules.batch, rules.q_len, rules.kv_len, rules.q_len > 1, at, key_padding=mask.bool())
+        given: Any = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
         return Way(replace(request, structure=rules), *given, mask)
     seen = rules.visible().expand(rules.batch, -1, -1, -1).clone()
     seen[row, :, rows:] = False
@@ -157,27 +141,17 @@ def blind(draw: st.DrawFn) -> Way:
 
 def function(call: Way) -> Function:
     request = call.request
-    mask: Any = None
+    mask: Any = {"made": call.mask, "structure": request.structure}.get(call.form)
     named = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
-    if call.form == "made":
-        mask = call.mask
-        if isinstance(mask, CallStructure):
-            mask = StructuredMask(mask, torch.device("cpu"))
-        elif mask.dim() == 4 and mask.is_floating_point():
-            del named["position_bias"]
-            mask = request.bias
-    elif call.form == "structure":
-        mask = StructuredMask(request.structure, torch.device("cpu"))
-    elif call.form != "none":
+    if isinstance(mask, CallStructure):
+        mask = StructuredMask(mask, torch.device("cpu"))
+    elif call.form == "made" and mask.dim() == 4 and mask.is_floating_point():
+        mask = named.pop("position_bias")
+    elif call.form in ("boolean", "additive"):
         seen = request.structure.visible().expand(request.structure.batch, -1, -1, -1)
-        added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
-        mask = seen.clone() if call.form == "boolean" else added
+        mask = seen.clone() if call.form == "boolean" else torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
     more = {name: value for name, value in named.items() if value is not None} | call.keywords
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return door(call.door)(Layer(1), query, key, value, mask, scaling=request.scaling, **more)[0]
-
-    return attend
+    return lambda *tensors: door(call.door)(Layer(1), *tensors, mask, scaling=request.scaling, **more)[0]
 
 
 def other(request: AttentionRequest) -> AttentionRequest:
@@ -201,19 +175,15 @@ def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
                 traced = torch.jit.trace(attend, first, check_trace=False)
                 found = [traced(*first), traced(*others)]
         elif call.way == "batched":
-            both = torch.func.vmap(attend)(*(torch.stack(pair) for pair in zip(first, others, strict=True)))
-            found = list(both)
+            found = list(torch.func.vmap(attend)(*(torch.stack(pair) for pair in zip(first, others, strict=True))))
         elif call.way == "forward mode":
             tangent = torch.randn(request.query.shape, generator=generator(12), dtype=torch.float32)
             with forward_ad.dual_level():
                 dual = forward_ad.unpack_dual(attend(forward_ad.make_dual(first[0], tangent), *first[1:]))
             assert dual.tangent is not None, "no tangent came out"
-            found, step = [dual.primal, dual.tangent], 1e-4
-            ends = [
-                reference.attention(replace(request, query=request.query.double() + sign * step * tangent)).out
-                for sign in (1, -1)
-            ]
-            truth[1] = (ends[0] - ends[1]) / (2 * step)
+            found, step = [dual.primal, dual.tangent], 1e-4 * tangent
+            ends = (replace(request, query=request.query.double() + way) for way in (step, -step))
+            truth[1] = torch.sub(*(reference.attention(end).out for end in ends)) / 2e-4
             size = 1 + float(request.key.abs().amax() * tangent.abs().amax()) * abs(request.scaling)
             limits[1] = 1e-4 * size * max(1.0, float(truth[1].abs().amax()))
         else:
@@ -223,21 +193,15 @@ def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def judge(call: Way) -> str:
-    """The verdict in a word.
-
-    Raises:
-        AssertionError: An answer is wrong, an error nobody's, or what the package refuses was swallowed.
-    """
+    """The verdict in a word; fails where an answer is wrong, or what the package refuses was swallowed."""
     try:
         compared = answers(call)
     except AssertionError:
         raise
     except Exception as error:  # which one is what is judged
-        if raised_here(error):
-            return "refused"
         if isinstance(error, NotImplementedError) and (call.door, call.way) == ("sdpa", "forward mode"):
             return "refused as by stock"  # torch's own kernel has no tangent
-        raise AssertionError(f"{type(error).__name__}: {error}") from error
+        return refused(error)
     assert call.said not in REFUSED_ALWAYS, f"served with {call.keywords}"
     for found, truth, limit in compared:
         error = float((found.double() - truth).abs().amax()) if truth.numel() else 0.0

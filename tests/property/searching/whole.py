@@ -30,27 +30,16 @@ TAKES_ROWS = ("esm", "layoutlm")
 """Families that add dimensions to a mask of four."""
 
 
-@dataclass(repr=False)
+@dataclass
 class Whole(Shown):
-    """A model and its calls.
-
-    Attributes:
-        family, implementation: Which model under which name.
-        given: What it is called with.
-        dtype, default: Of its numbers, and torch's default while it is called.
-        prepared: Whether `adaattn_hf.prepare` has seen it.
-    """
+    """A model and its calls."""
 
     family: str
     implementation: str
     given: Inputs
     dtype: torch.dtype
-    default: torch.dtype
-    prepared: bool
-
-    def __repr__(self) -> str:
-        words = f"{self.family}, {self.implementation}, {self.given.words}, {self.dtype}, default {self.default}"
-        return f"Whole({words}, prepared={self.prepared})"
+    default: torch.dtype  # torch's, while it is called
+    prepared: bool  # whether adaattn_hf.prepare has seen it
 
 
 @st.composite
@@ -109,11 +98,7 @@ def keywords(model: Any, given: Inputs, start: int, end: int) -> dict[str, Any]:
         asked |= dict(max_length_q=longest, max_length_k=longest)
     if given.keep is not None:
         asked["logits_to_keep"] = given.keep
-    if given.cache == "off":
-        asked["use_cache"] = False
-    elif given.cache == "made":
-        asked["use_cache"] = True
-    return asked
+    return asked | ({"use_cache": given.cache == "made"} if given.cache in ("off", "made") else {})
 
 
 def cache_for(model: Any, given: Inputs) -> Any:
@@ -126,10 +111,8 @@ def cache_for(model: Any, given: Inputs) -> Any:
 
 @contextmanager
 def routing(model: Any, answers: list[Any], follow: bool) -> Iterator[None]:
-    """Notes what the routers of a model answer, or lets them answer what those of another one did, call by call.
-
-    A choice of experts is a step: the smallest rounding may flip it, after which outputs say nothing of the rounding.
-    """
+    """Notes what the routers of a model answer, or lets them answer what those of another one did, call by call."""
+    # a choice of experts is a step: the smallest rounding may flip it, after which outputs say nothing of the rounding
     noted = iter(list(answers))
 
     def answer(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from .attention.request import AttentionRequest, check_tensors
 from .attention.structure import CallStructure
-from .attention.tap import transform_at_work
+from .attention.tracing import transform_at_work
 from .backends import select
+from .bind import layer_by
 from .config import settings_in
 from .mask import structure_of
 from .patches.call.arguments import one_dtype, restored, with_selected_keys
 from .patches.call.refusals import check_call, check_dense, check_paged, check_square, check_transform, with_bias
 from .patches.mask.documents import with_documents
-from .patches.plans.fit import program_of
 from .plans import execute
 from .plans.plan import PlanError
 
@@ -114,7 +114,8 @@ def flash_attn_forward(
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
-    program = program_of(module, compiling)
+    request.check()
+    program = None if settings.plan is None else layer_by(module, settings.plan)
     if program is None:
         out = select.attend(request, backend).out
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .arguments import check_tensors, options
 from .attention.structure import CallStructure
-from .attention.tap import transform_at_work
+from .attention.tracing import transform_at_work
 from .operators import within
 from .run import attend, lse_of
 

@@ -40,7 +40,9 @@ def _request(
     structure = packed_runs(tuple(cu_q.tolist()), tuple(cu_k.tolist()), q.shape[0], k.shape[0], causal, window)
     query, key, value = map(_heads_first, (q, k, v))
     cap = softcap or None
-    return AttentionRequest(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
+    request = AttentionRequest(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
+    request.check()
+    return request
 
 
 def _heads_first(t: Tensor) -> Tensor:

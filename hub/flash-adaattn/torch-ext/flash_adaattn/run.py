@@ -11,7 +11,7 @@ from .arguments import Options
 from .attention.request import AttentionRequest, AttentionResult
 from .attention.runs import Runs, aligned_runs
 from .attention.structure import CallStructure
-from .attention.tap import transform_at_work
+from .attention.tracing import transform_at_work
 from .backends import select
 from .patches.call.refusals import check_transform
 
@@ -37,9 +37,8 @@ def attend(
         need_lse: Also return the log-sum-exp, `[batch, heads, q_len]`.
     """
     transform = None if torch.compiler.is_compiling() else transform_at_work()
-    plain = asked.softcap is None and asked.sink_logits is None and not need_lse and asked.scaling > 0
-    if plain and transform is None:
-        return AttentionResult(_attend_plainly(structure, query, key, value, asked.scaling))
+    if not torch.compiler.is_compiling() and transform is None:
+        structure = structure.settled()
     request = AttentionRequest(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
@@ -48,17 +47,6 @@ def attend(
         return select.attend(request)
     check_transform(None, transform, query, key)
     return select.attend(request, "eager")  # of torch's own operations, which transforms see
-
-
-def _attend_plainly(structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same without extras, by the launch of its kind."""
-    launch = None
-    if not torch.compiler.is_compiling():
-        structure = structure.settled()
-        launch = select.launch_for(query, key, value, structure)
-    if launch is not None:
-        return launch(query, key, value, scaling, structure)
-    return select.attend(AttentionRequest(query, key, value, structure, scaling)).out
 
 
 def lse_of(result: AttentionResult) -> Tensor:

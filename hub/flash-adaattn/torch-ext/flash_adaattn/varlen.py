@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .arguments import Options, check_tensors, options
 from .attention.request import AttentionResult
-from .attention.tap import transform_at_work
+from .attention.tracing import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered
 from .patches.call.refusals import check_transform, check_untransformed

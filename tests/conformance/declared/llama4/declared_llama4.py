@@ -17,13 +17,9 @@ class Llama4TextModelTester(CausalLMModelTester):
 
     def __init__(self, parent):
         super().__init__(
-            parent,
-            intermediate_size_mlp=37,
-            num_local_experts=4,
-            attention_chunk_size=4,
-            layer_types=["chunked_attention", "full_attention"],
-            no_rope_layers=[1, 0],
-        )
+            parent, intermediate_size_mlp=37, num_local_experts=4, attention_chunk_size=4,
+            layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+        )  # fmt: skip
 
 
 class Llama4TextModelTest(CausalLMModelTest, unittest.TestCase):

@@ -1,0 +1,253 @@
+"""What a cache keeps of a token, and what attention is told of it: numbers, or codes of 8 or 4 bits with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, direction_of, hadamard, quantise
+from adaattn_hf.backends.native import storing as native
+from adaattn_hf.backends.order import TRITON
+
+from .store import Room, Store
+
+SMOOTHED = 16
+"""Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""
+Read = tuple[Tensor, Tensor, "StoredKV | None"]
+"""Keys, values and what turns them into numbers, as attention reads them."""
+
+
+class Format:
+    """Keys and values as numbers in the model's dtype; other formats change what differs.
+
+    Attributes:
+        parts: The tensors of a store that grow with the tokens: dtype, None for the model's, and the extent of a token,
+            if any: `k` channels of a key, `v` of a value, `w` half of these.
+        beside: Tensors of a sequence as a whole, fp32 `[batch, num_kv_heads, head_dim]`.
+        is_numbers: What is kept are the numbers that came.
+    """
+
+    parts: Mapping[str, tuple[torch.dtype | None, str]] = {"keys": (None, "k"), "values": (None, "v")}
+    beside: tuple[str, ...] = ()
+    is_numbers = True
+
+    def store(self, keys: Tensor, values: Tensor, room: Room) -> Store:
+        """An empty store for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`."""
+        sizes, dtypes = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
+        empty = {
+            name: torch.empty(
+                (*keys.shape[:2], 0, *(sizes[letter] for letter in extent)),
+                dtype=dtype or dtypes[extent],
+                device=keys.device,
+            )
+            for name, (dtype, extent) in self.parts.items()
+        }
+        return Store(empty, room)
+
+    def restored(self, held: Mapping[str, Tensor], room: Room) -> Store:
+        """A store that holds what `Store.held` gave."""
+        store = Store({name: held[name][:, :, :0] for name in self.parts}, room)
+        store.take(held)
+        return store
+
+    def append(self, store: Store, keys: Tensor, values: Tensor) -> None:
+        """Put `[batch, num_kv_heads, n, head_dim]` behind what a store holds."""
+        if self.is_numbers and torch.is_grad_enabled():  # autograd may have saved what was shown
+            store.concatenate(keys, values)
+            return
+        past, count = len(store), keys.shape[2]
+        self.begin(store, keys, values)
+        parts = store.extend(count)
+        if count:
+            self.write(store, keys, values, parts, past)
+
+    def begin(self, store: Store, keys: Tensor, values: Tensor) -> None:
+        """Prepare a store for tokens that `write` brings next."""
+        store.widen(keys, values)
+
+    def write(self, store: Store, keys: Tensor, values: Tensor, parts: Sequence[Tensor], at: int = 0) -> None:
+        """Write tokens into parts `[batch, num_kv_heads, length, …]` from place `at` on."""
+        for part, new in zip(parts, (keys, values), strict=True):
+            part.narrow(2, at, new.shape[2]).copy_(new)
+
+    def read(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> Read:
+        """Parts of a store as attention reads them; `first`: the sequence's first key is the first of them."""
+        return parts[0], parts[1], None
+
+    def expect(self, store: Store, queries: Tensor) -> None:
+        """From now on keep keys such that scores with queries like a prompt's change least."""
+
+    def renew_first(self, store: Store, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Let parts `[rows, num_kv_heads, …]` be the first tokens of sequences `rows`; without parts there are none."""
+
+
+class Codes(Format):
+    """Keys in 8 bits, values in 8 or 4, as `attention.stored` defines them; read as they are stored.
+
+    Beside a sequence's tokens there are the `mean` of its rotated keys, its `first` key, unrounded, and the direction
+    `along` which the errors of its keys cancel.
+    """
+
+    beside = ("mean", "first", "along")
+    is_numbers = False
+
+    def __init__(self, bits: int) -> None:
+        """`bits` of a value's code."""
+        self.parts = {
+            "key_codes": (torch.int8, "k"),
+            "key_scale": (torch.uint8, ""),
+            "value_codes": (torch.int8, "v") if bits == 8 else (torch.uint8, "w"),
+            "value_scale": (torch.uint8, ""),
+        }
+
+    def append(self, store: Store, keys: Tensor, values: Tensor) -> None:
+        """Round tokens behind what is there; in a graph the device counts them."""
+        if store.count is not None and torch.compiler.is_compiling():
+            beside = store.beside.get("mean"), store.beside.get("along")
+            store_tokens(keys, values, *store.rooms.values(), *beside, store.count)
+            store.counted_on_the_device()
+        else:
+            super().append(store, keys, values)
+
+    def begin(self, store: Store, keys: Tensor, values: Tensor) -> None:
+        """Note the first key and the mean of a sequence; codes from before the mean was known are made anew."""
+        length, count = len(store), keys.shape[2]
+        if count and not length:
+            # copied, since a view would keep the whole prompt
+            first = keys[:, :, 0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            store.beside["first"] = first
+            store.beside.pop("mean", None)
+            # where nothing may move later, few keys tell the mean as well as they can: any vector may be taken off
+            if store.count is not None or count >= SMOOTHED:
+                store.beside["mean"] = _mean_of(keys.float())
+        elif count and "mean" not in store.beside and length + count >= SMOOTHED:
+            parts = store.views()
+            there = self._record(store, parts).keys(parts[0], torch.float32)
+            store.beside["mean"] = _mean_of(torch.cat([there, keys.float()], dim=2))
+            self.write(store, there, None, parts)
+
+    def write(self, store: Store, keys: Tensor, values: Tensor | None, parts: Sequence[Tensor], at: int = 0) -> None:
+        """Round tokens into parts; without values those stay."""
+        write(keys, values, parts, mean=store.beside.get("mean"), along=store.beside.get("along"), at=at)
+
+    def read(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> Read:
+        """Codes, and what they stand for."""
+        return parts[0], parts[2], self._record(store, parts, first)
+
+    def _record(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> StoredKV:
+        return StoredKV(parts[1], parts[3], store.beside.get("mean"), store.beside.get("first") if first else None)
+
+    def expect(self, store: Store, queries: Tensor) -> None:
+        """From now on round keys such that their errors cancel along the mean of a prompt's queries."""
+        store.beside.pop("along", None)
+        if queries.shape[2] >= SMOOTHED:
+            heads = store.rooms["key_codes"].shape[1]
+            store.beside["along"] = direction_of(queries, heads).to(store.device)
+
+    def reread(self, store: Store, queries: Tensor, keys: Tensor) -> None:
+        """Round the keys of a prompt, the only tokens held, again, now that its queries are known."""
+        self.expect(store, queries)
+        if "along" in store.beside:
+            # a cache that offloads has moved its own by now
+            self.write(store, keys[:, :, -len(store) :].to(store.device), None, store.views())
+
+    def renew_first(self, store: Store, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Keys that move to the first place become the unrounded one, as well as their codes tell them."""
+        if not parts:
+            store.beside.pop("first", None)
+        elif "first" in store.beside and rows:
+            mean, first = store.beside.get("mean"), store.beside["first"]
+            record = StoredKV(parts[1][..., None], parts[3][..., None], None if mean is None else mean[list(rows)])
+            store.beside["first"] = first.index_put(
+                (torch.tensor(rows, dtype=torch.int64, device=first.device),),
+                record.keys(parts[0][:, :, None], torch.float32)[:, :, 0],
+            )
+
+
+FORMATS: dict[str, Format] = {"model": Format(), **{name: Codes(bits) for name, bits in BITS.items()}}
+CACHES = tuple(FORMATS)
+"""What a cache can keep: numbers in the model's dtype, or one of the quantised formats."""
+
+
+def widths(head_dim: int, head_dim_v: int) -> dict[str, int]:
+    """The extents that `Format.parts` names, of keys and values of so many channels."""
+    return {"k": head_dim, "v": head_dim_v, "w": head_dim_v // 2}
+
+
+def channels_of(codes: Tensor) -> int:
+    """Channels that codes or numbers stand for: bytes without a sign hold two of four bits."""
+    return codes.shape[3] * (2 if codes.dtype is torch.uint8 else 1)
+
+
+def check_channels(stored: str, head_dim: int) -> None:
+    """Refuse values of too few channels for a format (ValueError)."""
+    if stored == "k8v4" and head_dim % CHANNELS:
+        raise ValueError(
+            f"cache: 'k8v4' keeps values in groups of {CHANNELS} channels, this model's values have {head_dim}; "
+            "use cache='int8'"
+        )
+
+
+def _mean_of(keys: Tensor) -> Tensor:
+    return (keys.mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
+
+
+# ---------------- rounding, by one call of a kernel where one serves the tokens, else by torch
+def write(
+    keys: Tensor,
+    values: Tensor | None,
+    parts: Sequence[Tensor],
+    *,
+    mean: Tensor | None = None,
+    along: Tensor | None = None,
+    at: int | Tensor = 0,
+) -> None:
+    """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
+
+    The arguments are those of `backends.triton.storing.store`. A single token that no kernel serves does without
+    `along`, which would take many small steps.
+    """
+    if keys.is_cuda and not TRITON.missing():
+        from adaattn_hf.backends.triton import storing as triton  # imports Triton
+
+        if triton.serves(keys, parts[0]) and (values is None or triton.serves(values, parts[2])):
+            triton.store(keys, values, parts, mean=mean, along=along, at=at)
+            return
+    count = keys.shape[2]
+    if isinstance(at, Tensor):
+        torch._assert_async(at + count <= parts[0].shape[2], FULL)
+    tokens: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
+    tokens = [(keys, parts[0], parts[1], mean, along)]
+    if values is not None:
+        tokens.append((values, parts[2], parts[3], None, None))
+    for x, codes, scale, off, direction in tokens:
+        if native.serves(x):
+            native.store(x, codes, scale, mean=off, along=direction, at=int(at))
+            continue
+        bits = 4 if codes.dtype is torch.uint8 else 8
+        made, scales = quantise(x, bits=bits, mean=off, along=direction if x.is_cpu or count > 1 else None)
+        places = torch.arange(count, device=x.device) + at
+        codes.index_copy_(2, places, made)
+        scale.index_copy_(2, places, scales)
+    if isinstance(at, Tensor):
+        at.add_(count)
+
+
+@torch.library.custom_op(
+    f"{__name__.partition('.')[0]}::store_tokens",
+    mutates_args=("key_codes", "key_scale", "value_codes", "value_scale", "held"),
+    schema="(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_scale, Tensor(c!) value_codes, "
+    "Tensor(d!) value_scale, Tensor? mean, Tensor? along, Tensor(e!) held) -> ()",
+)
+def store_tokens(keys: Tensor, values: Tensor, *inputs: Any) -> None:
+    """`write` as an operator of torch, for graphs that are traced and may be captured: `held` counts on its device."""
+    *parts, mean, along, held = inputs
+    write(keys, values, parts, mean=mean, along=along, at=held)
+
+
+@store_tokens.register_fake
+def _store_tokens_fake(*_: Tensor | None) -> None:
+    """Writes nothing, and has no output."""

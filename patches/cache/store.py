@@ -1,0 +1,227 @@
+"""Room for the tokens of a cache: tensors that grow in place, or that have all their room from the start.
+
+Appending by concatenation moves the whole past for every new token. Here tokens are written behind the past into spare
+room. Only when the room is used up is the past copied, into `growth` times the room, so that each appended token costs
+`1 / (growth - 1)` copied tokens on average, whatever the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+GROWTH = 1.25
+# Room is given out in whole blocks of tokens, so that short sequences do not move at every step.
+BLOCK = 64
+
+
+class Room(NamedTuple):
+    """How much room a store makes.
+
+    Attributes:
+        reserve: Tokens that fit in from the start.
+        growth: Factor on the length where room is used up.
+        most: Tokens that there may be; None for any number.
+        fixed: The room never moves and its tokens are counted on the device, so that graphs which are captured can
+            write and read it.
+    """
+
+    reserve: int = 0
+    growth: float = GROWTH
+    most: int | None = None
+    fixed: bool = False
+
+    @classmethod
+    def of(cls, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> Room:
+        """As a user asks for it. ValueError for room that no tokens could be kept in."""
+        if not isinstance(growth, (int, float)) or not growth > 1:
+            raise ValueError(f"growth: got {growth!r}, expected a factor larger than 1, such as 1.25")
+        if not isinstance(reserve, int) or reserve < 0:
+            raise ValueError(f"reserve: got {reserve!r}, expected a number of tokens, 0 or more")
+        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < max(reserve, 1)):
+            raise ValueError(
+                f"max_cache_len: got {max_cache_len!r}, expected a number of tokens, {max(reserve, 1)} or more"
+                f"{', as reserve says' if reserve else ''}; leave it out and the cache grows"
+            )
+        return cls(reserve if max_cache_len is None else max_cache_len, growth, max_cache_len)
+
+    def check(self, length: int) -> None:
+        """Refuse more tokens than `max_cache_len` says (ValueError)."""
+        if self.most is not None and length > self.most:
+            raise ValueError(
+                f"max_cache_len: got {self.most}, expected at least {length}, the tokens to be kept; "
+                "make the cache longer, or leave max_cache_len out and it grows"
+            )
+
+
+class Store:
+    """Parts of tokens, `[batch, heads, length, …]` each, of which `length` changes in place.
+
+    Views share the memory. How long they stay what they are is said in the package's docstring.
+
+    Attributes:
+        rooms: The parts by name, `[batch, heads, room, …]`.
+        beside: What belongs to a sequence as a whole, by name, `[batch, …]`.
+        count: Tokens held, as a tensor on the device, of a fixed room; else None.
+    """
+
+    def __init__(self, empty: Mapping[str, Tensor], room: Room) -> None:
+        """Holds no token; `empty` gives the parts' names, and all extents but the length."""
+        self.room = room
+        self.rooms: dict[str, Tensor] = dict(empty)
+        self.beside: dict[str, Tensor] = {}
+        self.count: Tensor | None = None
+        self._start = 0
+        self._stop: int | None = 0
+        self._move(empty.values(), room.reserve)
+        if room.fixed:
+            first = next(iter(self.rooms.values()))
+            with torch.inference_mode(False):
+                self.count = torch.zeros((), dtype=torch.int64, device=first.device)
+
+    # ---------------- what is held
+    def __len__(self) -> int:
+        """Tokens held; behind a compiled step the host has to ask the device."""
+        if self._stop is None:
+            self._stop = int(self.count)  # type: ignore[arg-type]
+        return self._stop - self._start
+
+    @property
+    def batch(self) -> int:
+        """Sequences held."""
+        return next(iter(self.rooms.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens lie."""
+        return next(iter(self.rooms.values())).device
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in without moving."""
+        return next(iter(self.rooms.values())).shape[2] - self._start
+
+    def views(self, last: int | None = None) -> list[Tensor]:
+        """The parts of all tokens held, or of the `last` ones."""
+        length = len(self)
+        count = length if last is None else min(last, length)
+        return [room.narrow(2, self._start + length - count, count) for room in self.rooms.values()]
+
+    def held(self) -> dict[str, Tensor]:
+        """All tensors by name, without spare room; `take` puts them into an empty store."""
+        return dict(zip(self.rooms, self.views(), strict=True)) | self.beside
+
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """Fill this empty store with what `held` gave."""
+        given = [held[name] for name in self.rooms]
+        self._move(given, self._size(given[0].shape[2]))
+        self._counted()
+        self.beside = {name: tensor for name, tensor in held.items() if name not in self.rooms}
+
+    # ---------------- writing
+    def concatenate(self, *tokens: Tensor) -> None:
+        """Hold a tensor `[batch, heads, n, …]` for each part behind what is there, without writing to what is there."""
+        views = [torch.cat(pair, dim=2) for pair in zip(self.views(), tokens, strict=True)]
+        self.rooms = dict(zip(self.rooms, views, strict=True))
+        self._start, self._stop = 0, views[0].shape[2]
+
+    def widen(self, *tokens: Tensor) -> None:
+        """Keep tokens of two dtypes, as under autocast and after it, all in the wider one: as by concatenation."""
+        if any(room.dtype is not new.dtype for room, new in zip(self.rooms.values(), tokens, strict=True)):
+            views = zip(self.views(), tokens, strict=True)
+            self._move([old.to(torch.promote_types(old.dtype, new.dtype)) for old, new in views], self.capacity)
+
+    def extend(self, count: int) -> list[Tensor]:
+        """Hold `count` tokens more behind what is there, to be written at once; returns `views`, a fixed room whole."""
+        length = len(self) + count
+        if self.count is None and length > self.capacity:
+            self._move(self.views(), self._size(length))
+        self._stop = self._start + length
+        self._counted()
+        return self.views() if self.count is None else list(self.rooms.values())
+
+    def counted_on_the_device(self) -> None:
+        """A graph has written tokens: from now on only the device knows how many there are."""
+        self._stop = None
+
+    def _counted(self) -> None:
+        if self.count is not None:
+            self.count.fill_(len(self))
+
+    def _size(self, tokens: int) -> int:
+        size, most = max(self.room.reserve, BLOCK * math.ceil(tokens * self.room.growth / BLOCK)), self.room.most
+        return size if most is None else min(size, max(most, tokens))
+
+    def _move(self, views: Iterable[Tensor], size: int, device: torch.device | str | None = None) -> None:
+        """Copy tokens into rooms of their own, of `size` tokens at least."""
+        moved, length = [], 0
+        for view in views:
+            length = view.shape[2]
+            extents = (*view.shape[:2], max(size, length), *view.shape[3:])
+            # what is made in inference mode could not be written to outside of it
+            outside: AbstractContextManager[Any] = nullcontext()
+            if torch.is_inference_mode_enabled():
+                outside = torch.inference_mode(False)
+            with outside:
+                room = torch.empty(extents, dtype=view.dtype, device=view.device if device is None else device)
+            # to the host it waits: what arrives in a strided room goes through one that the host itself copies from
+            room[:, :, :length].copy_(view, non_blocking=room.device.type != "cpu")
+            moved.append(room)
+        self.rooms = dict(zip(self.rooms, moved, strict=True))
+        self._start, self._stop = 0, length
+
+    # ---------------- changing
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens; the next ones are written over them."""
+        self._stop = self._start + max(0, len(self) - count)
+        self._counted()
+
+    def keep_last(self, keep: int) -> None:
+        """Forget all but the last `keep` tokens, and give room back that they will not need soon."""
+        length = len(self)
+        if length > keep:
+            self._start += length - keep
+        size = self._size(len(self) + 1)
+        # not at once, so that drafts that come and go move nothing
+        if 2 * (self._start + self.capacity) > 3 * size:
+            self._move(self.views(), size)
+
+    def select(self, rows: Tensor) -> None:
+        """Make batch row `i` what row `rows[i]` was (`rows` `[new batch]`, integers or a boolean choice).
+
+        With as many rows as before only those that change are copied.
+        """
+        rows = rows.to(self.device)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        moved = None
+        if len(rows) == self.batch and not torch.is_grad_enabled():
+            moved = (rows != torch.arange(len(rows), dtype=rows.dtype, device=rows.device)).nonzero().flatten()
+            if len(moved) == 0:
+                return
+        if moved is None:
+            self._move([view[rows] for view in self.views()], self.capacity)
+        else:
+            for view in self.views():
+                view[moved] = view[rows[moved]]
+        self._change_beside(lambda tensor: tensor[rows.to(tensor.device)])
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device; spare room is not copied."""
+        if torch.device(device) != self.device:
+            self._move(self.views(), self.capacity, device)
+        self._change_beside(lambda tensor: tensor.to(device))
+
+    def _change_beside(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.beside = {name: change(tensor) for name, tensor in self.beside.items()}
+
+    def stay(self) -> None:
+        """Tell compiled graphs which tensors of a fixed room stay where they are: else they copy them every time."""
+        if self.count is not None and not torch.compiler.is_compiling():
+            for tensor in (self.count, *self.rooms.values(), *self.beside.values()):
+                torch._dynamo.mark_static_address(tensor)

@@ -1,0 +1,101 @@
+"""Runs a model with another plan inside a block, for one thread or request only; the model's own plan stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from torch import nn
+
+from adaattn_hf.plans.plan import Plan, PlanError
+
+from ..models.support import Holder, model_in, refuse_other_attention
+from .bound import BoundPlan, doors
+from .hashes import base_of
+from .slots import BLOCKS, PLAN, instead, instead_of
+
+MOST = 8
+"""Plans per model whose checks are remembered, the newest ones: their doors stay open."""
+_lock = Lock()
+
+
+class Blocks:
+    """How many blocks are open for a model. Copies and pickles are `False`: nobody runs a copy in a block yet."""
+
+    open = 0
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+
+@contextmanager
+def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool = False) -> Iterator[None]:
+    """Runs a model by another plan inside the `with` block, or exactly; its own plan stays and is back behind it.
+
+    The block belongs to the thread, or the asyncio task, that opens it: two requests may run one model by two plans at
+    once. Blocks nest, the innermost holds, and an exception leaves nothing behind. Whatever calls the model inside
+    the block is served: `generate`, pipelines, a named backend, every cache. `config.adaattn["monitor"]` rests
+    meanwhile; `explain` and `plan_of` go on to speak of the model's own plan.
+
+    Not served, and refused by name: a model in training mode, whose layers may be computed again behind the block;
+    `generate_batch`, which has a thread of its own; and graphs of `torch.compile(fullgraph=True)` that are called while
+    a block is open for their model (without `fullgraph` its attention runs outside the graphs meanwhile).
+
+    Args:
+        model: A model whose attention implementation is one of ours, or what holds it (a pipeline, PEFT,
+            sentence-transformers).
+        plan: A plan (see `Plan.from_pretrained`), or None for exact attention in every layer. The same object is
+            checked once.
+        unverified: Run the plan though held-out text has not shown it good.
+
+    Raises:
+        PlanError: The plan does not belong to the model, or the model runs another attention.
+    """
+    held = model_in(model)
+    refuse_other_attention(held, PlanError)
+    trunk = base_of(held)
+    modules: dict[Any, Any] = {module: None for module in trunk.modules() if hasattr(module, "config")}
+    if plan is not None:
+        bound = _bound(held, trunk, Plan.from_pretrained(plan), unverified)
+        modules |= {**bound.layers, trunk: bound}
+    outer = instead()
+    with _marked(trunk, modules):
+        instead_of.set({**(outer or {}), **modules})
+        try:
+            yield
+        finally:
+            instead_of.set(outer)
+
+
+def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:
+    own, known = trunk.__dict__.get(PLAN), [*doors(trunk)]
+    for bound in known:
+        if bound.plan is plan and bound.unverified is unverified:
+            if bound.seen is None or not bound.seen.same():
+                bound.check_model(trunk)
+            return bound
+    bound = BoundPlan(model, plan, unverified=unverified)
+    for oldest in [one for one in known if one is not own][: 1 - MOST]:
+        oldest.close(trunk)
+    bound.open(trunk)
+    return bound
+
+
+@contextmanager
+def _marked(trunk: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Marks modules, for compiled graphs, as having a block open in some thread; the last block removes the mark."""
+    with _lock:
+        blocks = trunk.__dict__.get(BLOCKS) or Blocks()
+        blocks.open += 1
+        for module in (trunk, *modules):
+            module.__dict__[BLOCKS] = blocks
+    try:
+        yield
+    finally:
+        with _lock:
+            blocks.open -= 1
+            for module in (trunk, *modules) if not blocks.open else ():
+                module.__dict__.pop(BLOCKS, None)

@@ -1,0 +1,333 @@
+"""A plan bound to a model by one act: what was checked, the layers that run by it, and the door of the model's passes.
+
+A `BoundPlan` lies on the trunk of a model (all of it but its head) as `adaattn_plan`, and each attention module has its
+part as `adaattn_layer`, None where it is exact. Two hooks of the trunk, its door, compare the model with what was
+checked at the start of each pass: weights and buffers, the order of layers, the settings that attention reads, and the
+plan in the configuration. They only notice that something is another; then all is checked anew, and refused in words.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaattn_hf.attention.tracing import in_backward
+from adaattn_hf.plans.execute import no_gradient
+from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.record import PlanError
+from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
+
+from .check import (
+    check_versions,
+    modules_for,
+    other_weights,
+    program_for,
+    refuse_autocast,
+    refuse_other_dtype,
+    refuse_unproven,
+)
+from .configured import refuse_other_configuration, refuse_other_settings
+from .hashes import base_of, model_hash
+from .layers import attention_modules, running_model
+from .parts import adapted, own_weights_train
+from .slots import LAYER, PLAN, instead, layer_of
+from .snapshot import Snapshot, facts_of, listen
+
+logger = logging.getLogger("adaattn_hf")
+
+TRAINED = (
+    "the model is trained under its plan, which was verified for the weights before: it goes on under it here, and is "
+    "saved without it; calibrate the trained model"
+)
+ADAPTED = (
+    "the model has adapters, and its plan was verified without them: what they change is not covered; merge them and "
+    "calibrate again to have it verified"
+)
+
+UNBOUND = (
+    "the model's configuration holds a plan, and attention is exact until somebody binds it to the model: "
+    "adaattn_hf.load_plan(model) does, adaattn_hf.remove_plan(model) takes it out"
+)
+_said: set[tuple[str, str]] = set()
+"""What was said, by the hash of the model that a plan was made for: once is enough."""
+
+
+class State(Enum):
+    """What became of a model since its plan was bound to it."""
+
+    AS_VERIFIED = auto()
+    ADAPTED = auto()
+    """Adapters alone are trained under the plan."""
+    TRAINED = auto()
+    """It is trained itself: weights change, and the plan goes on in this process only."""
+
+
+class BoundPlan:
+    """A plan, the model that it was checked for, and the layers that run by it.
+
+    Attributes:
+        plan, unverified: The plan, and whether it runs though held-out text has not shown it good.
+        state: What became of the model since.
+        configs, data: The configurations that carry the plan, and the plan as they do, None where they do not.
+        facts: Settings and passing buffers at the first check, which no plan names.
+        layers, readers: By attention module, its part of the plan, None where it is exact; and their configurations.
+        threads: Those in which a pass of the model is open that was compared at its start.
+        monitor, session: What watches the model, and the settings that asked for it, None for a block.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
+        """Checks all of a model against a plan (PlanError: it does not belong to it), and changes nothing of it."""
+        before = next(doors(base_of(model)), None)
+        self._start(plan, unverified, facts={} if before is None else before.facts)
+        check_versions(plan)
+        modules = modules_for(model, plan)
+        if not unverified:
+            refuse_unproven(plan)
+        for config in (module.config for module in modules.values()):
+            settings = carried_by(config)
+            if (settings.get(CONFIG_KEY) or {}).get("tensors") == plan.tensors and settings.get(CARRIED):
+                self.carried[CARRIED] = settings[CARRIED]
+        self.check_model(base_of(model))
+
+    def _start(
+        self,
+        plan: Plan,
+        unverified: bool,
+        state: State = State.AS_VERIFIED,
+        configs: Sequence[Any] = (),
+        data: Any = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> BoundPlan:
+        self.plan, self.unverified, self.state = plan, unverified, state
+        self.configs, self.data, self.facts = configs, data, facts or {}
+        self.layers: dict[nn.Module, Program | None] = {}
+        self.carried: dict[str, Any] = {}
+        self.readers: list[Any] = []
+        self.trunk: Callable[[], nn.Module | None] = type(None)
+        self.threads = set[int]()
+        self.monitor: Any = None
+        self.session: Any = None
+        self.seen: Snapshot | None = None
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or pickled model takes its plan along; the copy has checked nothing yet: its first pass does."""
+        return _copied, (type(self), self.plan, self.unverified, self.state, self.configs, self.data, self.facts)
+
+    def install(self, model: nn.Module) -> None:
+        """Lets the model run by the plan, which its configuration then carries; another one goes."""
+        unbind(model)
+        self.configs = self.readers
+        self.data = self.plan.to_dict()
+        for config in self.configs:
+            kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
+            config.adaattn = {**kept, **self.carried, CONFIG_KEY: self.data}
+        trunk = base_of(model)
+        trunk.__dict__[PLAN] = self
+        self.give()
+        self.open(trunk)
+
+    def open(self, trunk: nn.Module) -> None:
+        """Opens the door of a trunk: from here on each of its passes is compared with what was checked."""
+        listen()
+        trunk.register_forward_pre_hook(self.enter)
+        trunk.register_forward_hook(self.leave, always_call=True)
+
+    def close(self, trunk: nn.Module) -> None:
+        """Closes the door again."""
+        for hooks in (trunk._forward_pre_hooks, trunk._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+                trunk._forward_hooks_always_called.pop(key, None)
+
+    @property
+    def by_index(self) -> dict[Any, Program | None]:
+        """The layers by their numbers."""
+        return {module.layer_idx: program for module, program in self.layers.items()}
+
+    # ------------------------------------------------------------------ in every pass
+    def enter(self, trunk: nn.Module, _: Any) -> None:
+        """Called by torch before a pass."""
+        if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
+            return
+        # a copy has no readers yet
+        held: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
+        configs = [config for config in held if getattr(config, "model_type", None) == self.plan.model_type]
+        if any("adaattn" in str(config._attn_implementation) for config in configs):
+            self.check_pass(trunk)
+            self.threads.add(get_ident())
+
+    def leave(self, trunk: nn.Module, _: Any, out: Any) -> None:
+        """Called by torch behind a pass, be it by an exception."""
+        if not torch.compiler.is_compiling():
+            self.threads.discard(get_ident())
+
+    def check_pass(self, trunk: nn.Module) -> None:
+        """Refuses what no longer is as it was checked (PlanError), and notices that the model is trained."""
+        for config in self.configs:
+            carried = carried_by(config).get(CONFIG_KEY)
+            if carried is not self.data:
+                if carried != self.data:
+                    raise PlanError(
+                        "config.adaattn['plan']: got another one than the model runs by, expected that one; call "
+                        "adaattn_hf.load_plan(model) to run the new one, or adaattn_hf.remove_plan(model) for exact "
+                        "attention"
+                    )
+                self.data = carried
+        if self.state is not State.TRAINED and (self.seen is None or not self.seen.same()):
+            self.check_model(trunk)
+        elif not self.layers:  # a copy of a model that is trained
+            self._take(trunk)
+        if trunk.training and torch.is_grad_enabled() and not in_backward():
+            self._train(trunk)
+        if self.state is State.AS_VERIFIED and not trunk.training and self.seen is not None:
+            refuse_autocast(self.plan, self.seen.weights.tensors[0].device.type)
+
+    def check_layer(self, module: nn.Module) -> None:
+        """The same for a layer that runs outside of a pass of its model: computed again for gradients, or by itself.
+
+        PlanError where another model runs it.
+        """
+        trunk, host = self.trunk(), None if in_backward() else running_model(module)
+        if trunk is None or not (host is None or trunk in {*host.modules()} or host in {*trunk.modules()}):
+            raise _foreign(module, host)
+        self.check_pass(trunk)
+
+    # ------------------------------------------------------------------ once, and where something has changed
+    def check_model(self, trunk: nn.Module) -> None:
+        """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
+        now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
+        if self.seen is None or not self.seen.covers(now):
+            refuse_other_dtype(self.plan, modules)
+            if model_hash(trunk) != self.plan.weight_hash:
+                raise other_weights(self.plan, modules)
+        for module in modules.values():
+            refuse_other_configuration(self.plan, module.config)
+        facts = facts_of(trunk)
+        refuse_other_settings(self.facts, facts)
+        self.facts = {**facts, **self.facts}
+        self._take(trunk)
+        self.seen = now
+        if adapted(trunk):
+            say(self.plan.weight_hash, ADAPTED)
+        elif self.state is State.ADAPTED:
+            self.state = State.AS_VERIFIED
+
+    def _take(self, trunk: nn.Module) -> None:
+        """Makes the layers of a trunk that this plan has not made yet, and hands them over if it is the trunk's own."""
+        modules, me = dict(attention_modules(trunk, self.plan.model_type)), weakref.ref(self)
+        self.trunk = weakref.ref(trunk)
+        for index, module in modules.items():
+            if module not in self.layers:
+                other: Callable[[], Any] | None = getattr(module.__dict__.get(LAYER), "owner", None)
+                if other is not None and (bound := other()) is not None and bound.trunk() not in (None, trunk):
+                    raise _foreign(module, trunk)
+                self.layers[module] = program_for(module, self.plan, index, self.carried, me)
+        self.layers = {module: self.layers[module] for module in modules.values()}
+        self.readers = [*{id(module.config): module.config for module in modules.values()}.values()]
+        if trunk.__dict__.get(PLAN) is self:
+            self.give()
+
+    def give(self) -> None:
+        """Hands the layers to their modules."""
+        for module, program in self.layers.items():
+            module.__dict__[LAYER] = program
+
+    def _train(self, trunk: nn.Module) -> None:
+        """Notes that a model is trained under its plan, which is not saved any more then; adapters alone leave it."""
+        planned = [program for program in self.layers.values() if program is not None]
+        if self.state is State.TRAINED or trunk.__dict__.get(PLAN) is not self:  # a block does not train
+            return
+        if not (planned and any(one.requires_grad for one in trunk.parameters())):
+            return
+        for program in planned:
+            if not program.has_gradient:
+                raise PlanError(no_gradient(program))
+        if not own_weights_train(trunk):
+            self.state = State.ADAPTED
+        elif all(program.trains for program in planned):
+            self.state, self.data = State.TRAINED, None
+            for config in self.configs:
+                config.adaattn = {name: value for name, value in carried_by(config).items() if name != CONFIG_KEY}
+            say(self.plan.weight_hash, TRAINED)
+
+
+def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
+    return PlanError(
+        f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)} runs in another model "
+        f"({type(model).__name__}) than the one that its plan was checked for; put the layer back, or remove the plan "
+        "with adaattn_hf.remove_plan(model)"
+    )
+
+
+def _copied(kind: type[BoundPlan], *given: Any) -> BoundPlan:
+    listen()
+    bound = object.__new__(kind)
+    return bound._start(*given)
+
+
+# ---------------------------------------------------------------------- what others ask
+def checked_layer(module: nn.Module) -> Program | None:
+    """The same, compared with what was checked if the pass of its model was not (PlanError)."""
+    program = layer_of(module)
+    if module.training and (blocks := instead()) is not None and module in blocks:
+        # a checkpointed layer is computed again in the backward pass, in another thread or after the block
+        raise PlanError(
+            "use_plan: the model is in training mode, whose passes may be repeated behind the block; call "
+            "model.eval(), or train with the plan that adaattn_hf.load_plan(model, directory) gives it"
+        )
+    if program is None:
+        return None
+    bound = None if program.owner is None else program.owner()
+    if bound is None:
+        raise PlanError(
+            f"{type(module).__name__} of layer {program.plan.layer} was taken from a model with a plan, which was "
+            "checked for that model alone; call adaattn_hf.load_plan(model), or adaattn_hf.remove_plan(model) for "
+            "exact attention"
+        )
+    if get_ident() not in bound.threads:
+        bound.check_layer(module)
+    return program
+
+
+def bound_plan(model: nn.Module) -> BoundPlan | None:
+    """Returns the plan that is bound to a model, None where there is none."""
+    found = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
+    return next(found, None)
+
+
+def doors(trunk: nn.Module) -> Iterator[BoundPlan]:
+    """Yields the plans whose door at a trunk is open: the model's own, and those of blocks."""
+    for hook in trunk._forward_pre_hooks.values():
+        if isinstance(owner := getattr(hook, "__self__", None), BoundPlan):
+            yield owner
+
+
+def unbind(model: nn.Module) -> None:
+    """Takes away all that binding plans has put on a model."""
+    for part in model.modules():
+        for bound in [*doors(part)]:
+            bound.close(part)
+        part.__dict__.pop(PLAN, None)
+        part.__dict__.pop(LAYER, None)
+
+
+def carried_by(config: Any) -> Mapping[str, Any]:
+    """Returns the settings of this package in a model's configuration, empty where there are none."""
+    settings = getattr(config, "adaattn", None)
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def say(weights: str, words: str) -> None:
+    """Says something once of a plan, told by the hash of the model that it was made for."""
+    if (weights, words) not in _said:
+        _said.add((weights, words))
+        logger.warning("adaattn: %s", words)

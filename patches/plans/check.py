@@ -1,0 +1,146 @@
+"""Checks that a plan belongs to a model: its versions, verdict, settings and layers, each refused in words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaattn_hf.attention.tracing import any_autocast
+from adaattn_hf.plans.limits import unproven
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.store import layer_tensors
+from adaattn_hf.plans.tensors import LayerTensors
+
+from .configured import refuse_other_configuration
+from .hashes import weight_hash
+from .layers import attention_modules
+from .parts import module_dtype
+
+
+def modules_for(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
+    """Returns the attention modules of a model by layer; PlanError for the model of another plan."""
+    modules = dict(attention_modules(model, plan.model_type))
+    configs = {id(one.config): one.config for one in modules.values()}
+    for config in configs.values() or [getattr(model, "config", model)]:
+        refuse_other_configuration(plan, config)
+        depth = getattr(config, "num_hidden_layers", None)
+        if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
+            raise PlanError(
+                f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model"
+            )
+    missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
+    if missing:
+        raise PlanError(f"the plan has layers {missing!s:.200}, the model's attention layers are {sorted(modules)}")
+    return modules
+
+
+def program_for(module: nn.Module, plan: Plan, index: int, settings: Mapping[str, Any], owner: Any) -> Program | None:
+    """Returns a layer's part of a plan, ready to run, None if it is exact; PlanError for a misfit.
+
+    `settings` are those of the model, which may carry the plan's tensors and are given them.
+    """
+    config: Any = module.config
+    layer = plan.layer(index)
+    if layer is None:
+        return None
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(module, "num_key_value_groups", 1)
+    if isinstance(heads, int) and isinstance(groups, int) and len(layer.choices) != heads // groups:
+        raise PlanError(
+            f"plan of layer {layer.layer}: made for {len(layer.choices)} key/value heads, the model has "
+            f"{heads // groups}; give the plan of this model, or calibrate again"
+        )
+    source = getattr(config, "_name_or_path", None)
+    found = layer_tensors(plan.tensors, layer.layer, source, settings) if plan.tensors else LayerTensors()
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
+        head_dim = config.hidden_size // config.num_attention_heads
+    for head, choice in enumerate(layer.choices):
+        for part in choice.parts:
+            wrong = part.misfit(found, head, len(layer.choices), head_dim)
+            if wrong is not None:
+                raise PlanError(f"plan of layer {layer.layer}: {wrong}; calibrate again")
+    own = _own_heads(module, layer.layer, len(layer.choices), head_dim)
+    return Program(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype, owner)
+
+
+def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
+    """Returns this process's key/value heads under tensor parallelism, else none; PlanError if heads are split."""
+    split: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
+    if not split:
+        return range(0)
+    for weight in split:
+        mesh = weight.device_mesh
+        whole = head_dim is not None and weight.shape[0] == kv_heads * head_dim and not kv_heads % mesh.size()
+        if whole and mesh.ndim == 1 and weight.placements[0].is_shard(0):
+            count = kv_heads // mesh.size()
+            return range(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
+    raise PlanError(
+        f"the weights of layer {index} are spread over {split[0].device_mesh.size()} devices (tensor parallelism), and "
+        f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove "
+        "the plan with adaattn_hf.remove_plan(model)"
+    )
+
+
+def refuse_unproven(plan: Plan) -> None:
+    """Refuses a plan or cache format that held-out text has not shown good (PlanError says why)."""
+    reason = unproven(plan)
+    if reason is not None:
+        raise PlanError(
+            f"the plan {reason}, so it runs only if you allow it in this process: "
+            "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
+            "adaattn_hf.remove_plan(model)"
+        )
+
+
+def refuse_other_dtype(plan: Plan, modules: Mapping[int, nn.Module]) -> None:
+    """Refuses planned layers that compute in another dtype than the plan's (PlanError)."""
+    for index, module in modules.items():
+        dtype = module_dtype(module) if plan.layer(index) is not None else plan.dtype
+        if dtype != plan.dtype:
+            raise PlanError(
+                f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
+                f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
+            )
+
+
+def other_weights(plan: Plan, modules: Mapping[int, nn.Module]) -> PlanError:
+    """Says of a model whose weights are others than a plan names which layer has them, or that none of its has."""
+    planned: list[LayerPlan] = [layer for index in modules if (layer := plan.layer(index)) is not None]
+    changed = next((layer.layer for layer in planned if weight_hash(modules[layer.layer]) != layer.weights), None)
+    if changed is not None:
+        return PlanError(
+            f"the weights of layer {changed} are not those that the plan was calibrated on (fine-tuned, merged, "
+            "another model); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
+    return PlanError(
+        "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, layers moved, "
+        "another checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+    )
+
+
+def refuse_autocast(plan: Plan, device: str) -> None:
+    """Refuses autocast to another dtype than a plan was verified in (PlanError). Autocast leaves fp64 alone."""
+    if not any_autocast() or plan.is_exact:
+        return
+    for kind in ("cpu", "cuda") if device == "meta" else (device,):  # offloaded weights are moved for each pass
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if torch.is_autocast_enabled(kind) and plan.dtype not in (dtype, "float64"):
+            raise PlanError(
+                f"autocast: the plan was calibrated in {plan.dtype}, autocast computes in {dtype}; leave autocast, "
+                f"or load the model with dtype=torch.{dtype} and calibrate it so"
+            )
+
+
+def check_versions(plan: Plan) -> None:
+    """Refuses a plan of another major version of Transformers (PlanError: the major versions differ)."""
+    here = importlib.metadata.version("transformers")
+    if here.split(".")[0] != plan.transformers.split(".")[0]:
+        raise PlanError(
+            f"the plan was made with transformers {plan.transformers}, this is {here}: another major version may "
+            "compute another function; calibrate again"
+        )

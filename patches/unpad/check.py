@@ -1,0 +1,132 @@
+"""Whether a model can run without its padding: by its configuration and code, then by a small ragged batch.
+
+The configuration cannot tell everything: a model may mix tokens in ways that no attribute shows. So every model must
+compute that batch the same with and without padding before its own is removed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..models.families import uses_interface
+from ..models.support import is_ours
+from .hooks import Unpadding
+
+_RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "recurrent", "short_conv")
+_TOWERS = ("vision_config", "audio_config", "text_config", "speech_config", "encoder", "decoder")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+_HALF_TOLERANCE = 0.05
+
+
+def unpadding_of(model: PreTrainedModel) -> tuple[Unpadding | None, list[str]]:
+    """The hooks that remove a model's padding, not installed yet; None and every reason against them if they cannot."""
+    trunk = _trunk_of(model)
+    reasons = _shown_by_code(model, trunk)
+    if not reasons:
+        unpadding = Unpadding(model, trunk)
+        reasons = _shown_by_a_batch(unpadding)
+        if not reasons:
+            return unpadding, []
+    return None, reasons
+
+
+def _trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The base model, which computes the hidden states; the model itself if it has no head."""
+    trunk = model.base_model
+    if trunk is not model and isinstance(trunk, PreTrainedModel):
+        return trunk
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else model
+
+
+def _shown_by_code(model: PreTrainedModel, trunk: PreTrainedModel) -> list[str]:
+    """Every reason that configuration and code show."""
+    config, reasons = trunk.config, list[str]()
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is an encoder-decoder: cross-attention relates two paddings")
+    elif getattr(config, "add_cross_attention", False):
+        reasons.append("it has cross-attention")
+    towers = [name for name in _TOWERS if hasattr(getattr(config, name, None), "model_type")]
+    if towers:
+        reasons.append(f"it has several towers ({', '.join(towers)}); prepare the text model alone")
+    implementation = getattr(config, "_attn_implementation", None)
+    if not is_ours(implementation):
+        reasons.append(
+            f"its attention is {implementation!r}, which does not keep packed tokens of different rows apart; "
+            "load it with attn_implementation='adaattn'"
+        )
+    elif not uses_interface(type(config)):
+        reasons.append("its attention does not go through Transformers' attention interface")
+    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in _RECURRENT})
+    if recurrent:
+        reasons.append(f"it has layers ({', '.join(recurrent)}) that run from one packed row into the next")
+    if any(isinstance(m, _CONVOLUTIONS) and max(m.kernel_size) > 1 for m in trunk.modules()):
+        reasons.append("it has convolutions, which mix neighbouring tokens of different rows")
+    if any(hasattr(module, "indexer") for module in trunk.modules()):
+        reasons.append("its indexer chooses keys among those of all packed rows")
+    if any("relative_attention_bias" in name for name, _ in trunk.named_modules()):
+        reasons.append("its attention adds a bias by relative position in the padded batch")
+    parameters: dict[str, Any] = dict(inspect.signature(type(trunk).forward).parameters)
+    missing = [name for name in ("attention_mask", "position_ids") if name not in parameters]
+    reasons += [f"{type(trunk).__name__}.forward takes no {name}" for name in missing]
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        reasons.append(f"{type(trunk).__name__}.forward passes no keywords on to attention")
+    if trunk is model and model.base_model_prefix and re.search("For[A-Z]", type(model).__name__):
+        reasons.append(f"it has a head and no separate base model {model.base_model_prefix!r}")
+    return reasons
+
+
+def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
+    """The outputs that differ between the padded and the packed form of a ragged batch.
+
+    The hooks are registered meanwhile, for the packed form. Training modes and the random state are restored.
+    """
+    target = unpadding.top if unpadding.token_wise else unpadding.trunk
+    embeddings: Any = target.get_input_embeddings()  # type: ignore[operator]
+    # tensors for offloaded weights are sent where they belong by accelerate's hooks
+    device = "cpu" if embeddings.weight.is_meta else embeddings.weight.device
+    ids = torch.linspace(0, embeddings.num_embeddings - 1, 23, dtype=torch.float32, device="cpu").long()
+    pad = getattr(unpadding.config, "pad_token_id", None)
+    ids = ids[ids != (-1 if pad is None else pad)].repeat(22)[:21].view(3, 7).to(device)
+    last = [1] * 5 + [0] * 2 if unpadding.pools == "first" else [0] * 2 + [1] * 5
+    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], dtype=torch.int64, device=device)
+    pools, unpadding.pools = unpadding.pools, ""  # all tokens of the base model, whatever its head reads
+    training = {module: module.training for module in target.modules()}
+    target.eval()
+    try:
+        with torch.no_grad():
+            keywords = {"use_cache": False} if unpadding.takes_cache else {}
+            padded = target(input_ids=ids, attention_mask=mask, **keywords)
+            unpadding.install()
+            packed = target(input_ids=ids, attention_mask=mask, **keywords)
+    finally:
+        unpadding.remove()
+        unpadding.pools = pools
+        for module, was in training.items():
+            module.training = was
+        unpadding.calls.clear()
+    outputs = {name: out for name, out in padded.items() if isinstance(out, Tensor) and out.is_floating_point()}
+    differences = {name: _difference(out, packed.get(name), mask) for name, out in outputs.items()}
+    return [
+        f"{name} of a test batch differs by {difference:.1e} of its largest value with and without padding"
+        for name, difference in differences.items()
+        if not difference <= _TOLERANCE.get(outputs[name].dtype, _HALF_TOLERANCE)  # true for NaN, too
+    ]
+
+
+def _difference(expected: Tensor, actual: Any, mask: Tensor) -> float:
+    """The largest difference relative to the largest value; outputs at padding are expected to be 0."""
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual - expected).abs()
+    if expected.shape[:2] == mask.shape:
+        difference = torch.where(mask.bool()[..., None], difference, actual.abs())
+    return float(difference.max() / expected.abs().max().clamp_min(1e-30))

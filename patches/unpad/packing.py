@@ -1,0 +1,199 @@
+"""Decides whether the padding of one model call can be removed, and builds the packed call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..models.cache_keyword import cache_in
+from ..models.families import family_of
+from ..models.support import is_ours
+from .layout import PackedLayout, PackedPrefill
+
+IGNORED_LABEL = -100
+_REPLACED = (
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "logits_to_keep",  # of a base model that computes the last columns alone: a packed row has no columns
+)  # fmt: skip
+PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
+"""(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
+
+
+class NotPacked(NamedTuple):
+    """Why a call is not packed. `costs`: its padding is (or may be) computed, then."""
+
+    reason: str
+    costs: bool = True
+
+
+def read_layout(arguments: Mapping[str, Any], config: Any, pools: str) -> PackedLayout | NotPacked:
+    """The layout of a call's real tokens, or why the call is not packed.
+
+    `pools` is what a head reads of each row: its `first` place, the `last` one whose id is not that of padding, `all`.
+    """
+    mask, past, ids = arguments.get("attention_mask"), cache_in(arguments), arguments.get("input_ids")
+    inputs = arguments.get("inputs_embeds") if ids is None else ids
+    if mask is None:
+        return NotPacked("no attention_mask", costs=False)
+    if inputs is None or inputs.ndim != (3 if ids is None else 2):
+        return NotPacked("inputs are not [batch, length]")
+    if inputs.shape[1] == 1:
+        return NotPacked("one token per row", costs=False)
+    flat = isinstance(mask, Tensor) and mask.ndim == 2
+    if flat and arguments.get("cu_seq_lens_q") is not None:
+        return NotPacked("already packed (cu_seq_lens_q)", costs=False)
+    if flat and past is not None and int(past.get_seq_length()) > 0:
+        return NotPacked("the cache holds tokens already")
+    if not flat or mask.shape != inputs.shape[:2]:
+        return NotPacked("attention_mask is not the 2-D mask of the padding")
+    layout = PackedLayout(mask)
+    if layout.full:
+        return NotPacked("no padding", costs=False)
+    reason = _needs_padding(arguments, config, layout, pools)
+    return layout if reason is None else NotPacked(reason)
+
+
+def _needs_padding(arguments: Mapping[str, Any], config: Any, layout: PackedLayout, pools: str) -> str | None:
+    if layout.tokens == 0:
+        return "nothing but padding"
+    if not is_ours(getattr(config, "_attn_implementation", None)):
+        # which would read across the rows of the batch
+        return "another attention implementation was set since the model was prepared"
+    if arguments.get("encoder_hidden_states") is not None:
+        return "cross-attention (encoder_hidden_states)"
+    for name in ("output_attentions", "output_router_logits"):
+        wanted = arguments.get(name)
+        if getattr(config, name, False) if wanted is None else wanted:
+            return f"{name} asks for what only the padded form has"
+    if pools == "first" and any(layout.starts):
+        return "a row does not begin with a real token, and its first place is pooled"
+    if pools == "all" or (pools == "last" and not _last_is_real(arguments, config)):
+        return "its head reads a place that the mask hides"
+    if layout.tokens > getattr(config, "keep_window_size", layout.tokens):
+        return "it chooses keys among those of all packed rows, where they are more than keep_window_size"
+    windows = ("sliding_window", "attention_chunk_size", "local_attention")
+    if not layout.contiguous and any(getattr(config, name, None) for name in windows):
+        return "padding between real tokens, where a window counts columns"
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and not _known_shape(name, value, layout):
+            return f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]"
+    return None
+
+
+def _last_is_real(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Whether the mask shows the last token that Transformers' heads find: they look at ids and know no mask."""
+    ids, mask, pad = arguments.get("input_ids"), arguments["attention_mask"], config.get_text_config().pad_token_id
+    if ids is None or pad is None:
+        return bool(mask[:, -1].all())
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    return bool(mask.gather(1, (columns * (ids != pad)).argmax(1, keepdim=True).to(mask.device)).all())
+
+
+def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
+    if name == "position_ids":
+        return value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
+    return value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
+
+
+def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> NotPacked | None:
+    """Why a call needs outputs at padding positions, which only the padded form has; None if it does not."""
+    mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    step = any(given.shape[1] == 1 for given in inputs)  # which looks at no data
+    if not step and isinstance(keep, int) and keep and not bool(mask[:, -keep:].any(1).all()):
+        return NotPacked("all logits to keep of a row are at padding")
+    if arguments.get("start_positions") is not None:
+        return NotPacked("the loss of start_positions is over padding positions, too")
+    pads = ~mask.bool()
+    for name in ("labels", "shift_labels"):
+        labels = arguments.get(name)
+        if not isinstance(labels, Tensor) or labels.shape != mask.shape:
+            continue
+        scored = (labels != IGNORED_LABEL).to(pads.device)
+        bad = scored & pads
+        if shifted and name == "labels":
+            bad = bad[:, 1:] | (scored[:, 1:] & pads[:, :-1])
+        if bool(torch.any(bad)):
+            return NotPacked("a label is scored at a padding position")
+    return None
+
+
+def has_cache(config: Any) -> bool:
+    """Whether the model can keep keys and values from call to call."""
+    return not family_of(config).encoder_only or bool(getattr(config, "is_decoder", False))
+
+
+def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) -> bool:
+    """Whether the model creates a cache for this call, though none was passed."""
+    if not has_cache(config) or (module.training and getattr(module, "gradient_checkpointing", False)):
+        return False
+    wanted = arguments.get("use_cache")
+    return bool(getattr(config, "use_cache", False) if wanted is None else wanted)
+
+
+def pack_call(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    layout: PackedLayout,
+    rule: PositionRule,
+    config: Any,
+    *,
+    cache: str | None,
+    shifted_labels: bool,
+) -> dict[str, Any]:
+    """The packed call: one row of real tokens with their positions, and `cu_seq_lens` for the borders between rows."""
+    ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
+    like = arguments["inputs_embeds"] if ids is None else ids
+    if positions is None:
+        positions = rule(ids, arguments["attention_mask"], like)
+    packed = {
+        name: layout.pack(value) if isinstance(value, Tensor) and value.ndim >= 2 else value
+        for name, value in arguments.items()
+        if name not in _REPLACED
+    }
+    packed["position_ids"] = layout.pack(positions.expand(layout.batch, layout.length))
+    labels = packed.get("labels")
+    if shifted_labels and labels is not None:
+        starts = layout.cu_seq_lens[:-1][layout.cu_seq_lens.diff() > 0]
+        packed["labels"] = labels.index_fill(1, starts.long().to(labels.device), IGNORED_LABEL)
+    packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = layout.cu_seq_lens.to(like.device)
+    packed["max_length_q"] = packed["max_length_k"] = max(layout.lengths)
+    if cache is not None and has_cache(config):
+        past: Cache | None = arguments.get(cache)
+        if past is None and makes_cache(module, arguments, config):
+            past = DynamicCache(config=config)
+        packed[cache] = PackedPrefill(past, layout)
+    return packed
+
+
+def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
+    """The rule by which this model numbers the positions of a padded batch; packed tokens must keep these."""
+    for module in trunk.modules():
+        if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
+            # no closure, which could not be pickled with the model
+            return functools.partial(_after_padding_index, padding_index=int(vars(module)["padding_idx"]))
+    return _real_tokens if family_of(config).numbers_tokens else _columns
+
+
+def _columns(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    return torch.arange(mask.shape[1], device=like.device)[None]
+
+
+def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    real = mask.long().to(like.device)
+    return real.cumsum(dim=1) * real - 1
+
+
+def _after_padding_index(input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int) -> Tensor:
+    """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
+    if input_ids is None:
+        return _columns(None, mask, like) + padding_index + 1
+    real = input_ids.ne(padding_index).long()
+    return real.cumsum(dim=1) * real + padding_index

@@ -1,0 +1,22 @@
+"""A listener that notes which calls a model makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.listeners import Listener
+from adaattn_hf.attention.request import AttentionRequest
+
+
+@dataclass(eq=False)
+class Recorder(Listener):
+    """Collects calls: the module, the kind of call and the backend that was asked for by name."""
+
+    calls: list[tuple[nn.Module, CallSpec, str | None]] = field(default_factory=list)
+
+    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+        """Note a call."""
+        self.calls.append((module, call.checked_kind(), call.backend))
