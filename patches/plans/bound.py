@@ -276,7 +276,7 @@ def _copied(kind: type[BoundPlan], *given: Any) -> BoundPlan:
 
 # ---------------------------------------------------------------------- what others ask
 def checked_layer(module: nn.Module) -> Program | None:
-    """The same, compared with what was checked if the pass of its model was not (PlanError)."""
+    """Returns what `layer_of` does, compared with what was checked if the pass of its model was not (PlanError)."""
     program = layer_of(module)
     if module.training and (blocks := instead()) is not None and module in blocks:
         # a checkpointed layer is computed again in the backward pass, in another thread or after the block
