@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.listeners import Tap, tapping
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
+from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import Plan
@@ -187,8 +187,7 @@ def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
 def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
     """Returns the request with keys and values quantised as a cache would."""
     key, value = request.key, request.value
-    first = key[:, :, :FIRST].float()
-    mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
+    mean = mean_of(key[:, :, :FIRST])
     along = direction_of(request.query[:, :, :FIRST], key.shape[1])
     keys, key_scale = quantise(key, mean=mean, along=along)
     values, value_scale = quantise(value, bits=BITS[stored])

@@ -136,6 +136,11 @@ def direction_of(queries: Tensor, kv_heads: int) -> Tensor:
     return torch.nn.functional.normalize(mean @ hadamard(mean.shape[2], mean.device), dim=2)
 
 
+def mean_of(keys: Tensor) -> Tensor:
+    """The mean of keys `[batch, kv_heads, n, head_dim]`, turned, for `quantise`: fp32 `[batch, kv_heads, head_dim]`."""
+    return (keys.float().mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
+
+
 def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
     """Codes whose errors cancel along a direction: up to three codes of a token are rounded the other way.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, direction_of, hadamard, quantise
+from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends.native import storing as native
 from adaattn_hf.backends.order import TRITON
 
@@ -122,11 +122,11 @@ class Codes(Format):
             store.beside.pop("mean", None)
             # where nothing may move later, few keys tell the mean as well as they can: any vector may be taken off
             if store.count is not None or count >= SMOOTHED:
-                store.beside["mean"] = _mean_of(keys.float())
+                store.beside["mean"] = mean_of(keys)
         elif count and "mean" not in store.beside and length + count >= SMOOTHED:
             parts = store.views()
             there = self._record(store, parts).keys(parts[0], torch.float32)
-            store.beside["mean"] = _mean_of(torch.cat([there, keys.float()], dim=2))
+            store.beside["mean"] = mean_of(torch.cat([there, keys.float()], dim=2))
             self.write(store, there, None, parts)
 
     def write(self, store: Store, keys: Tensor, values: Tensor | None, parts: Sequence[Tensor], at: int = 0) -> None:
@@ -189,10 +189,6 @@ def check_channels(stored: str, head_dim: int) -> None:
             f"cache: 'k8v4' keeps values in groups of {CHANNELS} channels, this model's values have {head_dim}; "
             "use cache='int8'"
         )
-
-
-def _mean_of(keys: Tensor) -> Tensor:
-    return (keys.mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
 
 
 # ---------------- rounding, by one call of a kernel where one serves the tokens, else by torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
+from adaattn_hf.attention.stored import StoredKV, mean_of, quantise
 from adaattn_hf.attention.structure import CallStructure
 
 from .measure import DIM, KV_HEADS, Cell, Section, by, captured, length, race, request, stock
@@ -68,7 +68,7 @@ def stored(section: Section) -> None:
 
 def coded(r: AttentionRequest, kind: str) -> AttentionRequest:
     """A step over codes; keys are turned and smoothed as the cache does it."""
-    mean = (r.key.float().mean(dim=2) @ hadamard(DIM, r.key.device)).contiguous()
+    mean = mean_of(r.key)
     keys, key_scale = quantise(r.key, mean=mean)
     values, value_scale = quantise(r.value, bits=4 if kind == "k8v4" else 8)
     record = StoredKV(key_scale, value_scale, mean, r.key[:, :, 0].float().contiguous(), True)

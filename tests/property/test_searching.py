@@ -21,7 +21,6 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
-from adaattn_hf.patches.cache import formats as cache_formats
 from adaattn_hf.patches.call import batching, extended, interface, resolved
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
@@ -305,8 +304,7 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
         return real(n, device).to(torch.get_default_dtype())
 
     real = stored.hadamard
-    for module in (stored, cache_formats):
-        monkeypatch.setattr(module, "hadamard", hadamard)
+    monkeypatch.setattr(stored, "hadamard", hadamard)
 
     def coded(case: whole.Whole) -> bool:
         return case.given.cache == "int8" and case.default is torch.bfloat16
