@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Tap, tapping
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 
@@ -65,9 +65,9 @@ class ModelArms:
     def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
         probe = torch.arange(1, 9, device=self.device)[None]
 
-        def listen(module: nn.Module, request: AttentionRequest) -> Tensor:
+        def listen(module: nn.Module, call: AttentionCall) -> Tensor:
             self.attentions.append(module)
-            return exact_tap(module, request)
+            return exact_tap(module, call)
 
         with torch.no_grad(), tapping(listen):
             whole: Tensor = self.model(input_ids=probe).logits
@@ -151,54 +151,54 @@ def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Modu
     return list(dict.fromkeys((*layers, *left)))
 
 
-def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+def exact_tap(module: nn.Module, call: AttentionCall) -> Tensor:
     """Computes exact attention, ignoring the module's plan."""
-    return select.attend(request).out
+    return select.attend(call).out
 
 
-def layer_of(module: nn.Module, request: AttentionRequest) -> int:
+def layer_of(module: nn.Module, call: AttentionCall) -> int:
     """Returns the number of the layer that makes a request, and refuses a layer without one."""
-    if request.layer is None:
+    if call.layer is None:
         raise ValueError(
             f"{type(module).__name__} has no layer_idx: a plan could not name its layer; plans serve models whose "
             "attention modules are numbered (LLaMA, GPT-2, BERT and their kin)"
         )
-    return request.layer
+    return call.layer
 
 
-def plan_tap(programs: Mapping[int, Program]) -> Tap:
+def plan_tap(bound_layers: Mapping[int, BoundLayer]) -> Tap:
     """Returns a tap that runs the program of each layer, exact attention in layers without one."""
 
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        program = None if request.layer is None else programs.get(request.layer)
-        if program is None:
-            return exact_tap(module, request)
-        return execute.attend(program, request).out
+    def tap(module: nn.Module, call: AttentionCall) -> Tensor:
+        bound_layer = None if call.layer is None else bound_layers.get(call.layer)
+        if bound_layer is None:
+            return exact_tap(module, call)
+        return execute.attend(bound_layer, call).out
 
     return tap
 
 
-def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
+def stored_tap(bound_layers: Mapping[int, BoundLayer], stored: str) -> Tap:
     """Returns a `plan_tap` that computes over keys and values as a cache of the format `stored` keeps them."""
-    tap = plan_tap(programs)
-    return tap if stored == "model" else lambda module, request: tap(module, over_codes(request, stored))
+    tap = plan_tap(bound_layers)
+    return tap if stored == "model" else lambda module, call: tap(module, over_codes(call, stored))
 
 
-def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
+def over_codes(call: AttentionCall, stored: str) -> AttentionCall:
     """Returns the request with keys and values quantised as a cache would."""
-    key, value = request.key, request.value
+    key, value = call.key, call.value
     mean = mean_of(key[:, :, :FIRST])
-    along = direction_of(request.query[:, :, :FIRST], key.shape[1])
+    along = direction_of(call.query[:, :, :FIRST], key.shape[1])
     keys, key_scale = quantise(key, mean=mean, along=along)
     values, value_scale = quantise(value, bits=BITS[stored])
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
-    return replace(request, key=keys, value=values, stored=record)
+    return replace(call, key=keys, value=values, stored=record)
 
 
-def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Program]:
+def bound_layers_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, BoundLayer]:
     """Returns the programs of a plan's layers, with tensors by layer index."""
     return {
-        layer.layer: Program(
+        layer.layer: BoundLayer(
             layer, tensors.get(layer.layer, LayerTensors()), plan.max_length, exact_steps=plan.exact_steps
         )
         for layer in plan.layers

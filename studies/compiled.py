@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability
 from adaattn_hf.backends.capability import Capability, of_sm
 from adaattn_hf.backends.triton import TritonBackend, backward, forward, step, storing, tiling
@@ -141,7 +141,7 @@ def _without_machine_code(*asked: Any, **more: Any) -> tuple[str, str] | None:
     return None
 
 
-def request(
+def attention_call(
     dims: tuple[int, int],
     queries: int,
     keys: int = 600,
@@ -151,7 +151,7 @@ def request(
     dtype: torch.dtype = torch.bfloat16,
     kind: str = "plain",
     **more: Any,
-) -> AttentionRequest:
+) -> AttentionCall:
     """A causal call over two key/value heads: plain, padded, packed into one row, windowed, or full.
 
     Args:
@@ -177,32 +177,32 @@ def request(
         asked |= {"key_padding": torch.arange(keys)[None] >= 70}
     elif kind == "windowed":
         asked |= {"window": 128}
-    structure = CallStructure(1, queries, keys, **asked)
-    return AttentionRequest(query, key, value, structure, dims[0] ** -0.5, per_head=rules, **more)
+    structure = MaskStructure(1, queries, keys, **asked)
+    return AttentionCall(query, key, value, structure, dims[0] ** -0.5, per_head=rules, **more)
 
 
-def attend(asked: AttentionRequest) -> AttentionResult:
+def attend(asked: AttentionCall) -> AttentionResult:
     """Attention by the kernel of the request's kind."""
     return TRITON.kernel(asked.checked_kind(), asked.per_head)(asked)
 
 
-Call = tuple[str, Callable[[], AttentionRequest], Callable[[AttentionRequest], Any]]
+Call = tuple[str, Callable[[], AttentionCall], Callable[[AttentionCall], Any]]
 """A call in words, what makes its request, and what computes it."""
 
 
-def both_passes(asked: AttentionRequest) -> None:
+def both_passes(asked: AttentionCall) -> None:
     """Attention and its gradients, that of the log-sum-exp included where it is asked for."""
     result = attend(asked)
     (result.out.sum() + (result.lse.sum() if result.lse is not None else 0.0)).backward()
 
 
-def captured(asked: AttentionRequest) -> None:
+def captured(asked: AttentionCall) -> None:
     """A step of a traced graph, whose kernel reads offset and padding."""
     structure = asked.structure.with_changes(q_offset=torch.tensor(asked.key.shape[2] - 1))
     traced_step(replace(asked, structure=structure, per_head=replace(WINDOWS, until=256)))
 
 
-def rounded(asked: AttentionRequest) -> None:
+def rounded(asked: AttentionCall) -> None:
     """Tokens on their way into the cache whose codes a request reads, with all that a kernel can take into account."""
     assert asked.stored is not None
     keys, values = (
@@ -224,11 +224,11 @@ def prefills() -> Iterator[Call]:
         if rules is not None and kind == "windowed":
             continue
         name = f"{kind}, heads of {dims[0]}" + (", windows per head" if rules else "")
-        make = partial(request, dims, 600, rules=rules, kind=kind)
+        make = partial(attention_call, dims, 600, rules=rules, kind=kind)
         yield name, make, attend
         yield f"{name}, gradients", partial(make, grad=True), both_passes
     for dims in DIMS:
-        make = partial(request, dims, 600, softcap=30.0, need_lse=True)
+        make = partial(attention_call, dims, 600, softcap=30.0, need_lse=True)
         yield f"softcap, heads of {dims[0]}", make, attend
         yield f"softcap, heads of {dims[0]}, gradients", partial(make, grad=True), both_passes
 
@@ -237,7 +237,7 @@ def steps() -> Iterator[Call]:
     """One query, over numbers and over codes; up to 71 query heads share keys, as in Falcon."""
     for dims, dtype, heads in itertools.product(DIMS, (torch.bfloat16, torch.float32), (16, 142)):
         words = f"heads of {dims[0]}, {heads // 2} sharing keys, {str(dtype).removeprefix('torch.')}"
-        make = partial(request, dims, 1, 1500, heads, dtype=dtype)
+        make = partial(attention_call, dims, 1, 1500, heads, dtype=dtype)
         yield f"step, {words}", make, attend
         yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), attend
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
@@ -249,7 +249,7 @@ def steps() -> Iterator[Call]:
                 yield f"storing {stored}, {words}", make_codes, rounded
 
 
-def _coded(make: Callable[[], AttentionRequest], stored: str) -> AttentionRequest:
+def _coded(make: Callable[[], AttentionCall], stored: str) -> AttentionCall:
     """The same over codes."""
     return over_codes(make(), stored)
 
@@ -259,7 +259,7 @@ def calls(asked: Sequence[str]) -> Iterator[Call]:
     return (call for call in itertools.chain(prefills(), steps()) if not asked or call[0] in asked)
 
 
-def refused(asked: AttentionRequest) -> tuple[str, ...]:
+def refused(asked: AttentionCall) -> tuple[str, ...]:
     """Why the backend would not serve the call on a device."""
     return TRITON.refusals(asked.checked_kind()._replace(device=torch.device("cuda")))
 

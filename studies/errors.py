@@ -24,8 +24,8 @@ if not torch.cuda.is_available():
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.eval.provenance import processor, provenance
 from adaattn_hf.stats.profile import decibels
@@ -54,7 +54,7 @@ class Error:
     sqnr: float
 
 
-def request(stage: str, dtype: torch.dtype, device: str = "cpu") -> AttentionRequest:
+def call(stage: str, dtype: torch.dtype, device: str = "cpu") -> AttentionCall:
     """The call of a stage: 4 query heads over 2 key/value heads of 64 channels, 96 keys."""
     source = torch.Generator().manual_seed(0)
     rows = 1 if stage == "decode" else 96
@@ -62,21 +62,21 @@ def request(stage: str, dtype: torch.dtype, device: str = "cpu") -> AttentionReq
         torch.randn(2, heads, length, 64, generator=source).to(dtype).to(device)
         for heads, length in ((4, rows), (2, 96), (2, 96))
     )
-    structure = CallStructure(2, rows, 96, causal=True, q_offset=96 - rows)
+    structure = MaskStructure(2, rows, 96, causal=True, q_offset=96 - rows)
     if stage == "padded":
         padding = torch.ones(2, 96, dtype=torch.bool, device=device)
         padding[1, :31] = False
-        structure = CallStructure(2, rows, 96, causal=True, key_padding=padding)
-    return AttentionRequest(query, key, value, structure, 64**-0.5)
+        structure = MaskStructure(2, rows, 96, causal=True, key_padding=padding)
+    return AttentionCall(query, key, value, structure, 64**-0.5)
 
 
-def results(asked: AttentionRequest, stage: str, backend: str | None, dtype: torch.dtype) -> Tensor:
+def results(asked: AttentionCall, stage: str, backend: str | None, dtype: torch.dtype) -> Tensor:
     """Output of a call, or gradients of query, key and value in a row; the reference's where no backend is named.
 
     Gradients are of a sum whose weights were rounded to the dtype.
     """
 
-    def attend(one: AttentionRequest) -> Tensor:
+    def attend(one: AttentionCall) -> Tensor:
         # whether it refuses is not asked: Triton's interpreter computes on CPUs
         kind = one.checked_kind(named=True)
         return (reference.attention(one) if backend is None else BACKENDS[backend].kernel(kind, None)(one)).out
@@ -100,7 +100,7 @@ def measure(backend: str, dtype: str, stage: str) -> Error | None:
     if backend == "triton" and device == "cpu" and dtype == "bfloat16":
         return None  # the interpreter computes with NumPy, which has no bfloat16
     kind = DTYPES[dtype]
-    asked = wide = request(stage, kind, device)
+    asked = wide = call(stage, kind, device)
     if stage == "backward":  # gradients in double precision, of the rounded numbers
         wide = replace(asked, query=asked.query.double(), key=asked.key.double(), value=asked.value.double())
     truth, found = results(wide, stage, None, kind), results(asked, stage, backend, kind)

@@ -34,7 +34,7 @@ from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.proof import Evidence, gather
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.eval.arms import plan_tap, programs_of
+from adaattn_hf.eval.arms import bound_layers_of, plan_tap
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
 from adaattn_hf.eval.windows import TokenSequence, draw
@@ -177,7 +177,7 @@ def _found(study: Study, measurement: Measurement, plan: Plan, seed: int) -> dic
     if study.random:
         return found
     third = study.third if length <= LONG else max(study.third // 2, 2)
-    tap = plan_tap(programs_of(plan, measurement.layers.tensors))
+    tap = plan_tap(bound_layers_of(plan, measurement.layers.tensors))
     evidence = gather(measurement.inputs, tap, study.drawn(length, third, seed), Evidence(), 0)
     return {**found, "picks": labels, "third": {**scores(evidence), "sequences": third}}
 

@@ -20,9 +20,9 @@ from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.windows import next_token
 from adaattn_hf.patches.checkpoint import load
 from adaattn_hf.patches.plans.hashes import model_hash
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.plans.wording import rise, signed_nats
 
@@ -38,7 +38,7 @@ def measure(model: Any, tokens: torch.Tensor) -> dict[str, list[float]]:
     for sinks in SINKS:
         choices = (Choice.of(Window(WINDOW, sinks)),) * config.num_key_value_heads
         layers = range(config.num_hidden_layers)
-        tap = plan_tap({i: Program(LayerPlan(i, "", choices), LayerTensors(), LENGTH) for i in layers})
+        tap = plan_tap({i: BoundLayer(LayerPlan(i, "", choices), LayerTensors(), LENGTH) for i in layers})
         scores = [compare(arms, one, tap, state) for one, state in zip(windows, exact, strict=True)]
         found[str(sinks)] = [float(one.delta[0].mean()) for one in scores]
     return found

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .kind import HEAD_BF16, HEAD_INT8, HEAD_SINKS, HEAD_UNTIL, HEAD_WINDOWS, PER_HEAD
-from .structure import CallStructure
+from .structure import MaskStructure
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
 
@@ -77,7 +77,7 @@ class HeadRules:
         bits |= HEAD_SINKS if any(self.sinks) else 0
         bits |= HEAD_UNTIL if self.until is not None else 0
         object.__setattr__(self, "features", bits)
-        both_ways, causal = (CallStructure(1, 1, 1, causal=causal) for causal in (False, True))
+        both_ways, causal = (MaskStructure(1, 1, 1, causal=causal) for causal in (False, True))
         free = windows_and_reach(both_ways, self), windows_and_reach(causal, self)
         object.__setattr__(self, "free", free)
 
@@ -97,7 +97,7 @@ class HeadRules:
                 f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{len(self.windows)}, {head_dim}]"
             )
 
-    def window_in(self, structure: CallStructure, head: int) -> tuple[int | None, int]:
+    def window_in(self, structure: MaskStructure, head: int) -> tuple[int | None, int]:
         """Window (None for none) and sinks of a head in a call of a structure, whose own window may be shorter."""
         window = self.windows[head]
         if not window or (structure.window is not None and structure.window <= window):
@@ -115,7 +115,7 @@ class HeadRules:
         )
 
 
-def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: int) -> HeadWindows | None:
+def head_windows(structure: MaskStructure, rules: HeadRules | None, kv_heads: int) -> HeadWindows | None:
     """Window and sinks of each key/value head in a call of a structure, None where no head has a window."""
     if rules is None:
         if structure.window is None or not structure.windowed:
@@ -123,11 +123,11 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
     # every step of a generation asks with a structure of its own, of which only the rules then decide
     free = structure.window is None
-    windows, reach = rules.free[structure.causal] if free else structure.derived(windows_and_reach, rules)
+    windows, reach = rules.free[structure.causal] if free else structure.cached(windows_and_reach, rules)
     return windows if reach < structure.kv_len else None
 
 
-def windows_and_reach(structure: CallStructure, rules: HeadRules) -> WindowsAndReach:
+def windows_and_reach(structure: MaskStructure, rules: HeadRules) -> WindowsAndReach:
     """Window and sinks of each key/value head, and how many keys the narrowest leaves; ALL without a window."""
     found = [rules.window_in(structure, head) for head in range(len(rules.windows))]
     # towards later keys no sink is exempt from a window that looks both ways

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .structure import CallStructure
+from .structure import MaskStructure
 
 # What a call asks for beside attention over its structure. A backend refuses each that it does not name.
 GRAD, DROPOUT, SOFTCAP, SINKS, BIAS, LSE = (1 << place for place in range(6))
@@ -57,7 +57,7 @@ _LIGHT_PRODUCTS = 1 << 33
 """Products of numbers, pairs of all heads times their channels, below which training is light."""
 
 
-class CallSpec(NamedTuple):
+class CallKind(NamedTuple):
     """The kind of a call: all that the choice of a backend and its kernel depend on. Hashable, without data.
 
     Attributes:
@@ -65,7 +65,7 @@ class CallSpec(NamedTuple):
         dtype, key_dtype, value_dtype: Those of the three tensors; they differ where keys and values are codes.
         heads, kv_heads: Query heads and key/value heads.
         head_dim, head_dim_v: Channels of queries and keys, and of values; of a value in four bits, too.
-        shape: That of the structure (`CallStructure.kind`), or `irregular` if the padding has holes, so that rows are
+        shape: That of the structure (`MaskStructure.kind`), or `irregular` if the padding has holes, so that rows are
             not contiguous runs.
         features: The bits of this module. `LOOKED`: the padding was read, and `HOLES` says whether it has any.
             `BEHIND`: queries of a run stand behind its last key. `CUT_SINKS`: runs need not hold a sequence's first
@@ -173,8 +173,8 @@ def keys_class(keys: int) -> int:
     return 384 if 384 <= keys < 512 else 1 << keys.bit_length() >> 1
 
 
-def facts_of(structure: CallStructure, device: str, named: bool) -> Facts:
-    """The facts of a structure on a type of device, for `CallStructure.derived`.
+def facts_of(structure: MaskStructure, device: str, named: bool) -> Facts:
+    """The facts of a structure on a type of device, for `MaskStructure.cached`.
 
     Padding is looked at, for which the host may have to wait for a device, where that is worth it, and where a backend
     is `named` always.
@@ -201,7 +201,7 @@ def facts_of(structure: CallStructure, device: str, named: bool) -> Facts:
     return shape, features, packed, keys_class(keys) if numbers and device == "cuda" else 0
 
 
-def _worth_a_look(structure: CallStructure, device: str) -> bool:
+def _worth_a_look(structure: MaskStructure, device: str) -> bool:
     pairs = structure.batch * structure.q_len * structure.kv_len
     if device == "cuda":
         # a step reads its padding and offset where they are: looking at them would halt it
@@ -209,7 +209,7 @@ def _worth_a_look(structure: CallStructure, device: str) -> bool:
     return pairs > SMALL_PAIRS or device != "cpu"
 
 
-def facts_in_graph(structure: CallStructure, device: str) -> Facts:
+def facts_in_graph(structure: MaskStructure, device: str) -> Facts:
     """The same in a traced graph, for which nothing is read; nor is it guarded by the class of its lengths."""
     shape, features, packed, keys = facts_of(structure, "meta", False)
     if device == "cuda" and shape == "ragged" and not structure.one_run_a_row:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from .request import AttentionRequest
+from .call import AttentionCall
 
 
 class Listener:
@@ -26,14 +26,14 @@ class Listener:
     whole = ""
     """Who needs all heads and keys of a call at once, which streaming caches do not keep; empty if nobody does."""
 
-    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+    def before(self, module: nn.Module, call: AttentionCall) -> None:
         """Note a call that is about to be computed."""
 
-    def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor | None:
+    def answer(self, module: nn.Module, call: AttentionCall) -> Tensor | None:
         """Return the output `[batch, q_len, heads, head_dim_v]` in the model's place, or None to leave that to it."""
         return None
 
-    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
         """Look at the output of a call, `[batch, q_len, heads, head_dim_v]`."""
 
 
@@ -54,7 +54,7 @@ def listening(listener: L) -> Iterator[L]:
         _listeners.set(tuple(other for other in listeners() if other is not listener))
 
 
-def ask(heard_by: Sequence[Listener], module: nn.Module, call: AttentionRequest) -> Tensor | None:
+def ask(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall) -> Tensor | None:
     """Tells listeners of a call; returns the innermost answer, None if the model is to compute it."""
     for listener in heard_by:
         listener.before(module, call)
@@ -62,13 +62,13 @@ def ask(heard_by: Sequence[Listener], module: nn.Module, call: AttentionRequest)
     return next((out for out in answers if out is not None), None)
 
 
-def show(heard_by: Sequence[Listener], module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+def show(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall, out: Tensor) -> None:
     """Shows listeners the output of a call, the innermost one first."""
     for listener in reversed(heard_by):
         listener.after(module, call, out)
 
 
-Tap = Callable[[nn.Module, AttentionRequest], Tensor]
+Tap = Callable[[nn.Module, AttentionCall], Tensor]
 """Maps a module and its request to the output `[batch, q_len, heads, head_dim_v]`."""
 
 
@@ -79,9 +79,9 @@ class Answers(Listener):
     whole = "calibration or a profile"
     function: Tap
 
-    def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor:
+    def answer(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Return what the function computes."""
-        return self.function(module, call.widened())
+        return self.function(module, call.dequantised())
 
 
 def tapping(tap: Tap) -> AbstractContextManager[Answers]:

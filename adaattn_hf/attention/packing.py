@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .structure import CallStructure, Segment
+from .structure import MaskStructure, Segment
 
 # What a run's queries see of its keys, as torch's memory-efficient kernel numbers it.
 FULL, FROM_FIRST, TO_LAST = 0, 1, 2
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
 
 @torch.inference_mode(False)  # a later pass may keep the places for its gradients
 def pack(
-    structure: CallStructure, runs: Sequence[Segment], rule: int, device: torch.device, keys: Tensor | None = None
+    structure: MaskStructure, runs: Sequence[Segment], rule: int, device: torch.device, keys: Tensor | None = None
 ) -> Packed:
     """Packs runs of a structure, on a device; `keys` are the places of their keys where these are no runs of a row."""
 

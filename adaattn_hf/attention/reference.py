@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .request import AttentionRequest
-from .slicing import as_dense_mask
+from .call import AttentionCall
+from .slicing import reference_call
 from .tracing import autocast_device
 
 
@@ -28,27 +28,27 @@ class ReferenceResult(NamedTuple):
     lse: Tensor
 
 
-def attention(request: AttentionRequest, dtype: torch.dtype = torch.float64) -> ReferenceResult:
+def attention(call: AttentionCall, dtype: torch.dtype = torch.float64) -> ReferenceResult:
     """Exact attention in `dtype`, without dropout.
 
     Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. Rules per head are computed as
-    `slicing.as_dense_mask` says.
+    `slicing.reference_call` says.
     """
-    request = as_dense_mask(request.widened())
-    query, key, value = (t.to(dtype) for t in (request.query, request.key, request.value))
+    call = reference_call(call.dequantised())
+    query, key, value = (t.to(dtype) for t in (call.query, call.key, call.value))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     with torch.autocast(autocast_device(query), enabled=False):
-        scores = torch.matmul(query, key.transpose(2, 3)) * request.scaling
-        if request.softcap is not None:
-            scores = request.softcap * torch.tanh(scores / request.softcap)
-        if request.bias is not None:
-            scores = scores + request.bias.to(dtype)
-        visible = request.structure.visible(device=query.device)
+        scores = torch.matmul(query, key.transpose(2, 3)) * call.scaling
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.bias is not None:
+            scores = scores + call.bias.to(dtype)
+        visible = call.structure.visible(device=query.device)
         scores = scores.masked_fill(~visible, float("-inf"))
         columns = scores
-        if request.sink_logits is not None:
-            sink = request.sink_logits.to(dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        if call.sink_logits is not None:
+            sink = call.sink_logits.to(dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             # a learned sink takes part in the softmax but a row that sees no key still gives zeros
             columns = torch.cat([scores, sink], dim=3)
         top = columns.amax(dim=3, keepdim=True)

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .structure import CallStructure, Segment
+from .structure import MaskStructure, Segment
 
 
 @dataclass(eq=False)
-class Runs(CallStructure):
+class Runs(MaskStructure):
     """A structure that is made of runs from the start, where one offset for all would not say it.
 
     `causal` and `window` hold within each run; a query of no run sees nothing.
@@ -38,7 +38,7 @@ class Runs(CallStructure):
         return False
 
     @property
-    def places(self) -> tuple[int, int]:
+    def query_positions(self) -> tuple[int, int]:
         """The first place in its sequence at which a query stands, and the one after the last."""
         lasts = [first + run.q_len for first, run in zip(self.firsts, self.runs, strict=True)]
         return min(self.firsts, default=0), max(lasts, default=0)
@@ -46,19 +46,19 @@ class Runs(CallStructure):
     @property
     def longest(self) -> int:
         """At most so many tokens have the sequences."""
-        return self.places[1]
+        return self.query_positions[1]
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs."""
         return self.runs
 
-    def with_changes(self, **changes: Any) -> CallStructure:
+    def with_changes(self, **changes: Any) -> MaskStructure:
         """A copy with other rules and nothing remembered; beside a mask the runs become part of it."""
         mask: Tensor | None = changes.pop("mask", None)
         changed = super().with_changes(**changes)
         if mask is None:
             return changed
-        return CallStructure(
+        return MaskStructure(
             changed.batch, changed.q_len, changed.kv_len, mask=changed.visible(device=mask.device) & mask
         )
 
@@ -75,13 +75,13 @@ class Runs(CallStructure):
         """Boolean `[batch, 1, rows, kv_len]`: what the same rules say within each run."""
         keep = torch.zeros(self.batch, 1, self.q_len, self.kv_len, dtype=torch.bool, device=device)
         for run in self.runs:
-            own = CallStructure(1, run.q_len, run.k_len, self.causal, run.offset, self.window, self.sinks)
+            own = MaskStructure(1, run.q_len, run.k_len, self.causal, run.offset, self.window, self.sinks)
             queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
             keep[run.row, 0, queries, keys] = own.visible(device=device)[0, 0]
         return keep[:, :, start:stop] if rows is None else keep[:, :, rows.to(device)]
 
 
-def own_rows(structure: CallStructure) -> Tensor:
+def own_rows(structure: MaskStructure) -> Tensor:
     """`[batch or 1, q_len]`, on the host: how many queries of its sequence come with each; padding does not count."""
     if isinstance(structure, Runs):
         found = torch.zeros(structure.batch, structure.q_len, dtype=torch.long, device="cpu")
@@ -99,7 +99,7 @@ def own_rows(structure: CallStructure) -> Tensor:
     return torch.zeros_like(number).scatter_add(1, number, counted.long()).gather(1, number)
 
 
-def only(structure: CallStructure, chosen: Tensor) -> CallStructure:
+def only(structure: MaskStructure, chosen: Tensor) -> MaskStructure:
     """The structure in which sequences see nothing whose queries are not `chosen` `[batch or 1, q_len]`."""
     if isinstance(structure, Runs):
         kept = [

@@ -1,4 +1,4 @@
-"""Turns the rules of a `CallStructure` into contiguous runs of queries and keys, on the host."""
+"""Turns the rules of a `MaskStructure` into contiguous runs of queries and keys, on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .structure import CallStructure
+    from .structure import MaskStructure
 
 Run = tuple[int, int]
 
@@ -54,7 +54,7 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     return found
 
 
-def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
+def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
     """The runs of a structure, ordered by batch row and query; None if the rules do not describe runs.
 
     A query that belongs to no run sees nothing.
@@ -100,7 +100,7 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
     return tuple(found)
 
 
-def _padded_rows(structure: CallStructure, offset: int, real: list[Run]) -> tuple[Segment, ...]:
+def _padded_rows(structure: MaskStructure, offset: int, real: list[Run]) -> tuple[Segment, ...]:
     """The runs where nothing but padding cuts a row: every pass over a padded batch comes here."""
     found, q_len, causal = [], structure.q_len, structure.causal
     for row, (low, high) in enumerate(real):
@@ -112,7 +112,7 @@ def _padded_rows(structure: CallStructure, offset: int, real: list[Run]) -> tupl
     return tuple(found)
 
 
-def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
+def _documents(structure: MaskStructure) -> list[list[tuple[Run, Run]]] | None:
     whole = [((0, structure.q_len), (0, structure.kv_len))]
     if structure.k_segments is None:
         return [whole]

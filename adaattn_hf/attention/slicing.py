@@ -8,49 +8,49 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .call import AttentionCall
 from .heads import HeadRules
-from .request import AttentionRequest
 from .rounding import through_dtype, through_int8
-from .structure import CallStructure
+from .structure import MaskStructure
 
 
-def as_dense_mask(request: AttentionRequest) -> AttentionRequest:
+def reference_call(call: AttentionCall) -> AttentionCall:
     """Returns the request without rules per head whose exact attention is the same: the definition of `HeadRules`.
 
     Queries, keys and values are rounded in their own dtype, and a dense mask says what each head sees.
     """
-    rules = request.per_head
+    rules = call.per_head
     if rules is None:
-        return request
-    request = _rounded(replace(request, per_head=None), rules)
+        return call
+    call = _rounded(replace(call, per_head=None), rules)
     if not any(rules.windows):
-        return request
-    kv_heads, structure = request.key.shape[1], request.structure
-    groups = request.query.shape[1] // kv_heads
+        return call
+    kv_heads, structure = call.key.shape[1], call.structure
+    groups = call.query.shape[1] // kv_heads
     masks, beyond = [], None
     if rules.until is not None:
-        device = request.query.device
+        device = call.query.device
         beyond = structure.visible(device=device) & (structure.positions(device)[:, None, :, None] >= rules.until)
     for head in range(kv_heads):
         window, sinks = rules.window_in(structure, head)
-        own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
+        own = structure.with_changes(window=window, sinks=sinks).visible(device=call.query.device)
         if beyond is not None:
             own = own | beyond
         if own.shape[1] > 1:
             own = own[:, head * groups : (head + 1) * groups]
-        masks.append(own.expand(request.query.shape[0], groups, *own.shape[2:]))
-    return replace(request, structure=structure.with_changes(mask=torch.cat(masks, dim=1)))
+        masks.append(own.expand(call.query.shape[0], groups, *own.shape[2:]))
+    return replace(call, structure=structure.with_changes(mask=torch.cat(masks, dim=1)))
 
 
-def _rounded(request: AttentionRequest, rules: HeadRules) -> AttentionRequest:
+def _rounded(call: AttentionCall, rules: HeadRules) -> AttentionCall:
     if set(rules.precisions) == {"model"}:
-        return request
-    kv_heads = request.key.shape[1]
-    groups = request.query.shape[1] // kv_heads
+        return call
+    kv_heads = call.key.shape[1]
+    groups = call.query.shape[1] // kv_heads
     parts: list[list[Tensor]] = [[], [], []]
     for head, precision in enumerate(rules.precisions):
-        query = request.query[:, head * groups : (head + 1) * groups]
-        key, value = request.key[:, head : head + 1], request.value[:, head : head + 1]
+        query = call.query[:, head * groups : (head + 1) * groups]
+        key, value = call.key[:, head : head + 1], call.value[:, head : head + 1]
         if precision == "bf16":
             query, key, value = (through_dtype(t, torch.bfloat16) for t in (query, key, value))
         elif precision == "int8":
@@ -60,14 +60,14 @@ def _rounded(request: AttentionRequest, rules: HeadRules) -> AttentionRequest:
         for part, tensor in zip(parts, (query, key, value), strict=True):
             part.append(tensor)
     query, key, value = (torch.cat(part, dim=1) for part in parts)
-    return replace(request, query=query, key=key, value=value)
+    return replace(call, query=query, key=key, value=value)
 
 
-def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionRequest:
+def some_heads(call: AttentionCall, kv_heads: Sequence[int]) -> AttentionCall:
     """Returns the request of a few key/value heads and the query heads that share them; views where they adjoin."""
-    total, groups = request.key.shape[1], request.query.shape[1] // request.key.shape[1]
+    total, groups = call.key.shape[1], call.query.shape[1] // call.key.shape[1]
     if list(kv_heads) == list(range(total)):
-        return request
+        return call
     heads = [head * groups + member for head in kv_heads for member in range(groups)]
 
     def rows(tensor: Tensor, dim: int, index: Sequence[int]) -> Tensor:
@@ -75,58 +75,58 @@ def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionR
             return tensor.narrow(dim, index[0], len(index))
         return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
 
-    structure = request.structure
+    structure = call.structure
     if structure.mask is not None and structure.mask.shape[1] > 1:
         structure = structure.with_changes(mask=rows(structure.mask, 1, heads))
-    bias = request.bias
+    bias = call.bias
     return replace(
-        request,
-        query=rows(request.query, 1, heads),
-        key=rows(request.key, 1, kv_heads),
-        value=rows(request.value, 1, kv_heads),
-        stored=None if request.stored is None else request.stored.of_heads(kv_heads),
+        call,
+        query=rows(call.query, 1, heads),
+        key=rows(call.key, 1, kv_heads),
+        value=rows(call.value, 1, kv_heads),
+        stored=None if call.stored is None else call.stored.of_heads(kv_heads),
         structure=structure,
-        sink_logits=None if request.sink_logits is None else rows(request.sink_logits, 0, heads),
+        sink_logits=None if call.sink_logits is None else rows(call.sink_logits, 0, heads),
         bias=bias if bias is None or bias.shape[1] == 1 else rows(bias, 1, heads),
-        per_head=None if request.per_head is None else request.per_head.some(kv_heads),
+        per_head=None if call.per_head is None else call.per_head.some(kv_heads),
     )
 
 
-def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
+def some_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
     """Returns the request of a few query `rows` `[rows]` against all keys, with a dense mask of what they see."""
-    if request.per_head is not None:  # which counts rows of the whole call
-        request = as_dense_mask(request.widened())
-    device, structure, bias = request.query.device, request.structure, request.bias
+    if call.per_head is not None:  # which counts rows of the whole call
+        call = reference_call(call.dequantised())
+    device, structure, bias = call.query.device, call.structure, call.bias
     visible, rows = structure.visible(rows=rows, device=device), rows.to(device)
     return replace(
-        request,
-        query=request.query.index_select(2, rows),
-        structure=CallStructure(structure.batch, len(rows), structure.kv_len, mask=visible),
+        call,
+        query=call.query.index_select(2, rows),
+        structure=MaskStructure(structure.batch, len(rows), structure.kv_len, mask=visible),
         bias=bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :],
     )
 
 
-def some_range(request: AttentionRequest, first: int, stop: int) -> AttentionRequest:
+def some_range(call: AttentionCall, first: int, stop: int) -> AttentionCall:
     """Returns the request of the query rows from `first` to before `stop` of a causal call, plain or padded.
 
     Keys after the last of these rows are left out, unless they are codes, whose record speaks of all of them.
     """
-    structure, key, value, bias = request.structure, request.key, request.value, request.bias
-    seen = structure.kv_len if request.stored is not None else min(structure.kv_len, structure.offset() + stop)
+    structure, key, value, bias = call.structure, call.key, call.value, call.bias
+    seen = structure.kv_len if call.stored is not None else min(structure.kv_len, structure.offset() + stop)
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
         bias = bias if bias.shape[-1] == 1 else bias[..., :seen]
     return replace(
-        request,
-        query=request.query[:, :, first:stop],
+        call,
+        query=call.query[:, :, first:stop],
         key=key[:, :, :seen],
         value=value[:, :, :seen],
-        structure=structure.derived(_range_of, first, stop, seen),
+        structure=structure.cached(_range_of, first, stop, seen),
         bias=bias,
     )
 
 
-def _range_of(structure: CallStructure, first: int, stop: int, seen: int) -> CallStructure:
+def _range_of(structure: MaskStructure, first: int, stop: int, seen: int) -> MaskStructure:
     padding = None if structure.key_padding is None else structure.key_padding[:, :seen]
     return structure.with_changes(
         q_len=stop - first, kv_len=seen, q_offset=structure.offset() + first, key_padding=padding

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .request import narrowed
+from .call import narrowed
 from .tracing import autocast_device
 
 
@@ -28,7 +28,7 @@ def softmax_parts(
 
     Args:
         query, key: `[batch, heads, q_len, head_dim]`, `[batch, num_kv_heads, kv_len, head_dim]`.
-        scaling, softcap, sinks, bias: As in `AttentionRequest`; the bias is added before the mask.
+        scaling, softcap, sinks, bias: As in `AttentionCall`; the bias is added before the mask.
         mask: Boolean, or numbers to add, broadcastable to the weights.
         work: Dtype of the products; that of the softmax when None.
     """

@@ -1,7 +1,7 @@
 """What one attention call asks for: which key each query may see, said in a few numbers.
 
 A dense `[batch, 1, q_len, kv_len]` mask costs memory and time in proportion to its area; almost every mask in use is
-one of a handful of shapes. `CallStructure` holds the shape. `visible` turns it (or any band of its rows) into a boolean
+one of a handful of shapes. `MaskStructure` holds the shape. `visible` turns it (or any band of its rows) into a boolean
 tensor, which is the definition; `segments` turns it into contiguous runs that a kernel can walk, when that is possible.
 
 Coordinates: key `j` has index `j`; query `i` stands at key index `i + q_offset`. A cache may have dropped a sequence's
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .segments import Segment, find_segments
 
-__all__ = ["OPERANDS", "CallStructure", "Segment"]
+__all__ = ["OPERANDS", "MaskStructure", "Segment"]
 
 Made = TypeVar("Made")
 
@@ -27,11 +27,11 @@ OPERANDS = (
     "bool causal, SymInt q_offset, SymInt? window, SymInt sinks, SymInt? chunk, Tensor? offset, "
     "Tensor? chunk_start, Tensor? key_padding, Tensor? q_segments, Tensor? k_segments, Tensor? spans, Tensor? mask"
 )
-"""What `CallStructure.operands` returns, in the schema of an operator."""
+"""What `MaskStructure.operands` returns, in the schema of an operator."""
 
 
 @dataclass(eq=False)
-class CallStructure:
+class MaskStructure:
     """Visibility of keys, as a conjunction of simple rules. Never changed once made: what follows is remembered.
 
     Attributes:
@@ -106,7 +106,7 @@ class CallStructure:
         `suffix` is causal with queries that stand after the first key (chunked prefill, one decode step); `ragged`
         needs data (padding, documents, a device-side offset) to become segments.
         """
-        return self.derived(CallStructure._kind)
+        return self.cached(MaskStructure._kind)
 
     def _kind(self) -> str:
         if self.spans is not None or self.mask is not None:
@@ -131,18 +131,18 @@ class CallStructure:
         return self.chunk is None and not trimmed
 
     @property
-    def places(self) -> tuple[int, int] | None:
+    def query_positions(self) -> tuple[int, int] | None:
         """The first place of a query in its sequence, and the one after the last; None where tensors say it."""
         if not self.plain:
             return None
-        least, most = self.derived(CallStructure._dropped)
+        least, most = self.cached(MaskStructure._dropped)
         return self.offset() + least, self.offset() + self.q_len + most
 
     @property
     def longest(self) -> int:
         """At most so many tokens have the sequences, those counted that a cache dropped; padding is not looked at."""
         gone = self.dropped  # steps come here layer by layer
-        return self.kv_len + (self.derived(CallStructure._dropped)[1] if isinstance(gone, Tensor) else gone)
+        return self.kv_len + (self.cached(MaskStructure._dropped)[1] if isinstance(gone, Tensor) else gone)
 
     def _dropped(self) -> tuple[int, int]:
         if not isinstance(self.dropped, Tensor):
@@ -157,7 +157,7 @@ class CallStructure:
         extents, shape = (self.batch, heads, self.q_len, self.kv_len), self.mask.shape
         return len(shape) == 4 and all(n in (1, extent) for n, extent in zip(shape, extents, strict=True))
 
-    def derived(self, make: Callable[..., Made], *arguments: Any) -> Made:
+    def cached(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """What `make(self, *arguments)` returns, made once and remembered as long as the structure lives."""
         key = (make, *arguments)
         if key not in self.made:
@@ -179,7 +179,7 @@ class CallStructure:
         )  # fmt: skip
 
     @classmethod
-    def of_operands(cls, q: Tensor, k: Tensor, *operands: Any) -> CallStructure:
+    def of_operands(cls, q: Tensor, k: Tensor, *operands: Any) -> MaskStructure:
         """The structure of queries and keys `[batch, heads, length, head_dim]`, from what `operands` returned."""
         causal, q_offset, window, sinks, chunk, offset, *tensors = operands
         chunk_start, key_padding, q_segments, k_segments, spans, mask = tensors
@@ -188,11 +188,11 @@ class CallStructure:
             chunk_start, key_padding, q_segments, k_segments, spans, mask,
         )  # fmt: skip
 
-    def with_changes(self, **changes: Any) -> CallStructure:
+    def with_changes(self, **changes: Any) -> MaskStructure:
         """A copy with other rules and nothing remembered."""
         return replace(self, **changes, made={})
 
-    def expanded(self, batch: int) -> CallStructure:
+    def expanded(self, batch: int) -> MaskStructure:
         """The structure of one batch row, repeated for `batch` rows."""
         if self.batch == batch:
             return self
@@ -202,9 +202,9 @@ class CallStructure:
                 "pass an attention_mask whose batch is that of the inputs"
             )
 
-        return self.derived(CallStructure._expand, batch)
+        return self.cached(MaskStructure._expand, batch)
 
-    def _expand(self, batch: int) -> CallStructure:
+    def _expand(self, batch: int) -> MaskStructure:
         def rows(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.expand(batch, *t.shape[1:])
 
@@ -310,16 +310,16 @@ class CallStructure:
         return torch.zeros((1, self.kv_len), dtype=torch.long, device=device)
 
     # ------------------------------------------------------------------ facts that need data
-    def settled(self) -> CallStructure:
+    def simplified(self) -> MaskStructure:
         """The same visibility in the fewest rules: padding that hides nothing is dropped, a device-side offset is read.
 
         Looks at the data once, then remembers. Must not be called while a graph is traced or captured.
         """
         if self.key_padding is None and isinstance(self.q_offset, int):
             return self
-        return self.derived(CallStructure._settle) or self
+        return self.cached(MaskStructure._settle) or self
 
-    def _settle(self) -> CallStructure | None:
+    def _settle(self) -> MaskStructure | None:
         """None for itself: one that remembers itself would wait for the garbage collector, with all its tables."""
         changes: dict[str, Any] = {}
         padding = self.padding_on_host()
@@ -329,7 +329,7 @@ class CallStructure:
             changes["q_offset"] = self.offset()
         if not changes:
             return None
-        fetched = {key: made for key, made in self.made.items() if key == (CallStructure._fetch,)}
+        fetched = {key: made for key, made in self.made.items() if key == (MaskStructure._fetch,)}
         return replace(self, **changes, made=fetched)
 
     def padding_on_host(self) -> Tensor | None:
@@ -338,7 +338,7 @@ class CallStructure:
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """A tensor of the rules in the host's memory: on CUDA one synchronisation for all that runs are made of."""
-        return tensor if tensor.is_cpu or tensor.is_meta else self.derived(CallStructure._fetch)[id(tensor)]
+        return tensor if tensor.is_cpu or tensor.is_meta else self.cached(MaskStructure._fetch)[id(tensor)]
 
     def _fetch(self) -> dict[int, Tensor]:
         given = (self.q_offset, self.chunk_start, self.key_padding, self.q_segments, self.k_segments, self.dropped)
@@ -354,11 +354,11 @@ class CallStructure:
         Reads the padding, the document numbers and a device-side offset once, then remembers: on CUDA this is the one
         synchronisation of a forward pass. Must not be called while a graph is traced or captured.
         """
-        return self.derived(find_segments)
+        return self.cached(find_segments)
 
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
-        return self.q_offset if isinstance(self.q_offset, int) else self.derived(CallStructure._read_offset)
+        return self.q_offset if isinstance(self.q_offset, int) else self.cached(MaskStructure._read_offset)
 
     def _read_offset(self) -> int:
         return int(self.on_host(self.q_offset) if isinstance(self.q_offset, Tensor) else self.q_offset)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from ..attention.kind import BEHIND, HEAD_WINDOWS, OPTIONS, WINDOW, CallSpec
-from ..attention.request import AttentionRequest, AttentionResult, head_dim_of
+from ..attention.call import AttentionCall, AttentionResult, head_dim_of
+from ..attention.kind import BEHIND, HEAD_WINDOWS, OPTIONS, WINDOW, CallKind
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
-    from ..attention.structure import CallStructure
+    from ..attention.structure import MaskStructure
 
 Made = TypeVar("Made")
 
-Kernel = Callable[[AttentionRequest], AttentionResult]
+Kernel = Callable[[AttentionCall], AttentionResult]
 """Computes calls of one kind: whatever had to be looked at, chosen or compiled for the kind is behind it.
 
 It holds no tensor of a call. Lengths, offsets, addresses and the factor on the scores are read from the call, which
@@ -53,7 +53,7 @@ class Supports:
     dense: bool = True
     unless: tuple[tuple[int, str], ...] = ()
 
-    def refusals(self, kind: CallSpec) -> list[str]:
+    def refusals(self, kind: CallKind) -> list[str]:
         """All the reasons why a call of a kind cannot be served; empty if it can."""
         kernels, asked, sizes = self.kernels, kind.features, (kind.head_dim, kind.head_dim_v)
         reasons = [f"{kernels} have no {name}" for bit, name in OPTIONS.items() if asked & bit & ~self.features]
@@ -96,11 +96,11 @@ class Backend(Protocol):
         """All that this installation lacks for the backend to run at all; empty if nothing. Imports lazily."""
         return ()
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """All the reasons why a call of this kind cannot be served; empty if it can."""
         return tuple(self.supports.refusals(kind))
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """The kernel of a kind that is not refused, for calls whose rules per head are `rules`: the only way in.
 
         Asked once for each kind, and rules; in a traced graph at each call. Calls have something to compute.
@@ -112,7 +112,7 @@ class Backend(Protocol):
         return ("one launch",) * len(rules.windows)
 
 
-def run_refusals(kind: CallSpec, kernels: str) -> list[str]:
+def run_refusals(kind: CallKind, kernels: str) -> list[str]:
     """The refusals of packed kernels, which count windows from the last key of a run; `kernels` as in `Supports`."""
     if kind.shape != "ragged" or kind.compiling:
         return []
@@ -142,7 +142,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def derived_on(structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any) -> Made:
+def derived_on(structure: MaskStructure, device: torch.device, make: Callable[..., Made], *arguments: Any) -> Made:
     """What `make(structure, device, *arguments)` computes on a device, shared by the layers of a pass.
 
     Another stream makes its own, as it would not wait for this one; so does a graph that is captured, which computes it
@@ -151,29 +151,29 @@ def derived_on(structure: CallStructure, device: torch.device, make: Callable[..
     if capturing(device):
         return make(structure, device, *arguments)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    made: Made = structure.derived(_made_on_stream, stream, make, device, *arguments)
+    made: Made = structure.cached(_made_on_stream, stream, make, device, *arguments)
     return made
 
 
 def _made_on_stream(
-    structure: CallStructure, stream: int, make: Callable[..., Made], device: torch.device, *arguments: Any
+    structure: MaskStructure, stream: int, make: Callable[..., Made], device: torch.device, *arguments: Any
 ) -> Made:
     return make(structure, device, *arguments)
 
 
-def nothing_seen(request: AttentionRequest) -> AttentionResult:
+def zero_output(call: AttentionCall) -> AttentionResult:
     """The answer to a call in which no query sees any key: zeros, through which a gradient of zeros flows."""
-    batch, heads, q_len, _ = request.query.shape
-    out = request.query.new_zeros((batch, q_len, heads, head_dim_of(request.value)))
+    batch, heads, q_len, _ = call.query.shape
+    out = call.query.new_zeros((batch, q_len, heads, head_dim_of(call.value)))
     if torch.is_grad_enabled():
-        for tensor in (request.query, request.key, request.value, request.bias, request.sink_logits):
+        for tensor in (call.query, call.key, call.value, call.bias, call.sink_logits):
             if tensor is not None and tensor.requires_grad:
                 out = out + (tensor[:0].sum() * 0).to(out.dtype)
-    if not request.need_lse:
+    if not call.need_lse:
         return AttentionResult(out)
-    if request.sink_logits is None:
-        lse = request.query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float32)
+    if call.sink_logits is None:
+        lse = call.query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float32)
     else:
         # the learned sink alone is in the sum
-        lse = request.sink_logits.detach().float().reshape(1, -1, 1).repeat(batch, 1, q_len)
+        lse = call.sink_logits.detach().float().reshape(1, -1, 1).repeat(batch, 1, q_len)
     return AttentionResult(out, lse)

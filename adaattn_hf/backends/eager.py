@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..attention.call import AttentionCall, AttentionResult
 from ..attention.kind import (
     BIAS,
     COMPILING,
@@ -17,30 +18,29 @@ from ..attention.kind import (
     SINKS,
     SOFTCAP,
     STORED,
-    CallSpec,
+    CallKind,
 )
-from ..attention.request import AttentionRequest, AttentionResult
 from .base import Backend, Kernel, Supports
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
 
 
-def _parts(request: AttentionRequest) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     from ..attention.softmax import softmax_parts
 
-    visible = request.structure.visible(device=request.query.device)
+    visible = call.structure.visible(device=call.query.device)
     return softmax_parts(
-        request.query, request.key, request.scaling,
-        softcap=request.softcap, sinks=request.sink_logits, bias=request.bias, mask=visible,
+        call.query, call.key, call.scaling,
+        softcap=call.softcap, sinks=call.sink_logits, bias=call.bias, mask=visible,
     )  # fmt: skip
 
 
-def attention_weights(request: AttentionRequest) -> Tensor:
+def attention_weights(call: AttentionCall) -> Tensor:
     """The softmax weights `[batch, heads, q_len, kv_len]` in the query's dtype, before dropout."""
-    if not request.key.shape[2]:
-        return request.query.new_zeros((*request.query.shape[:3], 0))
-    return _parts(request.widened())[0].to(request.query.dtype)
+    if not call.key.shape[2]:
+        return call.query.new_zeros((*call.query.shape[:3], 0))
+    return _parts(call.dequantised())[0].to(call.query.dtype)
 
 
 class EagerBackend(Backend):
@@ -51,17 +51,17 @@ class EagerBackend(Backend):
         "three plain operations", DROPOUT | SOFTCAP | SINKS | BIAS | LSE | GRAD | COMPILING | OPAQUE | STORED
     )
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """The same for every kind."""
         return _attend
 
 
-def _attend(request: AttentionRequest) -> AttentionResult:
+def _attend(call: AttentionCall) -> AttentionResult:
     """Attention with the score matrix in memory; dropout falls on the normalised weights."""
     from ..attention.softmax import weighted
 
-    request = request.widened()
-    weights, top, total = _parts(request)
-    out = weighted(weights, request.value, request.dropout).to(request.query.dtype)
-    lse = (top + torch.log(total)).squeeze(3).float() if request.need_lse else None
+    call = call.dequantised()
+    weights, top, total = _parts(call)
+    out = weighted(weights, call.value, call.dropout).to(call.query.dtype)
+    lse = (top + torch.log(total)).squeeze(3).float() if call.need_lse else None
     return AttentionResult(out.transpose(1, 2), lse)

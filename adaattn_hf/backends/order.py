@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention.kind import BIAS, OPAQUE, SINKS, SOFTCAP, WINDOW, CallSpec
+from ..attention.kind import BIAS, OPAQUE, SINKS, SOFTCAP, WINDOW, CallKind
 from .triton import TritonBackend
 
 TRITON = TritonBackend()
@@ -43,37 +43,37 @@ _SMALL_HEAD = 64
 _WIDE_HEAD, _SHORT_DOCUMENTS = 128, 1024
 
 
-def _foreign(kind: CallSpec) -> bool:
+def _foreign(kind: CallKind) -> bool:
     return bool(kind.features & OPAQUE) or (kind.compiling and torch.onnx.is_in_onnx_export())
 
 
-def _from_memory(kind: CallSpec) -> bool:
+def _from_memory(kind: CallKind) -> bool:
     """fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth."""
     lone = kind.decode and kind.groups == 1 and kind.dtype == torch.float32 and kind.shape == "suffix"
     return kind.device.type == "cpu" and lone and (kind.kv_bytes > _CACHED_BYTES or kind.compiling)
 
 
-def _gathered(kind: CallSpec) -> bool:
+def _gathered(kind: CallKind) -> bool:
     """Padding with holes is gathered into runs by torch's way, and becomes a dense mask in the native kernels."""
     return kind.device.type == "cpu" and kind.holes is True and not kind.features & BIAS
 
 
-def _small(kind: CallSpec) -> bool:
+def _small(kind: CallKind) -> bool:
     return max(kind.head_dim, kind.head_dim_v) <= _SMALL_HEAD
 
 
-def _ours_per_head(kind: CallSpec) -> bool:
+def _ours_per_head(kind: CallKind) -> bool:
     if not kind.per_head:
         return False
     light = kind.decode or kind.pairs < _HEAVY_PAIRS
     return light or _small(kind) or (not kind.needs_grad and TRITON.specialised(kind))
 
 
-def _special(kind: CallSpec) -> bool:
+def _special(kind: CallKind) -> bool:
     return bool(kind.features & (WINDOW | SOFTCAP | SINKS)) or kind.shape in ("ragged", "window", "irregular")
 
 
-def _shared_step(kind: CallSpec) -> bool:
+def _shared_step(kind: CallKind) -> bool:
     """Torch would plan a kernel for each number of keys, and its kernel for fp32 does not share keys out."""
     if _special(kind) or not kind.decode or kind.keys < _SHARED_KEYS:
         return False
@@ -82,11 +82,11 @@ def _shared_step(kind: CallSpec) -> bool:
     return kind.dtype == torch.float32 or (heavy and TRITON.specialised(kind))
 
 
-def _plain(kind: CallSpec) -> bool:
+def _plain(kind: CallKind) -> bool:
     return not _special(kind) and (kind.decode or kind.shape in ("full", "causal"))
 
 
-def _ahead(kind: CallSpec) -> bool:
+def _ahead(kind: CallKind) -> bool:
     """Plain causal calls in which our kernel for Hopper is ahead of torch's."""
     if not _plain(kind) or kind.shape != "causal" or kind.needs_grad:
         return False
@@ -99,15 +99,15 @@ def _ahead(kind: CallSpec) -> bool:
     return ahead and TRITON.specialised(kind)
 
 
-def _heavy(kind: CallSpec) -> bool:
+def _heavy(kind: CallKind) -> bool:
     return kind.pairs >= _HEAVY_PAIRS
 
 
-def _over_runs(kind: CallSpec) -> bool:
+def _over_runs(kind: CallKind) -> bool:
     return kind.shape == "ragged" or kind.decode
 
 
-def _read_in_place(kind: CallSpec) -> bool:
+def _read_in_place(kind: CallKind) -> bool:
     """Our kernels gather nothing; flash-attn 3 is ahead in heavy packed rows, but for two kinds on Hopper.
 
     Three narrow heads of a group share their keys in our kernel there, and short documents of wide heads.
@@ -123,7 +123,7 @@ class Rule(NamedTuple):
     """Calls, how to know them, the backends that are tried for them, best first, and the page that measured it."""
 
     calls: str
-    holds: Callable[[CallSpec], bool]
+    holds: Callable[[CallKind], bool]
     names: tuple[str, ...]
     page: str
 
@@ -167,7 +167,7 @@ RULES = (
 """From CPUs to CUDA; the first rule that holds counts. docs/architecture.md shows it, which a test compares."""
 
 
-def order(kind: CallSpec) -> tuple[str, ...]:
+def order(kind: CallKind) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for calls of a kind, best first."""
     for rule in RULES:
         if rule.holds(kind):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..attention.kind import BIAS, COMPILING, DROPOUT, EMPTY, SINKS, SOFTCAP, SYMBOLIC, CallSpec
-from ..attention.request import AttentionRequest, AttentionResult
+from ..attention.call import AttentionCall, AttentionResult
+from ..attention.kind import BIAS, COMPILING, DROPOUT, EMPTY, SINKS, SOFTCAP, SYMBOLIC, CallKind
 from ..errors import unknown
-from .base import Backend, Kernel, installed, nothing_seen
+from .base import Backend, Kernel, installed, zero_output
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend
 from .native.backend import NativeBackend
@@ -44,7 +44,7 @@ BACKENDS: dict[str, Backend] = {
 MOST = 1024
 """Kinds of calls that are remembered; the oldest ones are forgotten."""
 
-Kernels = dict[tuple[CallSpec, "str | None"], "Kernel | None"]
+Kernels = dict[tuple[CallKind, "str | None"], "Kernel | None"]
 """Kernels by the kind of call and the backend that was named; None where all that may be asked refuse it."""
 
 launches: Kernels = {}
@@ -68,7 +68,7 @@ def by_name(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def refusals_of(name: str, kind: CallSpec) -> tuple[str, ...]:
+def refusals_of(name: str, kind: CallKind) -> tuple[str, ...]:
     """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
     return (*_missing(name), *by_name(name).refusals(kind))
 
@@ -102,35 +102,35 @@ def traces(name: str) -> bool:
     return not _missing(name)
 
 
-def attend(request: AttentionRequest, backend: str | None = None) -> AttentionResult:
+def attend(call: AttentionCall, backend: str | None = None) -> AttentionResult:
     """Attention by the chosen backend, or by a named one.
 
     Raises:
         ValueError: Tensors do not belong together, or a number is out of its range.
         BackendRefusal: The named backend cannot serve the call, or no backend serves its rules per head.
     """
-    kernel = kernel_of(request, backend)
+    kernel = kernel_of(call, backend)
     if kernel is None:
-        raise refused(request.checked_kind(backend is not None), backend)
-    return kernel(request)
+        raise refused(call.checked_kind(backend is not None), backend)
+    return kernel(call)
 
 
-def kernel_of(request: AttentionRequest, backend: str | None = None, compiling: bool | None = None) -> Kernel | None:
+def kernel_of(call: AttentionCall, backend: str | None = None, compiling: bool | None = None) -> Kernel | None:
     """The kernel of a call, made once per kind; None where all backends that may be asked refuse the kind.
 
     A ValueError as of `attend`. In traced graphs, which guard whatever they read, nothing is remembered; `compiling`
     says whether one is traced, for those who know.
     """
-    kind = request.kind(backend is not None, compiling)
+    kind = call.kind(backend is not None, compiling)
     if kind is None or kind.features & _LOOK_CLOSER:
-        return _looked_up(request, backend)
-    rules = request.per_head
+        return _looked_up(call, backend)
+    rules = call.per_head
     kernel = (launches if rules is None else rules.kernels).get((kind, backend))
-    return _looked_up(request, backend) if kernel is None else kernel
+    return _looked_up(call, backend) if kernel is None else kernel
 
 
-def _looked_up(request: AttentionRequest, backend: str | None) -> Kernel | None:
-    kind, rules = request.checked_kind(backend is not None), request.per_head
+def _looked_up(call: AttentionCall, backend: str | None) -> Kernel | None:
+    kind, rules = call.checked_kind(backend is not None), call.per_head
     if kind.features & (COMPILING | SYMBOLIC):
         return _made(kind, rules, backend)
     kernels: Kernels = launches if rules is None else rules.kernels
@@ -140,16 +140,16 @@ def _looked_up(request: AttentionRequest, backend: str | None) -> Kernel | None:
     return remember(kernels, key, _made(kind, rules, backend))
 
 
-def _made(kind: CallSpec, rules: HeadRules | None, backend: str | None) -> Kernel | None:
+def _made(kind: CallKind, rules: HeadRules | None, backend: str | None) -> Kernel | None:
     serves, passed = _find(kind, backend)
     if serves is None:
         return None
     if not kind.compiling:
         _say(kind, serves.name, passed)
-    return nothing_seen if kind.features & EMPTY else serves.kernel(kind, rules)
+    return zero_output if kind.features & EMPTY else serves.kernel(kind, rules)
 
 
-def remember(kernels: Kernels, key: tuple[CallSpec, str | None], kernel: Kernel | None) -> Kernel | None:
+def remember(kernels: Kernels, key: tuple[CallKind, str | None], kernel: Kernel | None) -> Kernel | None:
     """Keeps the kernel of a kind, and returns it; the oldest ones go."""
     if len(kernels) >= MOST:
         for oldest in list(kernels)[: 1 - MOST]:  # a list is made in one step, whatever other threads do meanwhile
@@ -158,7 +158,7 @@ def remember(kernels: Kernels, key: tuple[CallSpec, str | None], kernel: Kernel 
     return kernel
 
 
-def choose(kind: CallSpec, backend: str | None = None) -> Backend:
+def choose(kind: CallKind, backend: str | None = None) -> Backend:
     """The backend for calls of this kind. BackendRefusal where the named one cannot serve it."""
     serves, _ = _find(kind, backend)
     if serves is None:
@@ -166,7 +166,7 @@ def choose(kind: CallSpec, backend: str | None = None) -> Backend:
     return serves
 
 
-def refused(kind: CallSpec, backend: str | None) -> BackendRefusal:
+def refused(kind: CallKind, backend: str | None) -> BackendRefusal:
     """The error of a kind that no backend serves that may be asked."""
     _, passed = _find(kind, backend)
     name = "no backend can" if backend is None else f"backend {backend!r} cannot"
@@ -176,12 +176,12 @@ def refused(kind: CallSpec, backend: str | None) -> BackendRefusal:
     )
 
 
-def serving(kind: CallSpec, backend: str | None = None) -> Backend | None:
+def serving(kind: CallKind, backend: str | None = None) -> Backend | None:
     """The backend that serves calls of this kind, None where all that may be asked refuse them."""
     return _find(kind, backend)[0]
 
 
-def _find(kind: CallSpec, backend: str | None) -> tuple[Backend | None, list[str]]:
+def _find(kind: CallKind, backend: str | None) -> tuple[Backend | None, list[str]]:
     passed: list[str] = []
     for name in (backend,) if backend is not None else order(kind):
         reasons = refusals_of(name, kind)
@@ -191,7 +191,7 @@ def _find(kind: CallSpec, backend: str | None) -> tuple[Backend | None, list[str
     return None, passed
 
 
-def _say(kind: CallSpec, name: str, passed: list[str]) -> None:
+def _say(kind: CallKind, name: str, passed: list[str]) -> None:
     device, dtype = kind.device.type, kind.dtype
     if (device, dtype, name) not in _said:
         _said.add((device, dtype, name))

@@ -39,7 +39,7 @@ from ..policy.knapsack import Allocation, Array
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .inputs import PLANS, OutOfTime
-from .layers import Measurement, Picks, picks_of, programs
+from .layers import Measurement, Picks, bound_layers, picks_of
 from .passes import StockDistance, stock_distance, whole_forward
 from .proof import Proof, Test, prove
 from .search import REHEARSED, Aim, Found, Joint, JointPasses, seek
@@ -78,7 +78,7 @@ def decided(measurement: Measurement, budget: float | None = None) -> Calibratio
     if inputs.pace is not None:
         inputs.run.expect({"plans": 0.0, "speed": inputs.pace.speed(inputs.settings) * result.met})
     if result.met and inputs.settings.rounds and inputs.team.leads:
-        by_layer = programs(measurement, picks_of(measurement, result.plan))
+        by_layer = bound_layers(measurement, picks_of(measurement, result.plan))
         try:
             timed = whole_forward(inputs, by_layer, inputs.settings.rounds)
             result.report["whole_forward"] = [asdict(one) for one in timed]
@@ -363,7 +363,7 @@ class Campaign:
         return replace(made, plan=plan, met=True, sentence=sentence, report=noted)
 
     def verdicts(self, state: State, planned: bool) -> dict[str, Verified | str]:
-        """Returns a verdict on each format, or why it is not tested; `planned`: together with the plan found."""
+        """Returns a verdict on each format, or why it is not tested; `bound_layer`: together with the plan found."""
         budget, beside = self.gates.budget, "numbers" if self.format is None else self.format.stored
         found: dict[str, Verified | str] = {}
         for one in self.roundings:

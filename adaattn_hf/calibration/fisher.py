@@ -22,23 +22,23 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from adaattn_hf.eval.arms import CHUNK, ModelArms, exact_tap, layer_of, refuse_infinite
 from adaattn_hf.eval.windows import TokenWindow
 
+from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
-from ..attention.request import AttentionRequest
-from ..plans.choices import EXACT, PRECISE_ROWS, Choice
+from ..plans.choices import EXACT, MIN_PREFILL_ROWS, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
 
 
 def in_pieces(
-    request: AttentionRequest, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
+    call: AttentionCall, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
 ) -> tuple[Tensor, Tensor]:
     """Returns `row_outputs`, computed for half of the rows at a time where the device has no room for all."""
     try:
-        return row_outputs(request, rows, choices, tensors)
+        return row_outputs(call, rows, choices, tensors)
     except torch.OutOfMemoryError:
-        if len(rows) < 2 * PRECISE_ROWS:
+        if len(rows) < 2 * MIN_PREFILL_ROWS:
             raise
-    outputs, losses = zip(*(in_pieces(request, half, choices, tensors) for half in rows.chunk(2)), strict=True)
+    outputs, losses = zip(*(in_pieces(call, half, choices, tensors) for half in rows.chunk(2)), strict=True)
     return torch.cat(outputs, dim=2), torch.cat(losses, dim=2)
 
 
@@ -57,21 +57,21 @@ class FisherRecorder:
     left: set[int] = field(default_factory=set)
     forward: bool = True
 
-    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
+    def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Computes exact attention; on the way back, measures what each choice would change and hears its gradients."""
-        index = layer_of(module, request)
+        index = layer_of(module, call)
         if self.forward:
             if index in self.left:
                 raise ValueError(
                     f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
                 )
             self.left.add(index)
-            return exact_tap(module, request)
-        query, key, value = (one.detach() for one in (request.query, request.key, request.value))
-        bare = replace(request, query=query, key=key, value=value)
+            return exact_tap(module, call)
+        query, key, value = (one.detach() for one in (call.query, call.key, call.value))
+        bare = replace(call, query=query, key=key, value=value)
         outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
         changes, products = outputs[1:] - outputs[:1], []
-        out = exact_tap(module, request)
+        out = exact_tap(module, call)
 
         def note(gradient: Tensor) -> None:
             rows = self.rows.to(gradient.device)

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf.eval.arms import programs_of
+from adaattn_hf.eval.arms import bound_layers_of
 
+from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
-from ..attention.request import AttentionRequest
 from ..plans.binding import Binding
+from ..plans.bound_layer import BoundLayer
 from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan
-from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
 from ..policy.knapsack import Array, Launches, of_cache
@@ -50,7 +50,7 @@ class Layers:
     windows: Mapping[int, int | None]
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
-    calls: Mapping[int | None, Mapping[int, AttentionRequest]]
+    calls: Mapping[int | None, Mapping[int, AttentionCall]]
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -68,10 +68,10 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
 
     Lengths that are `kept` are not run again.
     """
-    moments, by_length = Moments(), dict[int, list[AttentionRequest]]()
+    moments, by_length = Moments(), dict[int, list[AttentionCall]]()
     if kept is not None:
         moments, by_length = kept.load(inputs.arms.device)
-    calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
+    calls: dict[int | None, dict[int, AttentionCall]] = {None: {}}
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.run.progress("moments", number, len(inputs.samples))
         if length not in by_length:
@@ -79,8 +79,8 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
             if kept is not None and inputs.team.leads:
                 kept.save(moments, by_length)
         calls[None][length], *others = by_length[length]
-        for request in others:
-            calls.setdefault(request.structure.window, {})[length] = request
+        for call in others:
+            calls.setdefault(call.structure.window, {})[length] = call
     inputs.run.progress("moments", len(inputs.samples), len(inputs.samples))
     _refuse_other_scoring(inputs, moments)
     indices = tuple(sorted(moments.grams))
@@ -120,16 +120,16 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
         )
 
 
-def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionRequest]:
+def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]:
     """Runs one sequence, adds up its moments; a call of each window, none first, of the layer nearest to the middle."""
-    nearest: dict[int | None, tuple[int, AttentionRequest]] = {}
+    nearest: dict[int | None, tuple[int, AttentionCall]] = {}
     place, middle = count(), len(inputs.arms.attentions) // 2
 
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        far, own = abs(next(place) - middle), request.structure.window
+    def tap(module: nn.Module, call: AttentionCall) -> Tensor:
+        far, own = abs(next(place) - middle), call.structure.window
         if own not in nearest or far < nearest[own][0]:
-            nearest[own] = far, request
-        return moments.tap(module, request)
+            nearest[own] = far, call
+        return moments.tap(module, call)
 
     with torch.no_grad(), tapping(tap):
         inputs.arms.hidden(inputs.windows(inputs.samples[length].risk[0])[0])
@@ -233,9 +233,9 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
     )
 
 
-def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
+def bound_layers(measurement: Measurement, picks: Picks) -> dict[int, BoundLayer]:
     """Returns the programs of an allocation by layer index."""
-    return programs_of(make_plan(measurement, picks), measurement.layers.tensors)
+    return bound_layers_of(make_plan(measurement, picks), measurement.layers.tensors)
 
 
 def picks_of(measurement: Measurement, plan: Plan) -> Picks:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from adaattn_hf.eval.arms import compare, exact_tap, plan_tap
 from adaattn_hf.eval.windows import TokenWindow
 
+from ..attention.call import AttentionCall
 from ..attention.listeners import Tap, tapping
-from ..attention.request import AttentionRequest
 from ..backends import select
-from ..plans.program import Program
+from ..plans.bound_layer import BoundLayer
 from ..stats.paired import clustered_ratio
 from ..stats.stopwatch import in_turn
 from .inputs import Inputs
@@ -60,7 +60,7 @@ class Benefit:
 
 
 @torch.no_grad()
-def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) -> list[Benefit]:
+def whole_forward(inputs: Inputs, bound_layers: Mapping[int, BoundLayer], rounds: int) -> list[Benefit]:
     """Returns the speed-up of the whole forward pass, with the head on the last token, at each length.
 
     Rounds are at least two and as many as asked for, more where a pass is short.
@@ -70,7 +70,7 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
         inputs.refuse_late(together=False)
         inputs.run.progress("speed", number, len(inputs.samples))
         tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0]).repeat(inputs.settings.batch, 1)
-        seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(programs)}, rounds)
+        seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(bound_layers)}, rounds)
         logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
         ratio, clock = clustered_ratio(logs, np.ones(len(logs))), "time" if tokens.is_cuda else "CPU time"
         high = ratio.upper((1 + CONFIDENCE) / 2)
@@ -117,9 +117,9 @@ def stock_distance(inputs: Inputs) -> StockDistance:
     window = TokenWindow("", tokens, None, tokens)  # every position counts, whatever token it is to predict
 
     def by(backend: str) -> Tap:
-        def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-            refused = bool(select.refusals_of(backend, request.checked_kind(named=True)))
-            return select.attend(request, None if refused else backend).out
+        def tap(module: nn.Module, call: AttentionCall) -> Tensor:
+            refused = bool(select.refusals_of(backend, call.checked_kind(named=True)))
+            return select.attend(call, None if refused else backend).out
 
         return tap
 

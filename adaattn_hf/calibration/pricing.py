@@ -24,16 +24,16 @@ from operator import mul
 import numpy as np
 import torch
 
-from ..attention.request import AttentionRequest
+from ..attention.call import AttentionCall
 from ..attention.slicing import some_heads
-from ..attention.structure import CallStructure
+from ..attention.structure import MaskStructure
 from ..backends import select
 from ..backends.capability import cpu_name
 from ..backends.native.library import level_here
 from ..plans import execute
+from ..plans.bound_layer import BoundLayer
 from ..plans.choices import Choice
 from ..plans.plan import LayerPlan
-from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable
@@ -58,26 +58,26 @@ def machine(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def decode_step(request: AttentionRequest) -> AttentionRequest:
+def decode_step(call: AttentionCall) -> AttentionCall:
     """Returns the request for the last query only, a decode step."""
-    batch, _, kv_len, _ = request.key.shape
-    structure = CallStructure(batch, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window)
-    return replace(request, query=request.query[:, :, -1:], structure=structure)
+    batch, _, kv_len, _ = call.key.shape
+    structure = MaskStructure(batch, 1, kv_len, causal=True, q_offset=kv_len - 1, window=call.structure.window)
+    return replace(call, query=call.query[:, :, -1:], structure=structure)
 
 
-def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
+def repeated(call: AttentionCall, batch: int) -> AttentionCall:
     """Returns the call of one sequence for so many copies of it; for one, the tensors as the model lays them out."""
-    if batch == request.query.shape[0]:
-        return request
-    query, key, value = (x.repeat(batch, 1, 1, 1) for x in (request.query, request.key, request.value))
-    return replace(request, query=query, key=key, value=value, structure=request.structure.expanded(batch))
+    if batch == call.query.shape[0]:
+        return call
+    query, key, value = (x.repeat(batch, 1, 1, 1) for x in (call.query, call.key, call.value))
+    return replace(call, query=query, key=key, value=value, structure=call.structure.expanded(batch))
 
 
-def by_heads(request: AttentionRequest, batch: int, on_cuda: bool) -> dict[int, AttentionRequest]:
+def by_heads(call: AttentionCall, batch: int, on_cuda: bool) -> dict[int, AttentionCall]:
     """Returns the calls that a price is fitted to, by key/value heads: one and all; on CUDA all and twice as many."""
-    heads, whole = request.key.shape[1], repeated(request, batch)
+    heads, whole = call.key.shape[1], repeated(call, batch)
     if on_cuda:
-        return {heads: whole, 2 * heads: repeated(request, 2 * batch)}
+        return {heads: whole, 2 * heads: repeated(call, 2 * batch)}
     return {count: some_heads(whole, list(range(count))) for count in sorted({1, heads})}
 
 
@@ -87,12 +87,12 @@ Spread = tuple[float, float, float]
 """First quartile, median and third quartile, in seconds."""
 
 
-def _call(choice: Choice, tensors: LayerTensors, length: int, request: AttentionRequest) -> Callable[[], object]:
-    extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
-    if choice.is_exact and not extended and request.scaling > 0:
-        return partial(select.attend, replace(request, structure=request.structure.settled()))
-    program = Program(LayerPlan(0, "", (choice,) * request.key.shape[1]), tensors, length)
-    return partial(execute.attend, program, request)
+def _call(choice: Choice, tensors: LayerTensors, length: int, call: AttentionCall) -> Callable[[], object]:
+    extended = call.softcap is not None or call.sink_logits is not None or call.bias is not None
+    if choice.is_exact and not extended and call.scaling > 0:
+        return partial(select.attend, replace(call, structure=call.structure.simplified()))
+    bound_layer = BoundLayer(LayerPlan(0, "", (choice,) * call.key.shape[1]), tensors, length)
+    return partial(execute.attend, bound_layer, call)
 
 
 def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
@@ -145,7 +145,7 @@ def launch_label(choice: Choice, own: int | None) -> str:
 
 @torch.no_grad()
 def measure_prices(
-    kinds: Mapping[int | None, Mapping[int, AttentionRequest]],
+    kinds: Mapping[int | None, Mapping[int, AttentionCall]],
     choices: Sequence[Choice],
     tensors: LayerTensors,
     *,

@@ -16,15 +16,15 @@ from adaattn_hf.eval.needles import compared, retrieved
 from adaattn_hf.eval.windows import TokenSequence
 
 from ..attention.listeners import Tap
+from ..plans.bound_layer import BoundLayer
 from ..plans.limits import Gates, words
 from ..plans.plan import Verified
-from ..plans.program import Program
 from ..plans.wording import share
 from ..policy.aim import Observation
 from ..policy.sequential import hopeless, look_levels, look_sizes
 from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio, joined
 from .inputs import Inputs
-from .layers import Measurement, Picks, programs
+from .layers import Measurement, Picks, bound_layers
 
 
 @dataclass
@@ -119,15 +119,15 @@ def gather(
     return evidence
 
 
-def activation(programs: Mapping[int, Program], heads: int, length: int, causal: bool) -> tuple[float, float]:
+def activation(bound_layers: Mapping[int, BoundLayer], heads: int, length: int, causal: bool) -> tuple[float, float]:
     """Returns the shares of (token, head) pairs at a length that a plan changes, and for which it drops keys.
 
     `heads` counts the key/value heads of all layers, exact ones too.
     """
     changed = dropped = 0.0
-    for program in programs.values():
-        within = min(length, program.max_length) if causal else length * (length <= program.max_length)
-        for choice in program.plan.choices:
+    for bound_layer in bound_layers.values():
+        within = min(length, bound_layer.max_length) if causal else length * (length <= bound_layer.max_length)
+        for choice in bound_layer.plan.choices:
             dropped += choice.rows_with_fewer_keys(0, within, length, causal)
             changed += choice.changed_rows(0, within, length, causal)
     return changed / (heads * length), dropped / (heads * length)
@@ -218,7 +218,7 @@ def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
-    by_layer = programs(measurement, picks)
+    by_layer = bound_layers(measurement, picks)
     for length, shard in shards.items():
         verdicts[length], gathered[length], lost = _length(measurement, by_layer, length, shard, test)
         if not verdicts[length].passed:
@@ -227,7 +227,11 @@ def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[
 
 
 def _length(
-    measurement: Measurement, by_layer: Mapping[int, Program], length: int, shard: Sequence[TokenSequence], test: Test
+    measurement: Measurement,
+    by_layer: Mapping[int, BoundLayer],
+    length: int,
+    shard: Sequence[TokenSequence],
+    test: Test,
 ) -> tuple[Verified, Evidence, bool]:
     inputs = measurement.inputs
     s, tap = inputs.settings, stored_tap(by_layer, test.stored)

@@ -19,7 +19,7 @@ from ..plans.limits import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
 from ..stats.paired import TokenScores, joined
-from .layers import Measurement, Picks, programs
+from .layers import Measurement, Picks, bound_layers
 
 JOINT_STEPS = 5
 """Largest number of plans that are measured before one is verified."""
@@ -97,7 +97,7 @@ class JointPasses:
     def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
         """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
         inputs = self.measurement.inputs
-        tap = stored_tap(programs(self.measurement, picks), stored)
+        tap = stored_tap(bound_layers(self.measurement, picks), stored)
         sequences = inputs.samples[length].joint
 
         def measured(number: int) -> tuple[TokenScores, list[tuple[bool, bool]]]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from adaattn_hf.eval.arms import exact_tap, layer_of
 
 from .._files import parse_json, write_atomically
-from ..attention.request import AttentionRequest
-from ..attention.structure import CallStructure
+from ..attention.call import AttentionCall
+from ..attention.structure import MaskStructure
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
 from ..stats.spectrum import Gram, gram
@@ -212,14 +212,14 @@ class Moments:
     windows: dict[int, int | None] = field(default_factory=dict)
     causal: set[bool] = field(default_factory=set)
 
-    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
+    def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Adds the moments of one call, on its device, and computes exact attention."""
-        index = layer_of(module, request)
-        new = gram(request.query.detach(), request.key.detach())
+        index = layer_of(module, call)
+        new = gram(call.query.detach(), call.key.detach())
         self.grams[index] = self.grams[index] + new if index in self.grams else new
-        self.windows[index] = request.structure.window
-        self.causal.add(request.structure.causal)
-        return exact_tap(module, request)
+        self.windows[index] = call.structure.window
+        self.causal.add(call.structure.causal)
+        return exact_tap(module, call)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class KeptMoments:
     identity: str
     resume: bool
 
-    def save(self, moments: Moments, calls: Mapping[int, Sequence[AttentionRequest]]) -> None:
+    def save(self, moments: Moments, calls: Mapping[int, Sequence[AttentionCall]]) -> None:
         """Writes the moments, and by length the attention calls, without what their structures remember."""
         bare = {
             length: [replace(call, structure=call.structure.with_changes()) for call in many]
@@ -240,12 +240,12 @@ class KeptMoments:
         torch.save((self.identity, (moments, bare)), buffer)
         write_atomically(self.path, buffer.getvalue())
 
-    def load(self, device: torch.device) -> tuple[Moments, dict[int, list[AttentionRequest]]]:
+    def load(self, device: torch.device) -> tuple[Moments, dict[int, list[AttentionCall]]]:
         """Reads them, empty where nothing is kept; a broken file, or another calibration's, is refused."""
         if not (self.resume and self.path.is_file()):
             return Moments(), {}
         try:
-            with torch.serialization.safe_globals([AttentionRequest, CallStructure, Gram, Moments, set]):
+            with torch.serialization.safe_globals([AttentionCall, MaskStructure, Gram, Moments, set]):
                 identity, found = torch.load(self.path, map_location=device, weights_only=True)
             if identity == self.identity:
                 moments, calls = found

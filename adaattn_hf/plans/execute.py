@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.call import AttentionCall, AttentionResult
+from ..attention.infer import infer_structure, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
-from ..attention.legible import legible, numbers_alone
-from ..attention.request import AttentionRequest, AttentionResult
 from ..attention.runs import only
 from ..attention.slicing import joined_heads, some_heads, some_range
-from ..attention.structure import OPERANDS, CallStructure
+from ..attention.structure import OPERANDS, MaskStructure
 from ..attention.tracing import tracing
 from ..backends import select
 from ..backends.eager import attention_weights
-from .choices import PRECISE_ROWS, Choice
+from .bound_layer import BOUND_LAYERS, BoundLayer, all_within, head_rules
+from .choices import MIN_PREFILL_ROWS, Choice
 from .plan import PlanError
-from .program import PROGRAMS, Program, all_within, head_rules
 
 
-def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[str, str]:
+def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, str]:
     """Maps the label of each choice to the name of its launch; choices with the same name share one launch.
 
     A choice that no backend computes together with others has a launch of its own.
     """
-    kind, found = request.checked_kind(), {choice.label: choice.label for choice in choices}
+    kind, found = call.checked_kind(), {choice.label: choice.label for choice in choices}
     for choice in choices:
         if (rule := choice.head_rule(few=False)) is None:
             continue
@@ -47,49 +47,50 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
 
 
 def attend(
-    program: Program, request: AttentionRequest, backend: str | None = None, window: int | None = None
+    bound_layer: BoundLayer, call: AttentionCall, backend: str | None = None, window: int | None = None
 ) -> AttentionResult:
     """Returns the output of the plan, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
     `window` is the layer's own, which one row of a dense mask, as traced graphs make it, does not show. A plan for
     another number of key/value heads is a ValueError.
     """
-    kv_heads = request.key.shape[1]
-    program = program.of_call(kv_heads)
-    if kv_heads != len(program.plan.choices):
+    kv_heads = call.key.shape[1]
+    bound_layer = bound_layer.of_call(kv_heads)
+    if kv_heads != len(bound_layer.plan.choices):
         raise ValueError(
-            f"plan of layer {program.plan.layer}: made for {len(program.plan.choices)} key/value heads, got keys with "
-            f"{kv_heads}; calibrate the model in the form in which it runs. Sequence parallelism by heads (Ulysses) "
-            "does not say which heads a process has: split the model by tp_plan, or call adaattn_hf.remove_plan(model)"
+            f"plan of layer {bound_layer.plan.layer}: made for {len(bound_layer.plan.choices)} key/value heads, got "
+            f"keys with {kv_heads}; calibrate the model in the form in which it runs. Sequence parallelism by heads "
+            "(Ulysses) does not say which heads a process has: split the model by tp_plan, or call "
+            "adaattn_hf.remove_plan(model)"
         )
-    if program.is_exact_for(request.query.shape[2]):
-        return select.attend(request, backend)
+    if bound_layer.is_exact_for(call.query.shape[2]):
+        return select.attend(call, backend)
     if tracing():
-        return AttentionResult(_traced(program, request, backend, window))
-    if request.stored is not None:
-        program = program.over_stored
-    if alone := numbers_alone(request):  # these rows see nothing by any rules: they are exact
-        exact, planned = select.attend(request, backend).out, attend(program, alone[1], backend, window).out
+        return AttentionResult(_traced(bound_layer, call, backend, window))
+    if call.stored is not None:
+        bound_layer = bound_layer.for_quantised_cache
+    if alone := numbers_alone(call):  # these rows see nothing by any rules: they are exact
+        exact, planned = select.attend(call, backend).out, attend(bound_layer, alone[1], backend, window).out
         return AttentionResult(torch.where(alone[0].transpose(1, 2), exact, planned))
-    request = _read_mask(program, request, window)
-    structure, limit, rows = request.structure, program.max_length, request.query.shape[2]
-    few, speaks = program.speaks_for(structure)
+    call = _read_mask(bound_layer, call, window)
+    structure, limit, rows = call.structure, bound_layer.max_length, call.query.shape[2]
+    few, speaks = bound_layer.speaks_for(structure)
     if isinstance(few, Tensor):
-        kinds = [replace(request, structure=only(structure, chosen)) for chosen in (few, ~few)]
-        one, other = (attend(program, kind, backend) for kind in kinds)
+        kinds = [replace(call, structure=only(structure, chosen)) for chosen in (few, ~few)]
+        one, other = (attend(bound_layer, kind, backend) for kind in kinds)
         lse = None if one.lse is None or other.lse is None else _chosen(few, one.lse, other.lse, 2)
         return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
     ranges = None if speaks is not None else _ranges(structure, limit, few)
     within: bool | Tensor | None = speaks
     if within is None:
-        within = rows_within(structure, limit, request.query.device) if ranges is None else ranges[1] > 0
+        within = rows_within(structure, limit, call.query.device) if ranges is None else ranges[1] > 0
     if within is False:
-        return select.attend(request, backend)
-    if not (few or program.has_gradient) and request.checked_kind().needs_grad:
-        return _one_way(program, request, backend)
+        return select.attend(call, backend)
+    if not (few or bound_layer.has_gradient) and call.checked_kind().needs_grad:
+        return _one_way(bound_layer, call, backend)
     if within is True and (ranges is None or ranges[0] == rows):
-        return _planned(program, request, few, backend)
-    return _in_ranges(program, request, few, ranges or (0, rows), backend)
+        return _planned(bound_layer, call, few, backend)
+    return _in_ranges(bound_layer, call, few, ranges or (0, rows), backend)
 
 
 def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
@@ -97,7 +98,7 @@ def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
     return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
 
 
-def _ranges(structure: CallStructure, limit: int, few: bool) -> tuple[int, int] | None:
+def _ranges(structure: MaskStructure, limit: int, few: bool) -> tuple[int, int] | None:
     """Returns up to which row of a causal call all are within a plan's lengths, and from which on none is.
 
     None where that is not known without a look at each row, where a step would have to ask a device, and where so few
@@ -110,12 +111,12 @@ def _ranges(structure: CallStructure, limit: int, few: bool) -> tuple[int, int] 
     if not (structure.with_changes(key_padding=None) if padded else structure).plain:
         return None
     first, last = (
-        min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.derived(_starts)
+        min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.cached(_starts)
     )
-    return None if not few and 0 < min(last, limit) < PRECISE_ROWS else (first, last)
+    return None if not few and 0 < min(last, limit) < MIN_PREFILL_ROWS else (first, last)
 
 
-def _starts(structure: CallStructure) -> tuple[int, int]:
+def _starts(structure: MaskStructure) -> tuple[int, int]:
     """Returns the least and the largest key index of a row's first token; asks the device once for all layers."""
     padding = structure.key_padding
     least, most = structure.first_token("cpu" if padding is None else padding.device)[:, 0].aminmax()
@@ -123,12 +124,12 @@ def _starts(structure: CallStructure) -> tuple[int, int]:
 
 
 def _in_ranges(
-    program: Program, request: AttentionRequest, few: bool, ranges: tuple[int, int], backend: str | None
+    bound_layer: BoundLayer, call: AttentionCall, few: bool, ranges: tuple[int, int], backend: str | None
 ) -> AttentionResult:
-    (first, last), rows, device = ranges, request.query.shape[2], request.query.device
-    planned = _planned(program, request if last == rows else some_range(request, 0, last), few, backend)
-    exact = select.attend(request if first == 0 else some_range(request, first, rows), backend)
-    within = None if first == last else rows_within(request.structure, program.max_length, device)
+    (first, last), rows, device = ranges, call.query.shape[2], call.query.device
+    planned = _planned(bound_layer, call if last == rows else some_range(call, 0, last), few, backend)
+    exact = select.attend(call if first == 0 else some_range(call, first, rows), backend)
+    within = None if first == last else rows_within(call.structure, bound_layer.max_length, device)
 
     def joined(one: Tensor, other: Tensor, dim: int) -> Tensor:
         parts, both = [one.narrow(dim, 0, first)], last - first
@@ -141,54 +142,54 @@ def _in_ranges(
     return AttentionResult(joined(planned.out, exact.out, 1), joined(planned.lse, exact.lse, 2))
 
 
-def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
-    if (read := legible(request, window)) is not None:
+def _read_mask(bound_layer: BoundLayer, call: AttentionCall, window: int | None = None) -> AttentionCall:
+    if (read := infer_structure(call, window)) is not None:
         return read
-    counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
+    counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
     if counting:
         raise ValueError(
             f"attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and the "
-            f"plan of layer {program.plan.layer} ({', '.join(counting)}) counts keys from a sequence's first; pass "
+            f"plan of layer {bound_layer.plan.layer} ({', '.join(counting)}) counts keys from a sequence's first; pass "
             "a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
         )
-    return request
+    return call
 
 
-def weights(program: Program, request: AttentionRequest) -> Tensor:
+def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
     """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
     if torch.compiler.is_compiling():
         raise ValueError(
-            f"output_attentions: got True in a traced graph, and the plan of layer {program.plan.layer} decides by the "
-            "data; leave it out, or run the model without torch.compile"
+            f"output_attentions: got True in a traced graph, and the plan of layer {bound_layer.plan.layer} decides by "
+            "the data; leave it out, or run the model without torch.compile"
         )
-    program = program.of_call(request.key.shape[1])
-    if program.is_exact_for(request.query.shape[2]):
-        return attention_weights(request)
-    if alone := numbers_alone(request):
-        return torch.where(alone[0], attention_weights(request), weights(program, alone[1]))
-    request = _read_mask(program, request)
-    few, speaks = program.speaks_for(request.structure)
+    bound_layer = bound_layer.of_call(call.key.shape[1])
+    if bound_layer.is_exact_for(call.query.shape[2]):
+        return attention_weights(call)
+    if alone := numbers_alone(call):
+        return torch.where(alone[0], attention_weights(call), weights(bound_layer, alone[1]))
+    call = _read_mask(bound_layer, call)
+    few, speaks = bound_layer.speaks_for(call.structure)
     if isinstance(few, Tensor):
-        kinds = [replace(request, structure=only(request.structure, chosen)) for chosen in (few, ~few)]
-        one, other = (weights(program, kind) for kind in kinds)
+        kinds = [replace(call, structure=only(call.structure, chosen)) for chosen in (few, ~few)]
+        one, other = (weights(bound_layer, kind) for kind in kinds)
         return torch.where(few[:, None, :, None].to(one.device), one, other)
     within: bool | Tensor | None = speaks
     if within is None:
-        within = rows_within(request.structure, program.max_length, request.query.device)
+        within = rows_within(call.structure, bound_layer.max_length, call.query.device)
     if within is False:
-        return attention_weights(request)
+        return attention_weights(call)
     parts = [
-        attention_weights(choice.defined(some_heads(request, heads), heads, program.tensors))
-        for choice, heads in program.launches
+        attention_weights(choice.defined(some_heads(call, heads), heads, bound_layer.tensors))
+        for choice, heads in bound_layer.launches
     ]
-    order = [head for _, heads in program.launches for head in heads]
-    planned = joined_heads(parts, order, request.query.shape[1] // request.key.shape[1], dim=1)
+    order = [head for _, heads in bound_layer.launches for head in heads]
+    planned = joined_heads(parts, order, call.query.shape[1] // call.key.shape[1], dim=1)
     if within is True:
         return planned
-    return torch.where(within[:, None, :, None], planned, attention_weights(request))
+    return torch.where(within[:, None, :, None], planned, attention_weights(call))
 
 
-def rows_within(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
+def rows_within(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
     """Returns which rows a plan for sequences up to `limit` speaks for: all, none, or `[batch or 1, q_len]`.
 
     Causal: rows at a position below `limit` of their sequence, since no later key changes them. Bidirectional:
@@ -200,7 +201,7 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
     return structure.positions(device) < limit if structure.causal else _rows_of_short(structure, limit, device)
 
 
-def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
+def _rows_of_short(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
     real = structure.key_padding
     if structure.k_segments is None:
         if real is None:
@@ -215,20 +216,20 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
     return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 
-def _planned(program: Program, request: AttentionRequest, few: bool, backend: str | None) -> AttentionResult:
-    asked = program.few if few else program.many
+def _planned(bound_layer: BoundLayer, call: AttentionCall, few: bool, backend: str | None) -> AttentionResult:
+    asked = bound_layer.few if few else bound_layer.many
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
-        together = replace(some_heads(request, asked.heads), per_head=asked.rules)
+        together = replace(some_heads(call, asked.heads), per_head=asked.rules)
         if (kernel := select.kernel_of(together, backend)) is not None:
             parts.append((asked.heads, kernel(together)))
-    for choice, heads in asked.apart if parts else program.launches:
-        part = some_heads(request, heads)
-        parts.append((heads, choice.attend(part, heads, program.tensors, backend)))
+    for choice, heads in asked.apart if parts else bound_layer.launches:
+        part = some_heads(call, heads)
+        parts.append((heads, choice.attend(part, heads, bound_layer.tensors, backend)))
     order = [head for heads, _ in parts for head in heads]
-    groups = request.query.shape[1] // request.key.shape[1]
+    groups = call.query.shape[1] // call.key.shape[1]
     out = joined_heads([result.out for _, result in parts], order, groups, dim=2)
-    if not request.need_lse:
+    if not call.need_lse:
         return AttentionResult(out)
     lse = [result.lse for _, result in parts if result.lse is not None]
     return AttentionResult(out, joined_heads(lse, order, groups, dim=1))
@@ -247,20 +248,20 @@ class _OneWay(torch.autograd.Function):
         raise PlanError(ctx.message)
 
 
-def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    held = {name: getattr(request, name) for name in ("query", "key", "value", "bias", "sink_logits")}
+def _one_way(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -> AttentionResult:
+    held = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "sink_logits")}
     bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
     with torch.no_grad():
-        result = attend(program, replace(request, **bare), backend)
-    found = _OneWay.apply(result.out, no_gradient(program), *held.values())  # type: ignore[no-untyped-call]
+        result = attend(bound_layer, replace(call, **bare), backend)
+    found = _OneWay.apply(result.out, no_gradient(bound_layer), *held.values())  # type: ignore[no-untyped-call]
     return AttentionResult(found, result.lse)
 
 
-def no_gradient(program: Program) -> str:
+def no_gradient(bound_layer: BoundLayer) -> str:
     """Returns the sentence for training under a program without a gradient."""
-    lost = ", ".join(choice.label for choice, _ in program.launches if not choice.has_gradient)
+    lost = ", ".join(choice.label for choice, _ in bound_layer.launches if not choice.has_gradient)
     return (
-        f"plan of layer {program.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
+        f"plan of layer {bound_layer.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
         "adaattn_hf.remove_plan(model), or calibrate without int8 (--families window,bf16)"
     )
 
@@ -281,22 +282,20 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 )
 def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
-    bias, sink_logits, program, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
-    structure = CallStructure.of_operands(query, key, *operands)
+    bias, sink_logits, bound_layer, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
+    structure = MaskStructure.of_operands(query, key, *operands)
     structure = structure.with_changes(dropped=dropped if by_row is None else by_row)
-    found = PROGRAMS.get(program)
+    found = BOUND_LAYERS.get(bound_layer)
     if found is None:
         raise RuntimeError(
             "the plan that this graph was compiled with is gone; compile the model again after a plan is loaded"
         )
-    request = AttentionRequest(
-        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
-    )
-    request.check()
-    request = legible(request, own_window) or request
-    request = replace(request, structure=request.structure.settled())
+    call = AttentionCall(query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias)
+    call.check()
+    call = infer_structure(call, own_window) or call
+    call = replace(call, structure=call.structure.simplified())
     with torch.no_grad():
-        return attend(found, request, backend).out.contiguous()
+        return attend(found, call, backend).out.contiguous()
 
 
 @planned_op.register_fake
@@ -305,50 +304,50 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty((batch, q_len, heads, value.shape[3]))
 
 
-def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequest | None:
+def _in_one_launch(bound_layer: BoundLayer, call: AttentionCall) -> AttentionCall | None:
     """A step of a preallocated cache as one request, None where its heads need several."""
-    structure = request.structure
-    if request.bias is not None or structure.mask is not None or not structure.causal:
+    structure = call.structure
+    if call.bias is not None or structure.mask is not None or not structure.causal:
         return None
     if isinstance(structure.dropped, Tensor) or structure.dropped:
         return None  # the rules end by places among the keys that are held
-    if not _is_whole(program.handle, request.key.shape[1]):
+    if not _is_whole(bound_layer.handle, call.key.shape[1]):
         return None
-    asked = program.few
-    within = structure.kv_len <= program.max_length
-    return replace(request, per_head=asked.rules if within else asked.ending)
+    asked = bound_layer.few
+    within = structure.kv_len <= bound_layer.max_length
+    return replace(call, per_head=asked.rules if within else asked.ending)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
-    asked = PROGRAMS[handle].few
+    asked = BOUND_LAYERS[handle].few
     return not asked.apart and len(asked.heads) == kv_heads
 
 
-def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
+def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None, window: int | None) -> Tensor:
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
     elsewhere = not compiler.is_dynamo_compiling() and tracing()
     if elsewhere or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
-            f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
-            "model after adaattn_hf.remove_plan(model)"
+            f"plan of layer {bound_layer.plan.layer}: a plan belongs to this process and cannot be exported; export "
+            "the model after adaattn_hf.remove_plan(model)"
         )
-    if request.checked_kind().needs_grad:
+    if call.checked_kind().needs_grad:
         raise ValueError(
-            f"plan of layer {program.plan.layer}: a compiled plan has no gradient; run the model under "
+            f"plan of layer {bound_layer.plan.layer}: a compiled plan has no gradient; run the model under "
             "torch.no_grad(), train without torch.compile, or without a plan after adaattn_hf.remove_plan(model)"
         )
-    if isinstance(request.structure.q_offset, Tensor) and request.query.shape[2] == 1:
-        step = _in_one_launch(program, request)
+    if isinstance(call.structure.q_offset, Tensor) and call.query.shape[2] == 1:
+        step = _in_one_launch(bound_layer, call)
         if step is not None and (kernel := select.kernel_of(step, backend)) is not None:
             return kernel(step).out
-    dropped = request.structure.dropped
+    dropped = call.structure.dropped
     out: Tensor = planned_op(
-        request.query, request.key, request.value, request.bias, request.sink_logits,
-        program.handle, backend, window, request.scaling, request.softcap,
-        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *request.structure.operands(),
+        call.query, call.key, call.value, call.bias, call.sink_logits,
+        bound_layer.handle, backend, window, call.scaling, call.softcap,
+        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *call.structure.operands(),
     )  # fmt: skip
     return out

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest
+from ..attention.call import AttentionCall
 from ..attention.tracing import in_backward
+from .bound_layer import BoundLayer
 from .choices import EXACT
 from .plan import Plan, UnitRecord
-from .program import Program
 from .sampled import losses, one_run
 
 logger = logging.getLogger("adaattn_hf")
@@ -87,46 +87,46 @@ class Monitor:
         self._warned = False
 
     def watch(
-        self, index: int, program: Program | None, request: AttentionRequest, training: bool = False
-    ) -> Program | None:
+        self, index: int, bound_layer: BoundLayer | None, call: AttentionCall, training: bool = False
+    ) -> BoundLayer | None:
         """Records one call of a layer; returns the program to run, with heads made exact that lose too much.
 
         In `training` the call may be repeated for its gradients, so that nothing may be made exact.
         """
         start = time.perf_counter()
-        program = None if program is None else program.of_call(request.key.shape[1])
+        bound_layer = None if bound_layer is None else bound_layer.of_call(call.key.shape[1])
         counters = self.layers.get(index) or LayerStatistics(index)
         if in_backward():  # a checkpointed backward pass repeats a call
-            return None if program is None else _tightened(counters, program)
+            return None if bound_layer is None else _tightened(counters, bound_layer)
         self.layers[index] = counters
         counters.calls += 1
-        q_len = request.query.shape[2]
-        counters.pairs += request.query.shape[:3].numel()
-        if program is None or program.is_exact_for(q_len):
-            return program
-        program = _tightened(counters, program)
-        _count(counters, program, request)
+        q_len = call.query.shape[2]
+        counters.pairs += call.query.shape[:3].numel()
+        if bound_layer is None or bound_layer.is_exact_for(q_len):
+            return bound_layer
+        bound_layer = _tightened(counters, bound_layer)
+        _count(counters, bound_layer, call)
         if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):
-            part = one_run(request, counters.calls)
+            part = one_run(call, counters.calls)
             if part is not None:
-                self._look(counters, program, part, training or request.checked_kind().needs_grad)
-                program = _tightened(counters, program)
+                self._look(counters, bound_layer, part, training or call.checked_kind().needs_grad)
+                bound_layer = _tightened(counters, bound_layer)
         counters.seconds += time.perf_counter() - start
-        return program
+        return bound_layer
 
-    def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool) -> None:
-        q_len, index = request.query.shape[2], counters.layer
+    def _look(self, counters: LayerStatistics, bound_layer: BoundLayer, call: AttentionCall, training: bool) -> None:
+        q_len, index = call.query.shape[2], counters.layer
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu").long()
-        found = losses(program, request, rows)
+        found = losses(bound_layer, call, rows)
         mass, square = self._sums.get(index, (0.0, 0.0))
         mass, square = self._sums[index] = mass + found.sum(-1), square + found.square().sum(-1)
         counters.rows += count
         counters.lost = (mass / counters.rows).tolist()
         seen: list[tuple[int, UnitRecord]] = [
-            (head, self._units[index, program.own.start + head])
+            (head, self._units[index, bound_layer.own.start + head])
             for head in range(len(found))
-            if (index, program.own.start + head) in self._units
+            if (index, bound_layer.own.start + head) in self._units
         ]
         squares = (square / counters.rows).tolist()
         counters.predicted_kl = sum(
@@ -138,7 +138,7 @@ class Monitor:
             head
             for head, unit in seen
             # without a key less and without a loss in calibration there is no value to compare with
-            if not (choice := program.plan.choices[head]).is_exact
+            if not (choice := bound_layer.plan.choices[head]).is_exact
             and (choice.keys is not None or unit.dropped_mass_p95 > 0)
             and counters.lost[head] > FACTOR * max(unit.dropped_mass_p95, 1e-4)
         ]
@@ -162,23 +162,23 @@ class Monitor:
         )  # fmt: skip
 
 
-def _tightened(counters: LayerStatistics, program: Program) -> Program:
+def _tightened(counters: LayerStatistics, bound_layer: BoundLayer) -> BoundLayer:
     if not counters.tightened:
-        return program
-    return program.with_choices(
-        EXACT if head in counters.tightened else choice for head, choice in enumerate(program.plan.choices)
+        return bound_layer
+    return bound_layer.with_choices(
+        EXACT if head in counters.tightened else choice for head, choice in enumerate(bound_layer.plan.choices)
     )
 
 
-def _count(counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
-    batch, heads, q_len, _ = request.query.shape
-    group, structure = batch * heads // request.key.shape[1], request.structure
-    places = structure.places
+def _count(counters: LayerStatistics, bound_layer: BoundLayer, call: AttentionCall) -> None:
+    batch, heads, q_len, _ = call.query.shape
+    group, structure = batch * heads // call.key.shape[1], call.structure
+    places = structure.query_positions
     first = max(structure.kv_len - q_len, 0) if places is None else places[0]
-    stop = min(first + q_len, program.max_length)
+    stop = min(first + q_len, bound_layer.max_length)
     if not structure.causal:
-        stop = first + q_len if structure.kv_len <= program.max_length else first
+        stop = first + q_len if structure.kv_len <= bound_layer.max_length else first
     span = (first, stop, structure.kv_len, structure.causal)
-    for choice in program.plan.choices:
+    for choice in bound_layer.plan.choices:
         counters.fewer_keys += group * choice.rows_with_fewer_keys(*span)
         counters.changed += group * choice.changed_rows(*span)

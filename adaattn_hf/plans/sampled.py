@@ -8,24 +8,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest
+from ..attention.call import AttentionCall
 from ..attention.segments import Segment
 from ..attention.slicing import some_heads, some_rows
-from ..attention.structure import CallStructure
+from ..attention.structure import MaskStructure
 from ..backends import select
 from ..backends.eager import attention_weights
 from . import execute
-from .choices import EXACT, PRECISE_ROWS, Choice
-from .program import Program
+from .bound_layer import BoundLayer
+from .choices import EXACT, MIN_PREFILL_ROWS, Choice
 from .tensors import LayerTensors
 
 
-def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
+def one_run(call: AttentionCall, turn: int) -> AttentionCall | None:
     """Returns one segment of a call as a request of its own, chosen by turn; None if the mask has no segments.
 
     Of a padded call without the queries that are padding themselves: those beside the segment's keys.
     """
-    structure = request.structure
+    structure = call.structure
     segments = None if structure.sinks and not structure.sinks_at_runs else structure.segments()
     if not segments:
         return None
@@ -36,17 +36,17 @@ def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
             return None
         run = run._replace(q_start=run.q_start + before, q_len=stop - before, offset=run.offset + before)
     queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
-    row, bias = slice(run.row, run.row + 1), request.bias
+    row, bias = slice(run.row, run.row + 1), call.bias
     if bias is not None:
         bias = bias if bias.shape[0] == 1 else bias[row]
         bias = bias if bias.shape[2] == 1 else bias[:, :, queries]
         bias = bias if bias.shape[3] == 1 else bias[..., keys]
-    plain = CallStructure(1, run.q_len, run.k_len, structure.causal, run.offset, structure.window, structure.sinks)
+    plain = MaskStructure(1, run.q_len, run.k_len, structure.causal, run.offset, structure.window, structure.sinks)
     return replace(
-        request,
-        query=request.query[row, :, queries],
-        key=request.key[row, :, keys],
-        value=request.value[row, :, keys],
+        call,
+        query=call.query[row, :, queries],
+        key=call.key[row, :, keys],
+        value=call.value[row, :, keys],
         structure=plain,
         bias=bias,
     )
@@ -54,7 +54,7 @@ def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
 
 @torch.no_grad()
 def row_outputs(
-    request: AttentionRequest,
+    call: AttentionCall,
     rows: Tensor,
     choices: Sequence[Choice],
     tensors: LayerTensors,
@@ -72,16 +72,16 @@ def row_outputs(
         Outputs `[choices, heads, rows, head_dim_v]`, and losses `[choices, heads, rows]`: the attention mass that is
         dropped, plus the change of the output by rounded or projected operands, relative to its norm.
     """
-    heads, kv_len = range(request.key.shape[1]) if heads is None else heads, request.key.shape[2]
-    sampled = some_rows(request, rows)
+    heads, kv_len = range(call.key.shape[1]) if heads is None else heads, call.key.shape[2]
+    sampled = some_rows(call, rows)
     weights = attention_weights(sampled)[0]
     outputs: list[Tensor] = []
     losses: list[Tensor] = []
     for choice in choices:
-        structure = request.structure if choice.keys is None else choice.keys.structure(request)
-        mask = structure.visible(rows=rows, device=request.query.device)
+        structure = call.structure if choice.keys is None else choice.keys.structure(call)
+        mask = structure.visible(rows=rows, device=call.query.device)
         changed = choice.running(sampled, list(heads), tensors)
-        part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)))
+        part = select.attend(replace(changed, structure=MaskStructure(1, len(rows), kv_len, mask=mask)))
         outputs.append(part.out[0].transpose(0, 1).float())
         lost = (weights * ~mask[0]).sum(-1).float()
         if choice.operands:
@@ -91,21 +91,21 @@ def row_outputs(
     return torch.stack(outputs), torch.stack(losses)
 
 
-def losses(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
+def losses(bound_layer: BoundLayer, call: AttentionCall, rows: Tensor) -> Tensor:
     """Losses `[num_kv_heads, rows]` of a plan, of each the worst query head, as `row_outputs` measures them.
 
     The call has a batch of one and a plain structure. Rows beyond the plan's lengths lose 0.
     """
-    kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
+    kv_heads, q_len, count = call.key.shape[1], call.query.shape[2], len(rows)
     found = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")
     # short calls are computed in the model's precision: repeat rows, so that the sample of a long call is not short
-    many = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
-    for choice, heads in program.launches:
-        part = some_heads(request, heads)
+    many = rows.repeat(-(-MIN_PREFILL_ROWS // count)) if q_len >= MIN_PREFILL_ROWS > count else rows
+    for choice, heads in bound_layer.launches:
+        part = some_heads(call, heads)
         # each by itself, as calibration measures them
         for alone, at in ((Choice(choice.keys), rows), (Choice(None, choice.operands), many)):
             if not alone.is_exact:
-                _, lost = row_outputs(part, at.to(part.query.device), [EXACT, alone], program.tensors, heads)
+                _, lost = row_outputs(part, at.to(part.query.device), [EXACT, alone], bound_layer.tensors, heads)
                 found[list(heads)] += lost[1, :, :count].view(len(heads), -1, count).amax(1).cpu()
-    within = execute.rows_within(request.structure, program.max_length, request.query.device)
+    within = execute.rows_within(call.structure, bound_layer.max_length, call.query.device)
     return found * (within[0, rows.to(within.device)].cpu() if isinstance(within, Tensor) else within)

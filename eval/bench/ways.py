@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.patches.observe.spans import spans
 
@@ -73,9 +73,9 @@ def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | No
     if cell.level != "attention":
         return None
     query, key, value = (tensor.detach() for tensor in tensors_of(cell, device))
-    request = AttentionRequest(query, key, value, structure_of(cell, device), cell.head_dim**-0.5)
+    call = AttentionCall(query, key, value, structure_of(cell, device), cell.head_dim**-0.5)
     rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len), dtype=torch.float32, device="cpu").long()
-    sampled = some_rows(request, rows)
+    sampled = some_rows(call, rows)
     truth = reference.attention(sampled).out
     # rows that see nothing are zero in ours, and an average over something in stock attention
     real = sampled.structure.visible(device=device).any(-1).expand(cell.batch, 1, len(rows))[:, 0]

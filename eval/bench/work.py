@@ -13,7 +13,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from .grid import Cell
 
@@ -87,10 +87,10 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
     return make
 
 
-def structure_of(cell: Cell, device: torch.device) -> CallStructure:
+def structure_of(cell: Cell, device: torch.device) -> MaskStructure:
     """What each query of a cell may see."""
     mask = _mask_maker(cell, device)("adaattn", _Layer(cell, "adaattn").config)
-    found: CallStructure = mask.structure
+    found: MaskStructure = mask.structure
     return found
 
 

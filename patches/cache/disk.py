@@ -35,7 +35,7 @@ _AGAIN = "read the prompt again and save its cache again"
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Unsound(ValueError):
+class InvalidRecord(ValueError):
     """A file is no cache for this model; what is wrong with it, to be said of its path."""
 
 
@@ -101,7 +101,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
         _check_model(about, model)
         cache = AdaAttnCache(model, about["stored"], streaming=about["streaming"], **room)
         layers = _checked_layers(cache, about, tensors, model)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise ValueError(f"path: {path} {error}") from error
     except PlanError as error:
         raise ValueError(f"path: {path} holds no sound cache, {error}; {_AGAIN}") from error
@@ -119,21 +119,21 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError) as error:
-        raise Unsound(f"is no safetensors file ({error}), expected one that save_cache wrote") from error
+        raise InvalidRecord(f"is no safetensors file ({error}), expected one that save_cache wrote") from error
     if _KEY not in metadata:
-        raise Unsound("is a safetensors file without a cache, expected one that save_cache wrote")
+        raise InvalidRecord("is a safetensors file without a cache, expected one that save_cache wrote")
     try:
         about = parse_json(metadata[_KEY])
     except ValueError as error:
-        raise Unsound(f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}") from error
+        raise InvalidRecord(f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}") from error
     version = about.get("version") if isinstance(about, dict) else about
     if version != FORMAT:
-        raise Unsound(f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}")
+        raise InvalidRecord(f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}")
     if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
-        raise Unsound(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
+        raise InvalidRecord(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
     _keys("header", about, _FIELDS)
     if about["stored"] not in CACHES or not isinstance(about["streaming"], bool):
-        raise Unsound(
+        raise InvalidRecord(
             f"stores {about['stored']!r:.40} with streaming {about['streaming']!r:.40}, expected one of "
             f"{', '.join(CACHES)} and true or false; {_AGAIN}"
         )
@@ -151,7 +151,7 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 def _keys(where: str, found: Any, expected: set[str]) -> None:
     if not isinstance(found, dict) or set(found) != expected:
         got = sorted(found) if isinstance(found, dict) else found
-        raise Unsound(f"has a {where} of {got!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
+        raise InvalidRecord(f"has a {where} of {got!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
 
 
 def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
@@ -159,18 +159,18 @@ def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
     _keys("model", made, set(own))
     other = {name: made[name] for name, value in own.items() if made[name] != value}
     if other:
-        raise Unsound(
+        raise InvalidRecord(
             f"was made for a model with {_listed(other)}, expected {_listed({name: own[name] for name in other})} of "
             f"this {type(model).__name__}; load it with the model that made it, or read the prompt again"
         )
     if about["weights"] is not None and about["weights"] != model_hash(model):
-        raise Unsound(
+        raise InvalidRecord(
             f"was made by a {type(model).__name__} with other weights (fine-tuned, another checkpoint), "
             "expected those that made it; load it with that model, or read the prompt again"
         )
     plan = plan_of(model)
     if about["streaming"] and (plan is None or not any(any(spans_in(layer)) for layer in plan.layers)):
-        raise Unsound(
+        raise InvalidRecord(
             "keeps of some heads the windows of a plan alone, expected a model with that plan; call "
             "adaattn_hf.load_plan(model, …) first, or read the prompt again"
         )
@@ -187,7 +187,9 @@ def _checked_layers(
     layers = about["layers"]
     if not isinstance(layers, list) or len(layers) > count:
         got = len(layers) if isinstance(layers, list) else layers
-        raise Unsound(f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}")
+        raise InvalidRecord(
+            f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}"
+        )
     while len(cache.layers) < len(layers):
         made: Any = cache.layer_class_to_replicate
         cache.layers.append(made())
@@ -200,12 +202,12 @@ def _checked_layers(
         layer: Any = cache.layers[index]
         own = _described(layer)
         if said["window"] != own["window"]:
-            raise Unsound(
+            raise InvalidRecord(
                 f"holds a layer {index} with a window of {said['window']!r:.40}, expected {own['window']}, as in "
                 f"this {type(model).__name__}; load it with the model that made it"
             )
         if said["spans"] != own["spans"]:
-            raise Unsound(
+            raise InvalidRecord(
                 f"was written under a plan with other windows in layer {index}, expected {own['spans']} for its heads; "
                 "load the model with the plan that the cache was made with"
             )
@@ -216,7 +218,7 @@ def _checked_layers(
         layer.room.check(length)
         found[index] = length, held
     if tensors:
-        raise Unsound(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
+        raise InvalidRecord(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
     return found
 
 
@@ -232,7 +234,7 @@ def _described(layer: Any) -> dict[str, Any]:
 def _check_layer(
     where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
 ) -> int:
-    """Returns the sequences that a layer's tensors are of; Unsound where they are not what such a layer keeps."""
+    """Returns the sequences that a layer's tensors are of; InvalidRecord where they are not what such a layer keeps."""
     window = getattr(layer, "sliding_window", None)
     # extents by name: equal names are equal sizes, and some are known beforehand
     known = {} if batch is None else {"batch": batch}
@@ -252,7 +254,7 @@ def _check_layer(
             expected[prefix + name] = ("batch", heads, "k"), (torch.float32,)
     needed = {name for name in expected if name.rpartition(".")[2] not in FORMATS[stored].beside}
     if not needed <= held.keys() <= expected.keys():
-        raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
+        raise InvalidRecord(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
     for name, tensor in held.items():
         extents, dtypes = expected[name]
         fits = tensor.ndim == len(extents) and all(
@@ -260,15 +262,17 @@ def _check_layer(
         )
         if not fits or tensor.dtype not in dtypes:
             sizes = ", ".join(str(known.get(extent, "any")) for extent in extents)
-            raise Unsound(
+            raise InvalidRecord(
                 f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{' or '.join(map(str, dtypes))} [{sizes}]"
             )
     if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
-        raise Unsound(f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}")
+        raise InvalidRecord(
+            f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}"
+        )
     starts = held.get("starts")
     if starts is not None and not bool(((starts >= 0) & (starts <= length)).all()):
-        raise Unsound(
+        raise InvalidRecord(
             f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected whole numbers from 0 to {length}"
         )
     return known["batch"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from .formats import FORMATS, Format, Read
 from .store import Room, Store
@@ -160,12 +160,12 @@ def slots_in_order(past: int, window: int, sinks: int, device: torch.device | st
     return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
 
 
-def starts_of(structure: CallStructure) -> tuple[int, ...]:
+def starts_of(structure: MaskStructure) -> tuple[int, ...]:
     """Position of the first real token of each row, `kv_len` where there is none yet."""
-    return structure.derived(_find_starts)
+    return structure.cached(_find_starts)
 
 
-def _find_starts(structure: CallStructure) -> tuple[int, ...]:
+def _find_starts(structure: MaskStructure) -> tuple[int, ...]:
     real = structure.padding_on_host()
     if real is None:
         return (0,) * structure.batch
@@ -173,12 +173,12 @@ def _find_starts(structure: CallStructure) -> tuple[int, ...]:
     return tuple(first.expand(structure.batch).tolist())
 
 
-def structure_of(structure: CallStructure, span: Span) -> CallStructure:
+def structure_of(structure: MaskStructure, span: Span) -> MaskStructure:
     """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window."""
-    return structure.derived(_find_structure, *span)
+    return structure.cached(_find_structure, *span)
 
 
-def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallStructure:
+def _find_structure(structure: MaskStructure, window: int, sinks: int) -> MaskStructure:
     batch, count, total = structure.batch, structure.q_len, structure.kv_len
     past = total - count
     if total <= sinks + window:
@@ -189,7 +189,7 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     else:
         oldest = max(sinks, past - window)
         held = torch.cat([torch.arange(sinks, device="cpu"), torch.arange(oldest, total, device="cpu")])
-    plain = CallStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
+    plain = MaskStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
     if count > 1:
         plain = plain.with_changes(window=window, sinks=sinks)
     real = structure.padding_on_host()
@@ -206,4 +206,4 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
         return plain
     near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
     seen = there[:, None] & (at[:, None] <= rows) & near
-    return CallStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))
+    return MaskStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.attention.legible import legible
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.listeners import ask, listeners, show
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.slicing import joined_heads
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import LayerPlan, Plan
-from adaattn_hf.plans.program import Program
 
 from ..plans.attach import plan_of
 from ..plans.bound import checked_layer
@@ -72,7 +72,7 @@ class StreamingLayer(CachedLayer):
         self.groups: list[HeadGroup] = []
         self.starts: tuple[int, ...] | None = None
         self.fresh: tuple[Tensor, Tensor] | None = None
-        self.program: int | None = None
+        self.bound_layer: int | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for tokens shaped like these. Raises ValueError where the plan is for another number of heads."""
@@ -221,13 +221,13 @@ class StreamingLayer(CachedLayer):
             self.starts = tuple(torch.tensor(self.starts, dtype=torch.int64, device="cpu")[indices.cpu()].tolist())
 
     # ---------------- attention
-    def attend(self, module: nn.Module, request: AttentionRequest, forced: str | None, wanted: bool) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall, forced: str | None, wanted: bool) -> Tensor:
         """Returns what the layer's plan computes over a full cache, `[batch, q_len, heads, head_dim_v]`.
 
         One request for each group of heads that keep the same tokens. ValueError: the plan is gone or another, speaks
         for shorter sequences, or the call needs keys that are gone.
         """
-        query = request.query
+        query = call.query
         if self.fresh is None:
             raise RuntimeError(
                 f"cache: nothing new for {type(module).__name__} to attend to; layers that read the keys of others are "
@@ -237,56 +237,56 @@ class StreamingLayer(CachedLayer):
         past = self.cumulative_length - query.shape[2]
         try:
             _nobody_looks(module, wanted)
-            program = self._checked(module)
-            masked = request.structure.mask is not None or request.bias is not None
-            structure = _served(legible(request) if masked else request, program)
+            bound_layer = self._checked(module)
+            masked = call.structure.mask is not None or call.bias is not None
+            structure = _served(infer_structure(call) if masked else call, bound_layer)
             read = self.read(starts_of(structure), query)
         except ValueError:
             self._withdraw()
             raise
         if not past:
-            whole = replace(request, key=fresh[0], value=fresh[1], structure=structure, bias=None)
-            return _answer(module, program, whole, forced)
-        groups = query.shape[1] // request.key.shape[1]
+            whole = replace(call, key=fresh[0], value=fresh[1], structure=structure, bias=None)
+            return _answer(module, bound_layer, whole, forced)
+        groups = query.shape[1] // call.key.shape[1]
         outs: list[Tensor] = []
         order: list[int] = []
         for group, (key, value, record) in read:
             members = [head * groups + member for head in group.heads for member in range(groups)]
-            part = AttentionRequest(
+            part = AttentionCall(
                 some_heads(query, members),
                 key if record is not None else key.to(query.dtype),
                 value if record is not None else value.to(query.dtype),
                 structure if group.span is None else structure_of(structure, group.span),
-                request.scaling,
-                request.dropout,
-                request.softcap,
-                None if request.sink_logits is None else request.sink_logits[members],
+                call.scaling,
+                call.dropout,
+                call.softcap,
+                None if call.sink_logits is None else call.sink_logits[members],
                 stored=record,
             )
-            of_group = program.of_heads(group.heads, all_keys=group.span is not None)
+            of_group = bound_layer.of_heads(group.heads, all_keys=group.span is not None)
             outs.append(_answer(module, of_group, part, forced))
             order += group.heads
         return joined_heads(outs, order, groups, dim=2)
 
-    def _checked(self, module: nn.Module) -> Program:
-        program = checked_layer(module)
-        if program is not None and program.handle == self.program:
-            return program
-        if program is None or not self.fits(program.plan):
+    def _checked(self, module: nn.Module) -> BoundLayer:
+        bound_layer = checked_layer(module)
+        if bound_layer is not None and bound_layer.handle == self.bound_layer:
+            return bound_layer
+        if bound_layer is None or not self.fits(bound_layer.plan):
             raise ValueError(
                 f"cache: its heads keep the windows of a plan, and {type(module).__name__} "
-                f"{'has none' if program is None else 'has another one'} now; make the cache after the plan is loaded"
+                f"{'has none' if bound_layer is None else 'has another one'} now; make the cache after loading the plan"
             )
-        self.program = program.handle
-        return program
+        self.bound_layer = bound_layer.handle
+        return bound_layer
 
 
-def _answer(module: nn.Module, program: Program, request: AttentionRequest, forced: str | None) -> Tensor:
-    heard_by, request.layer, request.backend = listeners(), program.plan.layer, forced
-    out = ask(heard_by, module, request)
+def _answer(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall, forced: str | None) -> Tensor:
+    heard_by, call.layer, call.backend = listeners(), bound_layer.plan.layer, forced
+    out = ask(heard_by, module, call)
     if out is None:
-        out = execute.attend(program, request, forced).out
-    show(heard_by, module, request, out)
+        out = execute.attend(bound_layer, call, forced).out
+    show(heard_by, module, call, out)
     return out
 
 
@@ -305,13 +305,13 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
         )
 
 
-def _served(request: AttentionRequest | None, program: Program) -> CallStructure:
-    where = f"cache: layer {program.plan.layer} has streaming heads, which keep no keys beyond their windows"
-    structure = None if request is None else request.structure
+def _served(call: AttentionCall | None, bound_layer: BoundLayer) -> MaskStructure:
+    where = f"cache: layer {bound_layer.plan.layer} has streaming heads, which keep no keys beyond their windows"
+    structure = None if call is None else call.structure
     if (
         structure is None
-        or request is None
-        or request.bias is not None
+        or call is None
+        or call.bias is not None
         or structure.mask is not None
         or structure.spans is not None
         or structure.chunk is not None
@@ -324,10 +324,10 @@ def _served(request: AttentionRequest | None, program: Program) -> CallStructure
             f"{where}, and serve causal sequences with padding alone, not documents, chunks, a bias, a preallocated "
             "cache or a dense mask without rules; use a cache with streaming=False"
         )
-    within = execute.rows_within(structure, program.max_length, request.query.device)
+    within = execute.rows_within(structure, bound_layer.max_length, call.query.device)
     if within is not True and not (within is not False and bool(within.all())):
         raise ValueError(
-            f"{where}, and the plan speaks for sequences of up to {program.max_length} tokens, got {structure.kv_len}: "
+            f"{where}, and the plan speaks for up to {bound_layer.max_length} tokens, got {structure.kv_len}: "
             "later rows are exact and read every key. Use a cache with streaming=False, or calibrate for longer "
             "sequences (--lengths)"
         )

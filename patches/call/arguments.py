@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.attention.request import check_dtype
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import check_dtype
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import any_autocast, transient
 
 from ..mask.structured_mask import StructuredMask, maskless, recall, remember
@@ -53,7 +53,7 @@ def _autocasts(device: str) -> bool:
 
 def read_mask(
     module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, attention_mask: Any, is_causal: bool | None
-) -> tuple[CallStructure, Tensor | None]:
+) -> tuple[MaskStructure, Tensor | None]:
     """The structure and additive bias that a mask stands for; TypeError for no mask, ValueError for other shapes."""
     batch, heads, q_len, _ = q_shape
     kv_len = k_shape[2]
@@ -74,8 +74,8 @@ def read_mask(
     if attention_mask is None:
         call = maskless(module, q_shape, k_shape, is_causal)
         if transient():
-            return CallStructure(*call), None
-        return recall(call) or remember(call, CallStructure(*call)), None
+            return MaskStructure(*call), None
+        return recall(call) or remember(call, MaskStructure(*call)), None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[1] < kv_len:
             raise ValueError(
@@ -85,26 +85,26 @@ def read_mask(
         causal = maskless(module, q_shape, k_shape, is_causal)[3]
         padding = attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1)
         offset = kv_len - q_len if causal else 0
-        return CallStructure(batch, q_len, kv_len, causal, offset, key_padding=padding), None
+        return MaskStructure(batch, q_len, kv_len, causal, offset, key_padding=padding), None
     from .refusals import check_dense
 
     check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     mask: Tensor = attention_mask
     if mask.dtype.is_floating_point:
-        return CallStructure(batch, q_len, kv_len), mask
-    return CallStructure(batch, q_len, kv_len, mask=mask.bool()), None
+        return MaskStructure(batch, q_len, kv_len), mask
+    return MaskStructure(batch, q_len, kv_len, mask=mask.bool()), None
 
 
-def _hides_nothing(structure: CallStructure) -> bool:
-    known = structure if torch.compiler.is_compiling() else structure.settled()
+def _hides_nothing(structure: MaskStructure) -> bool:
+    known = structure if torch.compiler.is_compiling() else structure.simplified()
     if not known.plain or known.windowed:
         return False
     return not known.causal or (known.q_len == 1 and known.offset() >= known.kv_len - 1)
 
 
 def with_keywords(
-    module: nn.Module, structure: CallStructure, attention_mask: Any, heads: int, kwargs: Mapping[str, Any]
-) -> CallStructure:
+    module: nn.Module, structure: MaskStructure, attention_mask: Any, heads: int, kwargs: Mapping[str, Any]
+) -> MaskStructure:
     """Returns the structure with what keywords add to it: packed documents and selected keys.
 
     ValueError: keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
@@ -131,8 +131,8 @@ def with_keywords(
 
 
 def with_selected_keys(
-    module: nn.Module, structure: CallStructure, heads: int, kwargs: Mapping[str, Any]
-) -> CallStructure:
+    module: nn.Module, structure: MaskStructure, heads: int, kwargs: Mapping[str, Any]
+) -> MaskStructure:
     """Returns the structure restricted to keys that the model selects by an indexer (DeepSeek sparse attention).
 
     For Transformers' `eager` and `sdpa` such models mask the other keys themselves; all other implementations get

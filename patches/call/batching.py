@@ -23,7 +23,7 @@ from ..mask.structured_mask import StructuredMask
 from ..plans.bound import checked_layer
 from ..plans.slots import BLOCKS
 from .interface import attention_function
-from .keywords import HARMLESS
+from .keywords import IGNORED_KEYWORDS
 from .refusals import check_untransformed, refuse_unknown
 
 _KNOWN = "_adaattn_sums"
@@ -60,8 +60,8 @@ def attend_requests(
     if isinstance(borders, dict):
         borders = borders["full_attention" if window is None else "sliding_attention"]
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
-    program = checked_layer(module)
-    limit = None if program is None else program.max_length
+    bound_layer = checked_layer(module)
+    limit = None if bound_layer is None else bound_layer.max_length
     # the keys of a layer that slides do not tell how long a request is
     positions = None if limit is None or window is None else kwargs.get("position_ids", query)
     if positions is query:
@@ -102,7 +102,7 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
             'that was made in it behind copied.set_attn_implementation("adaattn")'
         )
     declared = PagedAttentionArgs.__annotations__
-    refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - declared}, HARMLESS)
+    refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - declared}, IGNORED_KEYWORDS)
     asked = {
         "attention_mask": mask is not None and "a mask",
         "block_table": kwargs.get("block_table") is not None and "a table",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from adaattn_hf.attention.call import AttentionCall, check_tensors, in_one_batch
 from adaattn_hf.attention.listeners import Listener, ask, listeners, show
-from adaattn_hf.attention.request import AttentionRequest, check_tensors, in_one_batch
 from adaattn_hf.attention.tracing import holds_no_memory
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
@@ -22,12 +22,12 @@ from .keywords import KNOWN, MEANT
 from .resolved import collecting
 
 if TYPE_CHECKING:
-    from adaattn_hf.plans.program import Program
+    from adaattn_hf.plans.bound_layer import BoundLayer
 
 
 def attend_extended(
     module: nn.Module,
-    call: AttentionRequest,
+    call: AttentionCall,
     attention_mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -52,7 +52,7 @@ def attend_extended(
         call.layer, call.backend = module.__dict__.get("layer_idx"), forced
     if streams is not None:
         return restored(streams.attend(module, call, forced, bool(wanted)), dtype), None
-    out, program = ask(heard_by, module, call) if heard_by else None, None
+    out, bound_layer = ask(heard_by, module, call) if heard_by else None, None
     bound = LAYER in module.__dict__ or (not compiling and instead() is not None)
     if out is None and settings.plan is not None and not bound:
         from ..plans.bound import UNBOUND, say
@@ -64,23 +64,27 @@ def attend_extended(
         from adaattn_hf.plans import execute
 
         dense = isinstance(attention_mask, Tensor) and sliding_window is not None
-        program, call = _by_plan(module, call, kwargs.get("position_ids") if dense else None)
-    if compiling and raw is not None and program is None and call.structure.mask is not None:
+        bound_layer, call = _by_plan(module, call, kwargs.get("position_ids") if dense else None)
+    if compiling and raw is not None and bound_layer is None and call.structure.mask is not None:
         # the padding beside the dense mask is for plans only
         call = replace(call, structure=call.structure.with_changes(key_padding=None))
     if out is None:
-        if settings.monitor and program is not None and not compiling and instead() is None:
+        if settings.monitor and bound_layer is not None and not compiling and instead() is None:
             from ..observe.monitoring import watched
 
-            program = watched(module, program, call.widened())
+            bound_layer = watched(module, bound_layer, call.dequantised())
         if settings.shadow and not compiling:
             from ..observe.shadow import Shadow
 
-            heard_by = (Shadow(program, settings), *heard_by)
-        out = attend(call, forced).out if program is None else execute.attend(program, call, forced, sliding_window).out
+            heard_by = (Shadow(bound_layer, settings), *heard_by)
+        out = (
+            attend(call, forced).out
+            if bound_layer is None
+            else execute.attend(bound_layer, call, forced, sliding_window).out
+        )
     weights = None
     if wanted:
-        weights = attention_weights(call) if program is None else execute.weights(program, call)
+        weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call)
     if heard_by:
         show(heard_by, module, call, out)
     return restored(out, dtype), weights
@@ -88,7 +92,7 @@ def attend_extended(
 
 def _read(
     module: nn.Module,
-    call: AttentionRequest,
+    call: AttentionCall,
     mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -119,7 +123,7 @@ def _read(
         structure = with_keywords(module, structure, mask, query.shape[1], kwargs)
     plain = type(query) is type(key) is type(value) is Tensor
     if not torch.compiler.is_compiling() and (plain or not holds_no_memory(query, key, value)):
-        structure = structure.settled()
+        structure = structure.simplified()
     if bias is not None:
         bias = bias[..., : structure.q_len, : structure.kv_len]
         if added is not None:
@@ -132,35 +136,35 @@ def _read(
     call.check()
 
 
-def _by_plan(module: nn.Module, call: AttentionRequest, positions: Any) -> tuple[Program | None, AttentionRequest]:
+def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[BoundLayer | None, AttentionCall]:
     """Returns what a module's plan does about a call, None where it is exact, and the call as that needs it.
 
     `positions` say how many tokens a cache dropped, where a dense mask does not.
     """
     compiling = torch.compiler.is_compiling()
-    program: Program | None = None
+    bound_layer: BoundLayer | None = None
     if compiling:  # blocks of `use_plan` run outside of graphs
-        program = getattr(module, LAYER, None)
+        bound_layer = getattr(module, LAYER, None)
     else:
         from ..plans.bound import checked_layer
 
-        program = checked_layer(module)
-    if program is not None and isinstance(positions, Tensor) and positions.dim() == 2:
+        bound_layer = checked_layer(module)
+    if bound_layer is not None and isinstance(positions, Tensor) and positions.dim() == 2:
         dropped = (positions[:, -1] - call.structure.kv_len + 1).clamp_min(0)
         call = replace(call, structure=call.structure.with_changes(dropped=dropped))
     if compiling:
-        if program is not None and program.is_exact_for(call.query.shape[2]):
-            program = None
-        if program is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None):
-            _refuse_chunks(module, program)
-    return program, call
+        if bound_layer is not None and bound_layer.is_exact_for(call.query.shape[2]):
+            bound_layer = None
+        if bound_layer is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None):
+            _refuse_chunks(module, bound_layer)
+    return bound_layer, call
 
 
-def _refuse_chunks(module: nn.Module, program: Program) -> None:
+def _refuse_chunks(module: nn.Module, bound_layer: BoundLayer) -> None:
     """Refuses choices that count keys from the first one, which a traced mask of chunks does not show (ValueError)."""
-    if any(choice.keys is not None for choice in program.plan.choices):
+    if any(choice.keys is not None for choice in bound_layer.plan.choices):
         raise ValueError(
-            f"plan of layer {program.plan.layer}: counts keys from a sequence's first, which a traced graph of "
+            f"plan of layer {bound_layer.plan.layer}: counts keys from a sequence's first, which a traced graph of "
             f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove the "
             "plan with adaattn_hf.remove_plan(model)"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_trace, transform_at_work
 
 from ..plans.slots import BLOCKS
@@ -71,7 +71,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             if prompt is not None and not compiling:
                 prompt.reread(query, key)  # its cache rounds the keys again, for these queries
         said_scaling: Any = scaling  # None where it is left to whoever reads the call
-        call = AttentionRequest(
+        call = AttentionCall(
             query, key, value, UNREAD, said_scaling, dropout, softcap, sinks if s_aux is None else s_aux, position_bias,
             stored=stored,
         )  # fmt: skip

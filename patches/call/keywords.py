@@ -21,7 +21,7 @@ ignore_index reduction sigma zero_infinity auxiliary_loss_weight auxiliary_logit
 enc_outputs_class enc_outputs_coord enc_outputs_masks enc_topk_bboxes enc_topk_logits encoder_logits encoder_pred_boxes
 initial_reference_points outputs_class outputs_coord outputs_masks predicted_corners
 """
-HARMLESS = frozenset(_HARMLESS.split())
+IGNORED_KEYWORDS = frozenset(_HARMLESS.split())
 """Keywords that reach attention but do not change it: inputs and labels of the model, switches of its outputs, columns
 of batches, sizes that only other kernels need, and (from `ignore_index` on) options of Transformers' losses. Any other
 keyword that is neither supported nor allowed is refused."""
@@ -32,8 +32,8 @@ MEANT = frozenset((
     *PAGED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions", "position_ids"
 ))  # fmt: skip
 """Keywords that may change what is computed; `position_ids` do so in some model families only."""
-KNOWN = HARMLESS | MEANT
-IDLE = {*HARMLESS, "position_ids"}
+KNOWN = IGNORED_KEYWORDS | MEANT
+IDLE = {*IGNORED_KEYWORDS, "position_ids"}
 """Keywords that change no ordinary call, and those that a user allowed; `position_ids` do where the mask says so."""
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.attention.request import broadcast_to_scores
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import broadcast_to_scores
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
@@ -112,7 +112,7 @@ def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
         )
 
 
-def check_square(structure: CallStructure) -> None:
+def check_square(structure: MaskStructure) -> None:
     """Refuses documents beside a dense mask with a cache, which does not say where queries stand (ValueError)."""
     if structure.q_len != structure.kv_len:
         raise ValueError(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import listeners
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import any_autocast
 from adaattn_hf.backends.select import kernel_of
 from adaattn_hf.config import settings_of
@@ -28,7 +28,7 @@ from .keywords import IDLE
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
-    from adaattn_hf.plans.program import Program
+    from adaattn_hf.plans.bound_layer import BoundLayer
 
 collecting: Callable[[], Any] = output_capturing._active_collector.get
 """What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
@@ -36,7 +36,7 @@ collecting: Callable[[], Any] = output_capturing._active_collector.get
 
 def attend_ordinary(
     module: nn.Module,
-    call: AttentionRequest,
+    call: AttentionCall,
     attention_mask: Any,
     is_causal: bool | None,
     backend: str | None,
@@ -60,7 +60,7 @@ def attend_ordinary(
     ):
         return None
     if type(attention_mask) is StructuredMask:
-        structure: CallStructure | None = attention_mask.structure
+        structure: MaskStructure | None = attention_mask.structure
     elif attention_mask is None:
         structure = recall(maskless(module, q_shape, k_shape, is_causal))
     else:
@@ -70,7 +70,7 @@ def attend_ordinary(
     if structure.batch != q_shape[0]:
         structure = structure.expanded(q_shape[0])
     if structure.key_padding is not None or type(structure.q_offset) is not int:
-        structure = structure.settled()
+        structure = structure.simplified()
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
     if raw is not None:
@@ -79,8 +79,8 @@ def attend_ordinary(
             return None  # also where it is said that a plan is not bound
         backend = asked.backend if backend is None else backend
     call.structure = structure
-    if (program := layer_of(module)) is not None:
-        rules = _rules(module, program, call)
+    if (bound_layer := layer_of(module)) is not None:
+        rules = _rules(module, bound_layer, call)
         if rules is None:
             return None
         (call.per_head,) = rules
@@ -91,24 +91,24 @@ def attend_ordinary(
     return None if kernel is None else kernel(call).out
 
 
-def _rules(module: nn.Module, program: Program, call: AttentionRequest) -> tuple[HeadRules | None] | None:
+def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> tuple[HeadRules | None] | None:
     """The rules per head by which a module's plan is one launch, `(None,)` where it is exact; None for the long way."""
-    bound = None if module.training or program.owner is None else program.owner()
+    bound = None if module.training or bound_layer.owner is None else bound_layer.owner()
     if bound is None or get_ident() not in bound.threads:
         return None
     structure, query, key, value = call.structure, call.query, call.key, call.value
-    few, speaks = program.speaks_for(structure)
+    few, speaks = bound_layer.speaks_for(structure)
     if isinstance(few, Tensor) or speaks is None:
         return None
     if not speaks:
         return (None,)
     if (
         structure.mask is not None
-        or len(program.plan.choices) != key.shape[1]
+        or len(bound_layer.plan.choices) != key.shape[1]
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
     ):
         return None
     if call.stored is not None:
-        program = program.over_stored
-    asked = program.few if few else program.many
-    return None if asked.apart or len(asked.heads) != len(program.plan.choices) else (asked.rules,)
+        bound_layer = bound_layer.for_quantised_cache
+    asked = bound_layer.few if few else bound_layer.many
+    return None if asked.apart or len(asked.heads) != len(bound_layer.plan.choices) else (asked.rules,)

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import holds_no_memory, tracing
 
 
-def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: int = 0) -> CallStructure:
+def with_documents(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, cut: int = 0) -> MaskStructure:
     """Returns the structure with document borders: no query sees another document, whatever the mask says.
 
     Tokens of a cache belong to all documents if the lengths of queries and keys are equal, else to the first one, whose
@@ -53,7 +53,7 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, cut: in
     return structure.with_changes(q_segments=q_documents, k_segments=k_documents, **changes)
 
 
-def with_restarts(structure: CallStructure, positions: Tensor) -> CallStructure:
+def with_restarts(structure: MaskStructure, positions: Tensor) -> MaskStructure:
     """Returns the structure with a document border wherever positions `[batch or 1, q_len]` fall back.
 
     Positions that stand still or leap ahead are not taken for documents: they have other meanings. Nor are positions
@@ -83,7 +83,7 @@ def _check(name: str, cu: Tensor, most: int, cut_off: bool = False) -> None:
         )
 
 
-def _check_fit(structure: CallStructure, cu_q: Tensor, cu_k: Tensor, past: int | Tensor, look: bool) -> None:
+def _check_fit(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, past: int | Tensor, look: bool) -> None:
     fit = cu_q.shape == cu_k.shape
     equal = cu_q is cu_k or (fit and look and torch.equal(cu_q, cu_k))
     if fit and look and not equal and (structure.causal or past):

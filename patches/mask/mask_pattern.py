@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 MaskFields = dict[str, Any]
-"""What a mask function says, by fields of `CallStructure`: `causal`, `window`, `chunk`, `chunk_start`, `k_segments`,
+"""What a mask function says, by fields of `MaskStructure`: `causal`, `window`, `chunk`, `chunk_start`, `k_segments`,
 `spans`; and `key_padding` where a function hides it itself. Positions are those of the whole sequence."""
 
 

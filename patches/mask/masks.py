@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
@@ -98,7 +98,7 @@ def adaattn_mask(
     # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
     offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
     dropped = _dropped(attention_mask, kv_offset)
-    structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
+    structure = MaskStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
         remember(key, structure)
     structure = structure if packed is None else packed.added_to(structure)
@@ -125,7 +125,7 @@ def _rules_of(mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_off
     return rules
 
 
-def _for_graphs(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
+def _for_graphs(structure: MaskStructure, device: Any, padding: Tensor | None, config: Any) -> MaskStructure:
     """Returns the structure itself; in a traced graph with a dense mask, made once for all layers, unless it is plain.
 
     Where a kernel reads the structure while the graph runs, it stays, as it does when generation makes the mask.
@@ -140,13 +140,13 @@ def _for_graphs(structure: CallStructure, device: Any, padding: Tensor | None, c
     known = None
     if raw_settings(config) is not None:
         known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
-    return CallStructure(
+    return MaskStructure(
         batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=known, mask=structure.visible(device=device),
         dropped=structure.dropped,
     )  # fmt: skip
 
 
-def _is_read(structure: CallStructure, device: str, config: Any) -> bool:
+def _is_read(structure: MaskStructure, device: str, config: Any) -> bool:
     """Whether a kernel reads a structure off its tensors in a traced graph: on CUDA that of one query per sequence."""
     if structure.mask is not None or torch.onnx.is_in_onnx_export():
         return False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from ..models.cache_keyword import CACHE_KEYWORDS, arguments_of
 from .documents import with_documents, with_restarts
@@ -26,7 +26,7 @@ class PackedArguments(NamedTuple):
     cu_k: Tensor | None = None
     positions: Tensor | None = None
 
-    def added_to(self, structure: CallStructure) -> CallStructure:
+    def added_to(self, structure: MaskStructure) -> MaskStructure:
         """The structure with the borders that lengths tell, or else positions."""
         if self.cu_q is not None:
             return with_documents(structure, self.cu_q, self.cu_q if self.cu_k is None else self.cu_k)

@@ -1,4 +1,4 @@
-"""A mask proxy: carries a `CallStructure` through a model in place of a dense mask; structures that passes share.
+"""A mask proxy: carries a `MaskStructure` through a model in place of a dense mask; structures that passes share.
 
 Transformers passes the mask function's result to every layer and sometimes treats it as a tensor: generation makes it
 contiguous, accelerate moves it between devices, a few models slice it. `StructuredMask` supports these operations, and
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from ..models.families import UnsupportedModel, unsupported
 
@@ -23,13 +23,13 @@ _ADDED = unsupported("a model", "adds the attention mask to scores that it compu
 
 
 class StructuredMask:
-    """A `CallStructure` with the interface of a boolean tensor `[batch, 1, q_len, kv_len]`."""
+    """A `MaskStructure` with the interface of a boolean tensor `[batch, 1, q_len, kv_len]`."""
 
     ndim = 4
     dtype = torch.bool
 
     def __init__(
-        self, structure: CallStructure, device: torch.device, fixed_chunks: bool = False, cut: int = 0
+        self, structure: MaskStructure, device: torch.device, fixed_chunks: bool = False, cut: int = 0
     ) -> None:
         """`device` is the device of the dense mask.
 
@@ -38,14 +38,14 @@ class StructuredMask:
         """
         self.structure, self.device = structure, device
         self.fixed_chunks, self.cut = fixed_chunks, cut
-        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]] = {}
+        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor, MaskStructure]] = {}
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
 
-    def packed(self, structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
+    def packed(self, structure: MaskStructure, cu_q: Tensor, cu_k: Tensor) -> MaskStructure:
         """Returns a structure with document borders, made once for all layers that are told the same lengths.
 
         It is kept here, as structures without tensors are shared with later passes.
@@ -83,7 +83,7 @@ class StructuredMask:
         there, structure = torch.device(device), self.structure
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
-        moved = _moved(structure, there) if grows else structure.derived(_moved, there)
+        moved = _moved(structure, there) if grows else structure.cached(_moved, there)
         return StructuredMask(moved, there, self.fixed_chunks, self.cut)
 
     def dense(self) -> Tensor:
@@ -145,12 +145,12 @@ class StructuredMask:
 MOST = 64
 """Most structures that are kept; every step of a decode adds one, since its keys are one more."""
 
-_structures: dict[Hashable, CallStructure] = {}
+_structures: dict[Hashable, MaskStructure] = {}
 
 recall = _structures.get
 
 
-def remember(key: Hashable, structure: CallStructure) -> CallStructure:
+def remember(key: Hashable, structure: MaskStructure) -> MaskStructure:
     """Keeps a structure under a key that holds everything it was made from, and returns it."""
     if len(_structures) >= MOST:
         _structures.clear()
@@ -170,6 +170,6 @@ def maskless(
     return batch, q_len, k_shape[2], bool(causal) and q_len > 1
 
 
-def _moved(structure: CallStructure, there: torch.device) -> CallStructure:
+def _moved(structure: MaskStructure, there: torch.device) -> MaskStructure:
     tensors = (one for one in vars(structure).items() if isinstance(one[1], Tensor))
     return structure.with_changes(**{name: tensor.to(there) for name, tensor in tensors})

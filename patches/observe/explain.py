@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallSpec
+from adaattn_hf.attention.call import AttentionCall, head_dim_of
+from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallKind
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.request import AttentionRequest, head_dim_of
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
@@ -53,7 +53,7 @@ class LayerChoice:
 
     layer: str
     phase: str
-    spec: CallSpec
+    spec: CallKind
     backend: str
     refused: dict[str, tuple[str, ...]]
     plan: str = ""
@@ -81,7 +81,7 @@ class Explanation:
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         said: dict[str, tuple[str, ...]] | None = None
         before: dict[str, tuple[str, ...]] = {}
-        groups: dict[tuple[str, str, CallSpec, str], list[LayerChoice]] = {}
+        groups: dict[tuple[str, str, CallKind, str], list[LayerChoice]] = {}
         shown: dict[str, str] = {}
         for choice in self.layers:
             plan = "as above" if choice.plan and shown.get(choice.layer) == choice.plan else choice.plan
@@ -234,7 +234,7 @@ def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return tensor
 
 
-Call = tuple[str, nn.Module, CallSpec, str | None]  # name and module, facts of the call, the backend that is forced
+Call = tuple[str, nn.Module, CallKind, str | None]  # name and module, facts of the call, the backend that is forced
 
 
 class _DryRun(Listener):
@@ -254,7 +254,7 @@ class _DryRun(Listener):
             if not any("Attention" in type(inner).__name__ for inner in part.modules()):
                 vars(part)["forward"] = partial(_or_input, part.forward)
 
-    def answer(self, module: nn.Module, call: AttentionRequest) -> torch.Tensor:
+    def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
         """Note a call, and answer it by an uninitialised tensor."""
         self.calls.append((self.names.get(module, type(module).__name__), module, call.checked_kind(), call.backend))
         batch, heads, q_len, _ = call.query.shape
@@ -269,7 +269,7 @@ class _DryRun(Listener):
 
 def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | None) -> list[LayerChoice]:
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
-    found: dict[tuple[str, str, CallSpec], LayerChoice] = {}
+    found: dict[tuple[str, str, CallKind], LayerChoice] = {}
     for phase, calls in phases:
         exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
         for name, module, spec, forced in calls:

@@ -6,46 +6,46 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.slicing import some_heads
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import rows_within
-from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.profile import pooled_weights
 
 SIZE = 128
 """Largest number of rows and columns of an image; longer prompts are pooled."""
 
 
-def head_map(request: AttentionRequest, head: int) -> Tensor:
+def head_map(call: AttentionCall, head: int) -> Tensor:
     """Returns the pooled weights `[rows, columns]` of one query head of the first batch row."""
-    structure, q_len = request.structure, request.structure.q_len
-    group = head // (request.query.shape[1] // request.key.shape[1])
+    structure, q_len = call.structure, call.structure.q_len
+    group = head // (call.query.shape[1] // call.key.shape[1])
 
     def masks() -> Iterator[Tensor]:
         for start in range(0, q_len, SIZE):
-            seen = structure.visible(start, min(start + SIZE, q_len), device=request.query.device)
+            seen = structure.visible(start, min(start + SIZE, q_len), device=call.query.device)
             yield seen[0, head if seen.shape[1] > 1 else 0]
 
     return pooled_weights(
-        request.query[0, head],
-        request.key[0, group],
+        call.query[0, head],
+        call.key[0, group],
         masks(),
         (SIZE, SIZE),
-        scaling=request.scaling,
-        softcap=request.softcap,
+        scaling=call.scaling,
+        softcap=call.softcap,
     )
 
 
-def plan_map(request: AttentionRequest, head: int, program: Program | None) -> Tensor:
+def plan_map(call: AttentionCall, head: int, bound_layer: BoundLayer | None) -> Tensor:
     """Returns the same for what a plan computes, None being exact; ValueError for a prompt longer than it covers."""
-    if program is None:
-        return head_map(request, head)
-    if rows_within(request.structure, program.max_length, request.query.device) is not True:
+    if bound_layer is None:
+        return head_map(call, head)
+    if rows_within(call.structure, bound_layer.max_length, call.query.device) is not True:
         raise ValueError(
-            f"maps: the prompt has {request.structure.kv_len} tokens, and the plan speaks for {program.max_length}, "
+            f"maps: the prompt has {call.structure.kv_len} tokens, and the plan speaks for {bound_layer.max_length}, "
             "behind which rows are exact; give a shorter prompt"
         )
-    groups = request.query.shape[1] // request.key.shape[1]
+    groups = call.query.shape[1] // call.key.shape[1]
     own = [head // groups]
-    choice = program.plan.choices[own[0]]
-    return head_map(choice.defined(some_heads(request, own), own, program.tensors), head % groups)
+    choice = bound_layer.plan.choices[own[0]]
+    return head_map(choice.defined(some_heads(call, own), own, bound_layer.tensors), head % groups)

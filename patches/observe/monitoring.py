@@ -9,27 +9,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.monitor import Monitor
-from adaattn_hf.plans.program import Program
 
 from ..models.support import Holder, model_in
 from ..plans.bound import BoundPlan, bound_plan, checked_layer
 from ..plans.layers import attention_modules
 
 
-def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
+def watched(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> BoundLayer:
     """Records a call of a layer whose settings ask for monitoring; returns the program to run.
 
     Settings that are set anew begin anew.
     """
-    bound: BoundPlan = program.owner()
+    bound: BoundPlan = bound_layer.owner()
     config: Any = module.config
     if bound.monitor is None or bound.session is not config.adaattn:
         bound.monitor, bound.session = Monitor(bound.plan), config.adaattn
-    running: Program | None = bound.monitor.watch(program.plan.layer, program, request, module.training)
+    running: BoundLayer | None = bound.monitor.watch(bound_layer.plan.layer, bound_layer, call, module.training)
     assert running is not None
     return running
 
@@ -42,13 +42,13 @@ class Watch(Listener):
     monitor: Monitor
     layers: Mapping[int, int]
 
-    def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor | None:
+    def answer(self, module: nn.Module, call: AttentionCall) -> Tensor | None:
         """Count the call, compare sampled rows, and run what is left of the plan."""
         if id(module) not in self.layers:
             return None
-        index, program = self.layers[id(module)], checked_layer(module)
-        program = self.monitor.watch(index, program, call.widened(), module.training)
-        return None if program is None else execute.attend(program, call, call.backend).out
+        index, bound_layer = self.layers[id(module)], checked_layer(module)
+        bound_layer = self.monitor.watch(index, bound_layer, call.dequantised(), module.training)
+        return None if bound_layer is None else execute.attend(bound_layer, call, call.backend).out
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
@@ -71,10 +71,10 @@ class AttentionRecord(Listener):
         rows: int,
         seed: int,
         maps: dict[tuple[int, int], Tensor | None],
-        programs: Mapping[int, Program | None] | None = None,
+        bound_layers: Mapping[int, BoundLayer | None] | None = None,
     ) -> None:
         self.layers: dict[int, _Layer] = {}
-        self.maps, self.programs = maps, programs
+        self.maps, self.bound_layers = maps, bound_layers
         self.errors: dict[tuple[int, int], Tensor] = {}
         self.rows = rows
         self._generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ class AttentionRecord(Listener):
         self._numbers: dict[int, int] = {}
 
     @torch.no_grad()
-    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
         """Adds the statistics of sampled rows of a call, if it is a call of this model."""
         if id(module) not in self._names:
             return
@@ -90,10 +90,10 @@ class AttentionRecord(Listener):
         if not isinstance(index, int):
             index = self._numbers.setdefault(id(module), len(self._numbers))
         layer = self.layers.setdefault(index, _Layer(self._names[id(module)]))
-        spec, request = call.checked_kind(), call.widened()  # what a cache stores as codes
-        layer.backends[choose(spec, call.backend).name] += 1
-        layer.structures[spec.shape] += 1
-        structure = request.structure
+        kind, call = call.checked_kind(), call.dequantised()  # what a cache stores as codes
+        layer.backends[choose(kind, call.backend).name] += 1
+        layer.structures[kind.shape] += 1
+        structure = call.structure
         phase = "prefill"
         if structure.q_len == 1 and structure.kv_len > 1:
             phase = "decode"
@@ -104,43 +104,43 @@ class AttentionRecord(Listener):
         sums = layer.phases.setdefault(phase, _Sums())
         sums.calls += 1
         sums.longest = max(sums.longest, structure.kv_len)
-        batch, heads = request.query.shape[:2]
-        chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(request.query.device)
-        seen = structure.visible(rows=chosen, device=request.query.device).expand(batch, -1, -1, -1)
+        batch, heads = call.query.shape[:2]
+        chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(call.query.device)
+        seen = structure.visible(rows=chosen, device=call.query.device).expand(batch, -1, -1, -1)
         if structure.key_padding is not None and (structure.causal or structure.q_len == structure.kv_len):
             # rows of padding see keys, too, but say nothing of the text
             place = (chosen + structure.q_offset).clamp(0, structure.kv_len - 1)
             seen = seen & structure.key_padding.to(place.device)[:, None, place, None]
-        bias = request.bias
+        bias = call.bias
         if bias is not None:
             bias = bias.expand(batch, -1, structure.q_len, structure.kv_len)[:, :, chosen]
         for row in range(batch):
             sums.add(
                 head_sums(
-                    request.query[row][:, chosen],
-                    request.key[row],
-                    request.value[row],
+                    call.query[row][:, chosen],
+                    call.key[row],
+                    call.value[row],
                     seen[row],
                     chosen + structure.q_offset,
-                    scaling=request.scaling,
-                    softcap=request.softcap,
+                    scaling=call.scaling,
+                    softcap=call.softcap,
                     bias=None if bias is None else bias[row].float(),
-                    sink_logits=request.sink_logits,
+                    sink_logits=call.sink_logits,
                     answer=out[row].transpose(0, 1)[:, chosen],
                 )
             )
         if phase != "decode" and structure.q_len == structure.kv_len:
-            self._moments(layer, request)
+            self._moments(layer, call)
         for (number, head), image in [*self.maps.items()]:
             if number == index and image is None and head < heads and phase != "decode":
-                self.maps[number, head] = exact = head_map(request, head)
-                if self.programs is not None:
-                    self.errors[number, head] = exact - plan_map(request, head, self.programs.get(index))
+                self.maps[number, head] = exact = head_map(call, head)
+                if self.bound_layers is not None:
+                    self.errors[number, head] = exact - plan_map(call, head, self.bound_layers.get(index))
 
-    def _moments(self, layer: _Layer, request: AttentionRequest) -> None:
-        padding = request.structure.key_padding
-        for row in range(request.query.shape[0]):
-            query, key = request.query[row : row + 1], request.key[row : row + 1]
+    def _moments(self, layer: _Layer, call: AttentionCall) -> None:
+        padding = call.structure.key_padding
+        for row in range(call.query.shape[0]):
+            query, key = call.query[row : row + 1], call.key[row : row + 1]
             if padding is not None:
                 real = padding[row].to(query.device)
                 query, key = query[:, :, real], key[:, :, real]
@@ -281,8 +281,8 @@ def record(
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
     held = model_in(model)
     refuse_other_attention(held)
-    programs = None
+    bound_layers = None
     if against is not None:
-        programs = BoundPlan(held, Plan.from_pretrained(against), unverified=True).by_index
-    with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), programs)) as listener:
+        bound_layers = BoundPlan(held, Plan.from_pretrained(against), unverified=True).by_index
+    with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), bound_layers)) as listener:
         yield listener

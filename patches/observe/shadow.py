@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import Listener
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import AdaAttnConfig
 from adaattn_hf.errors import warn
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.bound_layer import BoundLayer
 
 ROWS = 64
 """Query rows that are compared in a call without a plan."""
@@ -46,23 +46,23 @@ _SLOT = "_adaattn_shadow"
 
 @dataclass(eq=False)
 class Shadow(Listener):
-    """Compares a call of a layer that runs by `program` with the reference, if it is one of the first of its kind."""
+    """Compares a call of a layer under a plan with the reference, if it is one of the first of its kind."""
 
-    program: Program | None
+    bound_layer: BoundLayer | None
     settings: AdaAttnConfig
 
     @torch.no_grad()
-    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
         """Compare; ShadowMismatch where the outputs differ by more than rounding explains, or a warning."""
         if call.dropout:
             return
         spec = call.checked_kind()._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
-        counts: Counter[CallSpec] = module.__dict__.setdefault(_SLOT, Counter())
+        counts: Counter[CallKind] = module.__dict__.setdefault(_SLOT, Counter())
         counts[spec] += 1
         if counts[spec] > self.settings.shadow:
             return
-        structure, call = call.structure, call.widened()  # what a cache stores as codes
-        if self.program is None:
+        structure, call = call.structure, call.dequantised()  # what a cache stores as codes
+        if self.bound_layer is None:
             places = torch.linspace(
                 0, structure.q_len - 1, min(ROWS, structure.q_len), dtype=torch.float32, device=out.device
             )
@@ -76,7 +76,7 @@ class Shadow(Listener):
             )
             return
         else:
-            expected = execute.attend(self.program, call, "eager").out
+            expected = execute.attend(self.bound_layer, call, "eager").out
             allowed = max(PLANNED_TOLERANCE, TOLERANCE[out.dtype])
         expected, out = expected.double(), out.double()
         size = expected.square().sum((1, 3)).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -86,7 +86,7 @@ class Shadow(Listener):
         sentence = (
             f"shadow: layer {getattr(module, 'layer_idx', None)} of {type(module).__name__} on "
             f"{choose(spec, call.backend).name} is off by {error:.3g} of the output's size, expected at most "
-            f"{allowed:g} ({spec.words()}{', planned' if self.program is not None else ''}); "
+            f"{allowed:g} ({spec.words()}{', planned' if self.bound_layer is not None else ''}); "
             'load the model with attn_implementation="adaattn_sdpa" or "sdpa" and report this sentence'
         )
         if self.settings.mismatch == "raise":

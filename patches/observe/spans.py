@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
 
 
@@ -27,7 +27,7 @@ class _Spans(Listener):
 
     open: Any = None
 
-    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+    def before(self, module: nn.Module, call: AttentionCall) -> None:
         self.close()  # that of a call which failed
         spec, layer = call.checked_kind(), getattr(module, "layer_idx", None)
         planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
@@ -35,7 +35,7 @@ class _Spans(Listener):
         self.open = torch.profiler.record_function(name)
         self.open.__enter__()
 
-    def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
         self.close()
 
     def close(self) -> None:

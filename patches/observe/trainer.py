@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.limits import unproven
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 class _Tally(Listener):
     def __init__(self) -> None:
-        self.counts: Counter[tuple[CallSpec, str | None]] = Counter()
+        self.counts: Counter[tuple[CallKind, str | None]] = Counter()
 
-    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+    def before(self, module: nn.Module, call: AttentionCall) -> None:
         self.counts[call.checked_kind(), call.backend] += 1
 
     def drained(self) -> dict[str, float]:

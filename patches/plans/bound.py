@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tracing import in_backward
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import no_gradient
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.record import PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from .check import (
+    bound_layer_for,
     check_versions,
     modules_for,
     other_weights,
-    program_for,
     refuse_autocast,
     refuse_other_dtype,
     refuse_unproven,
@@ -108,7 +108,7 @@ class BoundPlan:
     ) -> BoundPlan:
         self.plan, self.unverified, self.state = plan, unverified, state
         self.configs, self.data, self.facts = configs, data, facts or {}
-        self.layers: dict[nn.Module, Program | None] = {}
+        self.layers: dict[nn.Module, BoundLayer | None] = {}
         self.carried: dict[str, Any] = {}
         self.readers: list[Any] = []
         self.trunk: Callable[[], nn.Module | None] = type(None)
@@ -149,9 +149,9 @@ class BoundPlan:
                 trunk._forward_hooks_always_called.pop(key, None)
 
     @property
-    def by_index(self) -> dict[Any, Program | None]:
+    def by_index(self) -> dict[Any, BoundLayer | None]:
         """The layers by their numbers."""
-        return {module.layer_idx: program for module, program in self.layers.items()}
+        return {module.layer_idx: bound_layer for module, bound_layer in self.layers.items()}
 
     # ------------------------------------------------------------------ in every pass
     def enter(self, trunk: nn.Module, _: Any) -> None:
@@ -230,7 +230,7 @@ class BoundPlan:
                 other: Callable[[], Any] | None = getattr(module.__dict__.get(LAYER), "owner", None)
                 if other is not None and (bound := other()) is not None and bound.trunk() not in (None, trunk):
                     raise _foreign(module, trunk)
-                self.layers[module] = program_for(module, self.plan, index, self.carried, me)
+                self.layers[module] = bound_layer_for(module, self.plan, index, self.carried, me)
         self.layers = {module: self.layers[module] for module in modules.values()}
         self.readers = [*{id(module.config): module.config for module in modules.values()}.values()]
         if trunk.__dict__.get(PLAN) is self:
@@ -238,22 +238,22 @@ class BoundPlan:
 
     def give(self) -> None:
         """Hands the layers to their modules."""
-        for module, program in self.layers.items():
-            module.__dict__[LAYER] = program
+        for module, bound_layer in self.layers.items():
+            module.__dict__[LAYER] = bound_layer
 
     def _train(self, trunk: nn.Module) -> None:
         """Notes that a model is trained under its plan, which is not saved any more then; adapters alone leave it."""
-        planned = [program for program in self.layers.values() if program is not None]
+        planned = [bound_layer for bound_layer in self.layers.values() if bound_layer is not None]
         if self.state is State.TRAINED or trunk.__dict__.get(PLAN) is not self:  # a block does not train
             return
         if not (planned and any(one.requires_grad for one in trunk.parameters())):
             return
-        for program in planned:
-            if not program.has_gradient:
-                raise PlanError(no_gradient(program))
+        for bound_layer in planned:
+            if not bound_layer.has_gradient:
+                raise PlanError(no_gradient(bound_layer))
         if not own_weights_train(trunk):
             self.state = State.ADAPTED
-        elif all(program.trains for program in planned):
+        elif all(bound_layer.trains for bound_layer in planned):
             self.state, self.data = State.TRAINED, None
             for config in self.configs:
                 config.adaattn = {name: value for name, value in carried_by(config).items() if name != CONFIG_KEY}
@@ -275,27 +275,27 @@ def _copied(kind: type[BoundPlan], *given: Any) -> BoundPlan:
 
 
 # ---------------------------------------------------------------------- what others ask
-def checked_layer(module: nn.Module) -> Program | None:
+def checked_layer(module: nn.Module) -> BoundLayer | None:
     """Returns what `layer_of` does, compared with what was checked if the pass of its model was not (PlanError)."""
-    program = layer_of(module)
+    bound_layer = layer_of(module)
     if module.training and (blocks := instead()) is not None and module in blocks:
         # a checkpointed layer is computed again in the backward pass, in another thread or after the block
         raise PlanError(
             "use_plan: the model is in training mode, whose passes may be repeated behind the block; call "
             "model.eval(), or train with the plan that adaattn_hf.load_plan(model, directory) gives it"
         )
-    if program is None:
+    if bound_layer is None:
         return None
-    bound = None if program.owner is None else program.owner()
+    bound = None if bound_layer.owner is None else bound_layer.owner()
     if bound is None:
         raise PlanError(
-            f"{type(module).__name__} of layer {program.plan.layer} was taken from a model with a plan, which was "
+            f"{type(module).__name__} of layer {bound_layer.plan.layer} was taken from a model with a plan, which was "
             "checked for that model alone; call adaattn_hf.load_plan(model), or adaattn_hf.remove_plan(model) for "
             "exact attention"
         )
     if get_ident() not in bound.threads:
         bound.check_layer(module)
-    return program
+    return bound_layer
 
 
 def bound_plan(model: nn.Module) -> BoundPlan | None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tracing import any_autocast
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
@@ -39,7 +39,9 @@ def modules_for(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
     return modules
 
 
-def program_for(module: nn.Module, plan: Plan, index: int, settings: Mapping[str, Any], owner: Any) -> Program | None:
+def bound_layer_for(
+    module: nn.Module, plan: Plan, index: int, settings: Mapping[str, Any], owner: Any
+) -> BoundLayer | None:
     """Returns a layer's part of a plan, ready to run, None if it is exact; PlanError for a misfit.
 
     `settings` are those of the model, which may carry the plan's tensors and are given them.
@@ -65,7 +67,7 @@ def program_for(module: nn.Module, plan: Plan, index: int, settings: Mapping[str
             if wrong is not None:
                 raise PlanError(f"plan of layer {layer.layer}: {wrong}; calibrate again")
     own = _own_heads(module, layer.layer, len(layer.choices), head_dim)
-    return Program(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype, owner)
+    return BoundLayer(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype, owner)
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:

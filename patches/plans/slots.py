@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from adaattn_hf.plans.program import Program
+    from adaattn_hf.plans.bound_layer import BoundLayer
 
 PLAN, LAYER = "adaattn_plan", "adaattn_layer"
 """Attributes of a trunk and of an attention module; that of a module is None where its plan leaves it exact."""
@@ -21,10 +21,10 @@ instead_of: ContextVar[Mapping[nn.Module, Any] | None] = ContextVar("adaattn_pla
 instead = instead_of.get
 
 
-def layer_of(module: nn.Module) -> Program | None:
+def layer_of(module: nn.Module) -> BoundLayer | None:
     """Returns an attention module's part of the plan that holds in this thread, None if it is exact."""
     blocks = instead()
     if blocks is not None and module in blocks:
-        program: Program | None = blocks[module]
-        return program
+        bound_layer: BoundLayer | None = blocks[module]
+        return bound_layer
     return module.__dict__.get(LAYER)

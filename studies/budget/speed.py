@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import tapping
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.eval.arms import exact_tap
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import attend
-from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.stopwatch import on_device, quartiles
 
 
 @torch.no_grad()
 def attention_seconds(
-    forward: Callable[[], object], arms: Mapping[str, Mapping[int, Program | None]]
+    forward: Callable[[], object], arms: Mapping[str, Mapping[int, BoundLayer | None]]
 ) -> dict[str, float]:
     """Returns seconds of all attention calls of one forward pass: stock sdpa's, the exact ones, each arm's.
 
@@ -30,19 +30,19 @@ def attention_seconds(
     stock = AttentionInterface()["sdpa"]
     total = dict.fromkeys(("stock sdpa", "exact", *arms), 0.0)
 
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+    def tap(module: nn.Module, call: AttentionCall) -> Tensor:
         index = int(module.layer_idx)  # type: ignore[arg-type]
-        tensors = (request.query, request.key, request.value)
+        tensors = (call.query, call.key, call.value)
         calls: dict[str, Callable[[], object]] = {
-            "stock sdpa": partial(stock, module, *tensors, None, scaling=request.scaling, is_causal=True),
-            "exact": partial(exact_tap, module, request),
+            "stock sdpa": partial(stock, module, *tensors, None, scaling=call.scaling, is_causal=True),
+            "exact": partial(exact_tap, module, call),
         }
-        for name, programs in arms.items():
-            program = programs.get(index)
-            calls[name] = calls["exact"] if program is None else partial(attend, program, request)
+        for name, bound_layers in arms.items():
+            bound_layer = bound_layers.get(index)
+            calls[name] = calls["exact"] if bound_layer is None else partial(attend, bound_layer, call)
         for name, runs in on_device(calls, host=False).items():
             total[name] += quartiles(runs)[1]
-        return exact_tap(module, request)
+        return exact_tap(module, call)
 
     with tapping(tap):
         forward()

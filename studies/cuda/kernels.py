@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from .measure import (
     DEVICE,
@@ -25,12 +25,12 @@ from .measure import (
     ON_CUDA,
     Cell,
     Section,
+    attention_call,
     by,
     captured,
     length,
     race,
     refusals,
-    request,
     rules_of,
     stock,
     timed,
@@ -53,7 +53,7 @@ def dense(section: Section) -> None:
             row: Cell, batch: int = batch, n: int = n, heads: int = heads, kv: int = kv_heads, dim: int = dim
         ) -> None:
             n = length(n)
-            r = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv, dim=dim)
+            r = attention_call(MaskStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv, dim=dim)
             row["FLOP"] = 2.0 * batch * heads * n * n * dim
             beside = {"sdpa": stock(r)}
             if ON_CUDA:
@@ -64,7 +64,7 @@ def dense(section: Section) -> None:
         section.add(f"{batch} × {n // 1024}k, {heads}/{kv_heads} × {dim}", cell)
 
 
-def _forced(r: AttentionRequest, kernel: SDPBackend) -> Callable[[], Any]:
+def _forced(r: AttentionCall, kernel: SDPBackend) -> Callable[[], Any]:
     """torch's operator by one of its kernels."""
     exact = stock(r)
 
@@ -75,7 +75,7 @@ def _forced(r: AttentionRequest, kernel: SDPBackend) -> Callable[[], Any]:
     return call
 
 
-def _flex(r: AttentionRequest, mask: Callable[..., Tensor]) -> Callable[[], Any]:
+def _flex(r: AttentionCall, mask: Callable[..., Tensor]) -> Callable[[], Any]:
     """torch's flex attention, compiled, by a mask of positions."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -99,13 +99,13 @@ def prefill(section: Section) -> None:
         for name, windows in PLANS.items():
 
             def cell(row: Cell, n: int = length(thousand * 1024), windows: tuple[int, ...] = windows) -> None:
-                r = request(CallStructure(1, n, n, causal=True), rules_of(windows))
+                r = attention_call(MaskStructure(1, n, n, causal=True), rules_of(windows))
                 share = seen_share(n, windows)
                 row["ideal ×"] = 1 / share
                 row["FLOP"] = 2.0 * HEADS * n * n * DIM * share
                 groups = HEADS // KV_HEADS
                 table = torch.tensor([w or 1 << 30 for w in windows], device=DEVICE).repeat_interleave(groups)
-                bare = AttentionRequest(r.query, r.key, r.value, r.structure, r.scaling)
+                bare = AttentionCall(r.query, r.key, r.value, r.structure, r.scaling)
                 beside = {"sdpa": stock(r), "exact, auto": by("auto", bare)}
                 if ON_CUDA and len(set(windows)) > 2:
                     beside["flex"] = _flex(r, lambda b, h, q, k: (k <= q) & ((q - k < table[h]) | (k < 16)))
@@ -125,8 +125,8 @@ def decode(section: Section) -> None:
                 n: int = length(thousand * 1024),
                 windows: tuple[int, ...] = windows,
             ) -> None:
-                structure = CallStructure(batch, 1, n, causal=True, q_offset=n - 1)
-                r = request(structure, rules_of(windows) if any(windows) else None)
+                structure = MaskStructure(batch, 1, n, causal=True, q_offset=n - 1)
+                r = attention_call(structure, rules_of(windows) if any(windows) else None)
                 keys = sum(min(w + 16, n) if w else n for w in windows)
                 row["bytes"] = 2.0 * batch * keys * DIM * DTYPE.itemsize
                 row["ideal ×"] = n * KV_HEADS / keys
@@ -143,7 +143,7 @@ def growing(section: Section) -> None:
         def cell(row: Cell, batch: int = batch, n: int = length(n)) -> None:
             steps = 32
             ways = ("sdpa", "fa3_fwd", "triton", "auto")
-            whole = request(CallStructure(batch, 1, n + steps * len(ways), causal=True, q_offset=0))
+            whole = attention_call(MaskStructure(batch, 1, n + steps * len(ways), causal=True, q_offset=0))
             for place, name in enumerate(ways):  # torch keeps what it planned: every way has lengths of its own
                 calls = [_shorter(whole, n + place * steps + step) for step in range(steps)]
                 why = () if name in ("sdpa", "auto") else refusals(name, calls[0])
@@ -160,9 +160,9 @@ def growing(section: Section) -> None:
         section.add(f"{batch} × {n}", cell)
 
 
-def _shorter(whole: AttentionRequest, kv_len: int) -> AttentionRequest:
+def _shorter(whole: AttentionCall, kv_len: int) -> AttentionCall:
     """The step that reads the first keys alone."""
-    structure = CallStructure(whole.structure.batch, 1, kv_len, causal=True, q_offset=kv_len - 1)
+    structure = MaskStructure(whole.structure.batch, 1, kv_len, causal=True, q_offset=kv_len - 1)
     return replace(whole, key=whole.key[:, :, :kv_len], value=whole.value[:, :, :kv_len], structure=structure)
 
 
@@ -176,8 +176,8 @@ def _synchronized() -> float:
 def training(section: Section) -> None:
     """Forward and backward at 16k."""
     n, structures = length(16384), masks()
-    causal = CallStructure(1, n, n, causal=True)
-    made: dict[str, tuple[CallStructure, HeadRules | None, float]] = {
+    causal = MaskStructure(1, n, n, causal=True)
+    made: dict[str, tuple[MaskStructure, HeadRules | None, float]] = {
         "window 1024": (structures["window 1k at 16k"], None, seen_share(n, (length(1024) - 16,))),
         "packed 16 × 1k": (structures["packed 16 × 1k"], None, 1 / 16),
         "every second head 1024+16": (
@@ -191,7 +191,7 @@ def training(section: Section) -> None:
 
         def cell(
             row: Cell,
-            structure: CallStructure = structure,
+            structure: MaskStructure = structure,
             rules: HeadRules | None = rules,
             share: float = share,
         ) -> None:
@@ -201,9 +201,9 @@ def training(section: Section) -> None:
         section.add(name, cell)
 
 
-def _trained(row: Cell, structure: CallStructure, rules: HeadRules | None) -> None:
+def _trained(row: Cell, structure: MaskStructure, rules: HeadRules | None) -> None:
     """Both passes of one structure."""
-    r = request(structure, rules, grad=True)
+    r = attention_call(structure, rules, grad=True)
     grad = torch.randn(1, structure.q_len, HEADS, DIM, device=DEVICE, dtype=DTYPE)
     inputs = (r.query, r.key, r.value)
 
@@ -219,7 +219,7 @@ def _trained(row: Cell, structure: CallStructure, rules: HeadRules | None) -> No
     race(row, arms)
 
 
-def masks() -> dict[str, CallStructure]:
+def masks() -> dict[str, MaskStructure]:
     """Calls with padding, documents, a window, and keys before or behind the queries."""
     n, long = length(4096), length(16384)
     left = torch.ones(8, n, dtype=torch.bool)
@@ -227,11 +227,11 @@ def masks() -> dict[str, CallStructure]:
         left[i, : n * i // 8] = False
     documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
     return {
-        "left-padded 8 × 4k": CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE)),
-        "packed 16 × 1k": CallStructure(1, long, long, causal=True, q_segments=documents, k_segments=documents),
-        "window 1k at 16k": CallStructure(1, long, long, causal=True, window=length(1024)),
-        "512 queries behind 7.5k": CallStructure(4, length(512), length(8192), causal=True, q_offset=length(7680)),
-        "static cache, 4k of 16k in use": CallStructure(
+        "left-padded 8 × 4k": MaskStructure(8, n, n, causal=True, key_padding=left.to(DEVICE)),
+        "packed 16 × 1k": MaskStructure(1, long, long, causal=True, q_segments=documents, k_segments=documents),
+        "window 1k at 16k": MaskStructure(1, long, long, causal=True, window=length(1024)),
+        "512 queries behind 7.5k": MaskStructure(4, length(512), length(8192), causal=True, q_offset=length(7680)),
+        "static cache, 4k of 16k in use": MaskStructure(
             8, 1, long, causal=True, q_offset=torch.tensor(n - 1, device=DEVICE)
         ),
     }
@@ -241,8 +241,8 @@ def structures(section: Section) -> None:
     """Masks, and what Transformers' sdpa does with a dense mask."""
     for name, structure in masks().items():
 
-        def cell(row: Cell, structure: CallStructure = structure) -> None:
-            r = request(structure)
+        def cell(row: Cell, structure: MaskStructure = structure) -> None:
+            r = attention_call(structure)
             groups = HEADS // KV_HEADS
             mask = structure.visible(device=DEVICE).expand(structure.batch, 1, structure.q_len, structure.kv_len)
             row["FLOP"] = 4.0 * HEADS * DIM * float(mask.sum())

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 
-from .measure import ON_CUDA, Cell, Section, by, length, medians, request, stock
+from .measure import ON_CUDA, Cell, Section, attention_call, by, length, medians, stock
 
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64))
 TOKENS = (100, 300, 512, 900, 1024, 1500, 2048, 3000, 4096, 8192)
@@ -28,7 +28,7 @@ def light(section: Section) -> None:
 
 def _cell(row: Cell, batch: int, n: int, shape: tuple[int, int, int]) -> None:
     heads, kv_heads, dim = shape
-    asked = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv_heads, dim=dim)
+    asked = attention_call(MaskStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv_heads, dim=dim)
     spec = asked.checked_kind()
     names = ("sdpa", "triton") if ON_CUDA else ("sdpa",)
     taken = select.choose(spec)

@@ -26,9 +26,9 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from adaattn_hf._files import write_atomically
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.stats import stopwatch
@@ -68,9 +68,9 @@ def draw(batch: int, n: int, heads: int, dim: int = DIM, grad: bool = False) -> 
     return made.requires_grad_(grad)
 
 
-def request(
-    structure: CallStructure, rules: HeadRules | None = None, grad: bool = False, **shape: int
-) -> AttentionRequest:
+def attention_call(
+    structure: MaskStructure, rules: HeadRules | None = None, grad: bool = False, **shape: int
+) -> AttentionCall:
     """A call of random tensors; `shape` may name heads, kv_heads and dim."""
     s, heads, kv_heads = structure, shape.get("heads", HEADS), shape.get("kv_heads", KV_HEADS)
     dim = shape.get("dim", DIM)
@@ -78,7 +78,7 @@ def request(
     q, k, v = (draw(s.batch, n, h, dim, grad) for n, h in sizes)
     if s.q_len == 1:
         k, v = k.contiguous(), v.contiguous()
-    return AttentionRequest(q, k, v, s, scaling=dim**-0.5, per_head=rules)
+    return AttentionCall(q, k, v, s, scaling=dim**-0.5, per_head=rules)
 
 
 def rules_of(windows: tuple[int, ...]) -> HeadRules:
@@ -87,7 +87,7 @@ def rules_of(windows: tuple[int, ...]) -> HeadRules:
     return HeadRules(windows, sinks, ("model",) * len(windows))
 
 
-def stock(r: AttentionRequest) -> Callable[[], Any]:
+def stock(r: AttentionCall) -> Callable[[], Any]:
     """torch's operator without a mask: exact attention of the same tensors."""
     causal = r.structure.q_len > 1 and r.structure.causal
     return lambda: F.scaled_dot_product_attention(
@@ -95,7 +95,7 @@ def stock(r: AttentionRequest) -> Callable[[], Any]:
     )
 
 
-def refusals(backend: str, r: AttentionRequest) -> tuple[str, ...]:
+def refusals(backend: str, r: AttentionCall) -> tuple[str, ...]:
     """Why a backend does not serve a call; for Triton in the interpreter as if on a device."""
     spec = r.checked_kind(named=True)
     if not ON_CUDA and backend == "triton":
@@ -103,7 +103,7 @@ def refusals(backend: str, r: AttentionRequest) -> tuple[str, ...]:
     return select.refusals_of(backend, spec)
 
 
-def by(backend: str, r: AttentionRequest) -> Callable[[], AttentionResult]:
+def by(backend: str, r: AttentionCall) -> Callable[[], AttentionResult]:
     """The call by a backend, or by what `auto` takes."""
     if backend == "auto":
         return lambda: select.attend(r)
@@ -176,9 +176,7 @@ def race(row: Cell, arms: Mapping[str, Callable[[], Any]], rep: int = 15) -> Non
     row |= {name: statistics.median(times) for name, times in found.items()}
 
 
-def timed(
-    row: Cell, r: AttentionRequest, *backends: str, beside: Mapping[str, Callable[[], Any]] | None = None
-) -> None:
+def timed(row: Cell, r: AttentionCall, *backends: str, beside: Mapping[str, Callable[[], Any]] | None = None) -> None:
     """Microseconds of `beside`, by default of `sdpa`, and of backends; None where one refuses, with its reasons."""
     arms: dict[str, Callable[[], Any]] = dict({"sdpa": stock(r)} if beside is None else beside)
     for backend in backends:

@@ -10,8 +10,8 @@ import torch
 from transformers import BertConfig, BertModel
 
 import adaattn_hf
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 
 from .kernels import FLASH, masks
 from .measure import (  # fmt: skip
@@ -23,13 +23,13 @@ from .measure import (  # fmt: skip
     ON_CUDA,
     Cell,
     Section,
+    attention_call,
     by,
     draw,
     length,
     microseconds,
     race,
     refusals,
-    request,
     timed,
 )
 
@@ -56,19 +56,19 @@ def _documents(row: Cell, lengths: tuple[int, ...]) -> None:
     """Documents of these lengths in one row."""
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(DEVICE)
     n = sum(lengths)
-    runs = CallStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
+    runs = MaskStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
     _beside_dense(row, runs, [(1, n) for n in lengths])
 
 
-def _beside_dense(row: Cell, structure: CallStructure, runs: list[tuple[int, int]]) -> None:
+def _beside_dense(row: Cell, structure: MaskStructure, runs: list[tuple[int, int]]) -> None:
     """A call of runs beside dense calls of the same `(batch, length)` by their fastest kernel, one after another."""
     row["FLOP"] = sum(2.0 * batch * HEADS * n * n * DIM for batch, n in runs)
     row["dense"] = 0.0
     for batch, n in runs:
-        r = request(CallStructure(batch, n, n, causal=True))
+        r = attention_call(MaskStructure(batch, n, n, causal=True))
         names = [name for name in (*FLASH, "triton", "sdpa") if not refusals(name, r)]
         row["dense"] += min(microseconds(by(name, r), 20) for name in names)
-    r = request(structure)
+    r = attention_call(structure)
     timed(row, r, *FLASH, "triton", "auto", beside={})
 
 
@@ -94,7 +94,7 @@ def _bert(row: Cell) -> None:
 def _grouped(row: Cell, n: int) -> None:
     """Grouped heads in float32, where a fused kernel would write the whole score matrix."""
     q, k, v = (draw(1, n, h).float() for h in (HEADS, KV_HEADS, KV_HEADS))
-    r = AttentionRequest(q, k, v, CallStructure(1, n, n, causal=True), DIM**-0.5)
+    r = AttentionCall(q, k, v, MaskStructure(1, n, n, causal=True), DIM**-0.5)
     row["FLOP"] = 2.0 * HEADS * n * n * DIM
     timed(row, r, "auto", "eager", beside={"stock": lambda: _eager(q, k, v)})
 

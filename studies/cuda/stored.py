@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.stored import StoredKV, mean_of, quantise
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
-from .measure import DIM, KV_HEADS, Cell, Section, by, captured, length, race, request, stock
+from .measure import DIM, KV_HEADS, Cell, Section, attention_call, by, captured, length, race, stock
 
 ON_THE_PAGE = 128
 """Channels of a head in what the page shows; trials on a CPU are smaller."""
@@ -66,24 +66,24 @@ def stored(section: Section) -> None:
                 section.add(f"{batch} × {thousand}k, {kind}", cell)
 
 
-def coded(r: AttentionRequest, kind: str) -> AttentionRequest:
+def coded(r: AttentionCall, kind: str) -> AttentionCall:
     """A step over codes; keys are turned and smoothed as the cache does it."""
     mean = mean_of(r.key)
     keys, key_scale = quantise(r.key, mean=mean)
     values, value_scale = quantise(r.value, bits=4 if kind == "k8v4" else 8)
     record = StoredKV(key_scale, value_scale, mean, r.key[:, :, 0].float().contiguous(), True)
-    return AttentionRequest(r.query, keys, values, r.structure, r.scaling, stored=record)
+    return AttentionCall(r.query, keys, values, r.structure, r.scaling, stored=record)
 
 
 def _step(row: Cell, batch: int, n: int, kind: str) -> None:
     """One kind of codes."""
-    r = request(CallStructure(batch, 1, n, causal=True, q_offset=n - 1))
+    r = attention_call(MaskStructure(batch, 1, n, causal=True, q_offset=n - 1))
     exact = by("triton", r)().out.float()
     over = coded(r, kind)
     row["bytes"] = float(batch * KV_HEADS * n * BYTES[kind])
     arms = {"bf16, sdpa": stock(r), "bf16, triton": by("triton", r), "codes": by("triton", over)}
     race(row, arms | {f"{name}, captured": captured(call) for name, call in arms.items()})
-    widened = over.widened()
-    widened.key, widened.value = widened.key.to(r.key.dtype), widened.value.to(r.key.dtype)
-    same = (by("triton", over)().out.float() - by("triton", widened)().out.float()).abs().max()
+    dequantised = over.dequantised()
+    dequantised.key, dequantised.value = dequantised.key.to(r.key.dtype), dequantised.value.to(r.key.dtype)
+    same = (by("triton", over)().out.float() - by("triton", dequantised)().out.float()).abs().max()
     row |= {"largest": float(exact.abs().max()), "difference": float(same)}

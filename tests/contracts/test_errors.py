@@ -27,9 +27,9 @@ import adaattn_hf
 from adaattn_cli.on_text import Verify
 from adaattn_cli.place import Place
 from adaattn_cli.verify import prove
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.stored import StoredKV
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -44,8 +44,8 @@ from adaattn_hf.patches.mask.documents import with_documents
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import Choice, LayerPlan, Plan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.calibration import calibrate
@@ -82,9 +82,9 @@ def under(variable: str, value: str, call: Callable[[], Any]) -> Any:
 
 def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
     """A layer that computes `choice` in each of two key/value heads, on keys with `heads` of them."""
-    program = Program(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
+    bound_layer = BoundLayer(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
     x = torch.zeros(1, heads, 20, 4, requires_grad=requires_grad)
-    return execute.attend(program, AttentionRequest(x, x, x, CallStructure(1, 20, 20, causal=True), scaling=0.5))
+    return execute.attend(bound_layer, AttentionCall(x, x, x, MaskStructure(1, 20, 20, causal=True), scaling=0.5))
 
 
 def run_with(**settings: Any) -> Any:
@@ -168,9 +168,9 @@ def calibrate_tiny(made: type[Any], length: int = 64, **more: Any) -> Any:
 ZEROS = torch.zeros(1, 2, 6, 4)
 WORDS = Tokenizer(WordLevel({"a": 0}))
 INT8 = {"stored": "int8", "streaming": False}
-SIX = StructuredMask(CallStructure(1, 6, 6, causal=True), torch.device("cpu"))
-BEHIND = CallStructure(1, 6, 9, causal=True, q_offset=3, window=2)
-EIGHT = StructuredMask(CallStructure(1, 8, 8, causal=True), torch.device("cpu"))
+SIX = StructuredMask(MaskStructure(1, 6, 6, causal=True), torch.device("cpu"))
+BEHIND = MaskStructure(1, 6, 9, causal=True, q_offset=3, window=2)
+EIGHT = StructuredMask(MaskStructure(1, 8, 8, causal=True), torch.device("cpu"))
 
 
 def small_plan(**fields: Any) -> Plan:
@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("pass a layer a mask for other lengths", lambda: attend(EIGHT),
          "attention_mask | 8 queries and 8 keys | got 6 queries and 6 keys | pass the mask of this call"),
         ("pass a layer a mask for another batch size",
-         lambda: attend(StructuredMask(CallStructure(3, 6, 6), torch.device("cpu")), batch=2),
+         lambda: attend(StructuredMask(MaskStructure(3, 6, 6), torch.device("cpu")), batch=2),
          "structure | batch of 3 | batch 2 | pass an attention_mask"),
         ("pass a padding mask with the wrong batch size",
          lambda: adaattn_mask(3, 6, 6, attention_mask=torch.zeros(2, 6)),
@@ -248,7 +248,7 @@ CASES: dict[str, tuple[Case, ...]] = {
          lambda: step(torch.ones(1, 1, 6, 6), cu_seq_lens_q=torch.tensor([0, 6]), read_index=[]),
          "attention_mask | got a mask | expected none | set max_blocks_per_request=0"),
         ("mix dtypes in one call",
-         lambda: AttentionRequest(ZEROS, *[ZEROS.bfloat16()] * 2, CallStructure(1, 6, 6), 1.0).check(),
+         lambda: AttentionCall(ZEROS, *[ZEROS.bfloat16()] * 2, MaskStructure(1, 6, 6), 1.0).check(),
          "query, key, value | torch.bfloat16 | expected one dtype | key.to(query.dtype)"),
         ("pass learned sinks for another number of heads", lambda: attend(s_aux=torch.zeros(3)),
          "sink_logits | (3,) | expected one for each of the 2 query heads | slice"),

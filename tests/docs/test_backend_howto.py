@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import ONE_QUERY, OPTIONS
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 
 from ..contracts.test_source import undocumented
@@ -38,17 +38,17 @@ def test_it_keeps_the_contract_of_docstrings() -> None:
 
 def test_a_quantised_cache_is_refused_by_name(dense: Any) -> None:
     codes, scales = torch.ones(1, 2, 6, 8, dtype=torch.int8), torch.full((1, 2, 6), 100, dtype=torch.uint8)
-    structure, stored = CallStructure(1, 6, 6, causal=True), StoredKV(scales, scales)
+    structure, stored = MaskStructure(1, 6, 6, causal=True), StoredKV(scales, scales)
     query = torch.randn(1, 4, 6, 8)
-    request = AttentionRequest(query, codes, codes, structure, scaling=1.0, stored=stored)
+    call = AttentionCall(query, codes, codes, structure, scaling=1.0, stored=stored)
     with pytest.raises(select.BackendRefusal, match="dense calls have no keys and values stored as codes"):
-        select.attend(request, dense.name)
-    assert select.attend(request).out.shape == (1, 6, 4, 8)
+        select.attend(call, dense.name)
+    assert select.attend(call).out.shape == (1, 6, 4, 8)
 
 
 def test_an_option_of_later_days_is_refused(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 2, 1, 4)
-    spec = AttentionRequest(x, x, x, CallStructure(1, 1, 1), scaling=1.0).checked_kind()
+    spec = AttentionCall(x, x, x, MaskStructure(1, 1, 1), scaling=1.0).checked_kind()
     assert dense.refusals(spec) == ()
     monkeypatch.setitem(OPTIONS, ONE_QUERY, "planted option")
     assert dense.refusals(spec) == ("dense calls have no planted option",)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import level_here, library, missing
 from adaattn_hf.eval import activation, bounds, corpora, provenance, report, runner, showcase, timing
 from adaattn_hf.eval.activation import Counts
@@ -162,9 +162,9 @@ def test_peak_bytes_on_a_known_course() -> None:
 def test_peak_bytes_hold_the_native_kernels_buffers() -> None:
     heads, length = 4, 512
     query, key, value = (torch.randn(1, heads, length, 32) for _ in range(3))
-    request = AttentionRequest(query, key, value, CallStructure(1, length, length, True), 1.0)
-    attended("native", request)
-    peak, _ = timing.peak_bytes(lambda: attended("native", request), CPU)
+    call = AttentionCall(query, key, value, MaskStructure(1, length, length, True), 1.0)
+    attended("native", call)
+    peak, _ = timing.peak_bytes(lambda: attended("native", call), CPU)
     output, packed = query.nbytes, 2 * key.nbytes // heads  # at least one head's keys and values are copied
     assert peak >= output + packed
     # and not those of all heads: a thread packs one head over the other

@@ -9,8 +9,8 @@ from packaging.version import Version
 
 import adaattn_hf
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice, Window
@@ -62,9 +62,9 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
     out, _ = attend_requests(None, torch.nn.Module(), query, key, value, sliding_window=window, **told)
     for n, (q_len, k_len) in enumerate(zip(queries, keys, strict=True)):
         q, k = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
-        structure = CallStructure(1, q_len, k_len, True, k_len - q_len, window)
+        structure = MaskStructure(1, q_len, k_len, True, k_len - q_len, window)
         tensors = (query[:, :, q].double(), key[:, :, k].double(), value[:, :, k].double())
-        right = reference.attention(AttentionRequest(*tensors, structure, 128**-0.5)).out
+        right = reference.attention(AttentionCall(*tensors, structure, 128**-0.5)).out
         torch.testing.assert_close(out[:, q].double(), right, atol=2e-2, rtol=2e-2)
 
 

@@ -15,10 +15,10 @@ from transformers import StaticCache
 
 import adaattn_hf
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, attend, choose, refusals_of
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import EXACT
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 LENGTH = 193
 
 
-def structures() -> dict[str, CallStructure]:
+def structures() -> dict[str, MaskStructure]:
     """One of each kind, with lengths that fit no tile."""
     n = LENGTH
     left = torch.ones(3, n, dtype=torch.bool)
@@ -46,35 +46,35 @@ def structures() -> dict[str, CallStructure]:
     spans[:, 30:60] = 0
     holes = torch.rand(3, n, generator=torch.Generator().manual_seed(1)) > 0.2
     made = {
-        "full": CallStructure(3, n, n),
-        "cross": CallStructure(3, 17, n),
-        "causal": CallStructure(3, n, n, causal=True),
-        "suffix": CallStructure(3, 40, n, causal=True, q_offset=n - 40),
-        "static cache": CallStructure(3, 40, n, causal=True, q_offset=60),
-        "decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1),
-        "long decode": CallStructure(2, 1, 1000, causal=True, q_offset=999),
-        "window": CallStructure(3, n, n, causal=True, window=32),
-        "window both ways": CallStructure(3, n, n, window=32),
-        "window and sinks": CallStructure(3, n, n, causal=True, window=32, sinks=4),
-        "left padding": CallStructure(3, n, n, causal=True, key_padding=left),
-        "right padding": CallStructure(3, n, n, key_padding=left.flip(1)),
-        "padded decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1, key_padding=left),
-        "padded prefill behind a past": CallStructure(3, 40, n, causal=True, q_offset=n - 40, key_padding=left),
-        "holes": CallStructure(3, n, n, causal=True, key_padding=holes),
-        "documents": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
-        "chunks": CallStructure(3, n, n, causal=True, chunk=50),
-        "spans": CallStructure(3, n, n, causal=True, spans=spans),
-        "device offset": CallStructure(3, 1, n, causal=True, q_offset=torch.tensor(99)),
+        "full": MaskStructure(3, n, n),
+        "cross": MaskStructure(3, 17, n),
+        "causal": MaskStructure(3, n, n, causal=True),
+        "suffix": MaskStructure(3, 40, n, causal=True, q_offset=n - 40),
+        "static cache": MaskStructure(3, 40, n, causal=True, q_offset=60),
+        "decode": MaskStructure(3, 1, n, causal=True, q_offset=n - 1),
+        "long decode": MaskStructure(2, 1, 1000, causal=True, q_offset=999),
+        "window": MaskStructure(3, n, n, causal=True, window=32),
+        "window both ways": MaskStructure(3, n, n, window=32),
+        "window and sinks": MaskStructure(3, n, n, causal=True, window=32, sinks=4),
+        "left padding": MaskStructure(3, n, n, causal=True, key_padding=left),
+        "right padding": MaskStructure(3, n, n, key_padding=left.flip(1)),
+        "padded decode": MaskStructure(3, 1, n, causal=True, q_offset=n - 1, key_padding=left),
+        "padded prefill behind a past": MaskStructure(3, 40, n, causal=True, q_offset=n - 40, key_padding=left),
+        "holes": MaskStructure(3, n, n, causal=True, key_padding=holes),
+        "documents": MaskStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
+        "chunks": MaskStructure(3, n, n, causal=True, chunk=50),
+        "spans": MaskStructure(3, n, n, causal=True, spans=spans),
+        "device offset": MaskStructure(3, 1, n, causal=True, q_offset=torch.tensor(99)),
     }
     return {name: _moved(s) for name, s in made.items()}
 
 
-def _moved(structure: CallStructure) -> CallStructure:
+def _moved(structure: MaskStructure) -> MaskStructure:
     tensors = {k: v.cuda() for k, v in vars(structure).items() if isinstance(v, torch.Tensor)}
     return structure.with_changes(**tensors)
 
 
-def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -> AttentionRequest:
+def make(structure: MaskStructure, dtype: torch.dtype, dim: int, **extra: Any) -> AttentionCall:
     g = torch.Generator("cuda").manual_seed(5)
 
     def draw(length: int, heads: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -
         return torch.randn(shape, generator=g, device="cuda").to(dtype).transpose(1, 2)
 
     q, k, v = draw(structure.q_len, 8), draw(structure.kv_len, 2), draw(structure.kv_len, 2)
-    return AttentionRequest(q, k, v, structure, scaling=dim**-0.5, **extra)
+    return AttentionCall(q, k, v, structure, scaling=dim**-0.5, **extra)
 
 
 @pytest.mark.parametrize("dim", [40, 64, 128])
@@ -90,18 +90,18 @@ def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_backend_equals_reference(backend: str, name: str, dtype: torch.dtype, dim: int) -> None:
-    request = make(structures()[name], dtype, dim)
-    reasons = refusals_of(backend, request.checked_kind(named=True))
+    call = make(structures()[name], dtype, dim)
+    reasons = refusals_of(backend, call.checked_kind(named=True))
     if reasons:
         pytest.skip("; ".join(reasons))
-    truth = reference.attention(request).out
-    close(attended(BACKENDS[backend], request).out, request, truth)
+    truth = reference.attention(call).out
+    close(attended(BACKENDS[backend], call).out, call, truth)
 
 
-def close(out: torch.Tensor, request: AttentionRequest, truth: torch.Tensor) -> None:
-    dtype = request.query.dtype
+def close(out: torch.Tensor, call: AttentionCall, truth: torch.Tensor) -> None:
+    dtype = call.query.dtype
     assert out.dtype == dtype
-    plain = attended(BACKENDS["eager"], request).out.double()
+    plain = attended(BACKENDS["eager"], call).out.double()
     # half precision: twice torch's own error in the same dtype and one rounding band; fp32 matmuls are exact to 1e-5
     bound = 1e-5 if dtype is torch.float32 else 2 * (plain - truth).abs().max().item()
     band = 0.0 if dtype is torch.float32 else torch.finfo(dtype).eps * truth.abs().max().item()
@@ -110,35 +110,35 @@ def close(out: torch.Tensor, request: AttentionRequest, truth: torch.Tensor) -> 
 
 @pytest.mark.parametrize("kv_len", [1, 63, 4097])
 def test_a_step_asks_for_no_plan_of_its_length(kv_len: int) -> None:
-    request = make(CallStructure(2, 1, kv_len, causal=True, q_offset=kv_len - 1), torch.bfloat16, 128)
-    truth = reference.attention(request).out
+    call = make(MaskStructure(2, 1, kv_len, causal=True, q_offset=kv_len - 1), torch.bfloat16, 128)
+    truth = reference.attention(call).out
     with NamedOperators() as noted:
-        out = attended(BACKENDS["sdpa"], request).out
+        out = attended(BACKENDS["sdpa"], call).out
     assert not [name for name in noted.names if "cudnn" in name]
-    close(out, request, truth)
+    close(out, call, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
 def test_kernels_that_are_kept_equal_the_reference(name: str, dtype: torch.dtype) -> None:
     """Small calls by a mask, larger ones over packed runs."""
-    request = make(structures()[name].settled(), dtype, 64)
+    call = make(structures()[name].simplified(), dtype, 64)
     for named in (False, True):
-        kind = request.checked_kind(named)
-        kernel = choose(kind).kernel(kind, request.per_head)
+        kind = call.checked_kind(named)
+        kernel = choose(kind).kernel(kind, call.per_head)
         for _ in range(2):
-            close(kernel(request).out, request, reference.attention(request).out)
+            close(kernel(call).out, call, reference.attention(call).out)
 
 
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
 def test_gradients_equal_reference(name: str) -> None:
     structure = structures()[name]
-    request = make(structure, torch.float32, 64)
-    leaves = [t.detach().clone().requires_grad_() for t in (request.query, request.key, request.value)]
+    call = make(structure, torch.float32, 64)
+    leaves = [t.detach().clone().requires_grad_() for t in (call.query, call.key, call.value)]
     weight = torch.randn(structure.batch, structure.q_len, 8, 64, device="cuda")
 
     def gradients(compute: Any) -> list[torch.Tensor]:
-        r = AttentionRequest(*leaves, structure, scaling=request.scaling)
+        r = AttentionCall(*leaves, structure, scaling=call.scaling)
         return list(torch.autograd.grad((compute(r).to(weight.dtype) * weight).sum(), leaves))
 
     ours = gradients(lambda r: attend(r).out)
@@ -153,12 +153,12 @@ def test_gradients_equal_reference(name: str) -> None:
 def test_half_precision_gradients(name: str) -> None:
     """Within twice eager's error in the same dtype; most of these go to torch's flash kernel in one call."""
     structure = structures()[name]
-    request = make(structure, torch.bfloat16, 64)
-    leaves = [t.detach().clone().requires_grad_() for t in (request.query, request.key, request.value)]
+    call = make(structure, torch.bfloat16, 64)
+    leaves = [t.detach().clone().requires_grad_() for t in (call.query, call.key, call.value)]
     weight = torch.randn(structure.batch, structure.q_len, 8, 64, device="cuda", dtype=torch.float64)
 
     def gradients(compute: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        r = AttentionRequest(*tensors, structure, scaling=request.scaling)
+        r = AttentionCall(*tensors, structure, scaling=call.scaling)
         grads = torch.autograd.grad((compute(r).double() * weight).sum(), tensors)
         return [grad.double() for grad in grads]
 
@@ -419,18 +419,18 @@ def test_a_forced_backend_refuses_fp32() -> None:
 @pytest.mark.parametrize("name", ["decode", "long decode", "padded decode", "device offset"])
 def test_a_step_reads_the_codes_of_a_cache(name: str, adjoin: bool, dtype: torch.dtype, bits: int, dim: int) -> None:
     """Rows of codes adjoin in a cache's own tensors, and do not where a layer laid them out."""
-    request = make(structures()[name], dtype, dim)
-    key, value = request.key.float(), request.value.float()
+    call = make(structures()[name], dtype, dim)
+    key, value = call.key.float(), call.value.float()
     mean = (key.mean(dim=2) @ hadamard(dim, key.device)).contiguous()
     keys, key_scale = quantise(key, mean=mean)
     values, value_scale = quantise(value, bits=bits)
     if adjoin:
         keys, values = keys.contiguous(), values.contiguous()
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
-    asked = AttentionRequest(request.query, keys, values, request.structure, request.scaling, stored=record)
+    asked = AttentionCall(call.query, keys, values, call.structure, call.scaling, stored=record)
     backend = choose(asked.checked_kind())
     assert backend.name == "triton"
-    truth = reference.attention(asked.widened()).out
+    truth = reference.attention(asked.dequantised()).out
     atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     for _ in range(2):  # the second finds the counters as the first left them
         torch.testing.assert_close(attended(backend, asked).out.double(), truth, atol=atol, rtol=0)
@@ -445,7 +445,7 @@ def test_variants_of_a_kernel_are_launched_again_with_what_they_were_compiled_fo
     """Lengths, addresses and tables of other alignment take turns; each time the answer is the definition's."""
     rule = None if windows is None else HeadRules(windows, (5, 5), ("model",) * 2)
     for n in (700, 701, 700, 900, 704):
-        structure = CallStructure(2, q_len, n, causal=True, q_offset=n - q_len)
+        structure = MaskStructure(2, q_len, n, causal=True, q_offset=n - q_len)
         asked = make(structure, torch.bfloat16, 64, per_head=rule, softcap=softcap)
         truth = reference.attention(asked).out
         for moved in ((), ("key",), (), ("query", "value")):
@@ -459,7 +459,7 @@ def test_variants_of_a_kernel_are_launched_again_with_what_they_were_compiled_fo
 def test_a_launch_is_launched_again_by_addresses(windows: tuple[int, int] | None) -> None:
     """Of one structure, as of the layers of a pass, over tensors that begin elsewhere and lie otherwise."""
     rule = None if windows is None else HeadRules(windows, (5, 5), ("model",) * 2)
-    structure = CallStructure(2, 704, 704, causal=True)
+    structure = MaskStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
     for _ in range(4):
         asked = make(structure, torch.bfloat16, 64, per_head=rule)
@@ -476,7 +476,7 @@ def test_a_launch_is_launched_again_by_addresses(windows: tuple[int, int] | None
 def test_a_launch_is_captured_and_replayed() -> None:
     """The graph holds addresses; what lies there may change."""
     rule = HeadRules((0, 70), (5, 5), ("model",) * 2)
-    structure = CallStructure(2, 704, 704, causal=True)
+    structure = MaskStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
@@ -500,30 +500,30 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
     real[0, :300] = False
     numbers = (torch.arange(n, device="cuda")[None] // 230).expand(2, -1)
     structure = {
-        "causal": CallStructure(2, n, n, causal=True),
-        "full": CallStructure(2, n, n),
-        "suffix": CallStructure(2, 140, n, causal=True, q_offset=n - 140),
-        "left padding": CallStructure(2, n, n, causal=True, key_padding=real),
-        "documents": CallStructure(2, n, n, causal=True, q_segments=numbers, k_segments=numbers),
+        "causal": MaskStructure(2, n, n, causal=True),
+        "full": MaskStructure(2, n, n),
+        "suffix": MaskStructure(2, 140, n, causal=True, q_offset=n - 140),
+        "left padding": MaskStructure(2, n, n, causal=True, key_padding=real),
+        "documents": MaskStructure(2, n, n, causal=True, q_segments=numbers, k_segments=numbers),
     }[name]
     rule = HeadRules((0, 150), (0, 5), ("model",) * 2)
-    request = make(structure, torch.bfloat16, 64, per_head=rule)
-    leaves = [t.detach().requires_grad_() for t in (request.query, request.key, request.value)]
-    asked = AttentionRequest(*leaves, structure, request.scaling, per_head=rule)
+    call = make(structure, torch.bfloat16, 64, per_head=rule)
+    leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
+    asked = AttentionCall(*leaves, structure, call.scaling, per_head=rule)
     if reasons := refusals_of("fa4", asked.checked_kind(named=True)):
         pytest.skip("; ".join(reasons))
     # for eager, which knows no rules of heads, the same as a mask
     seen = [s.visible(device="cuda") for s in (structure, structure.with_changes(window=150, sinks=5))]
     mask = torch.cat([s.expand(2, 4, -1, -1) for s in seen], 1)
-    dense = CallStructure(2, structure.q_len, n, mask=mask)
-    truth = reference.attention(request).out
-    masked = AttentionRequest(request.query, request.key, request.value, dense, request.scaling)
+    dense = MaskStructure(2, structure.q_len, n, mask=mask)
+    truth = reference.attention(call).out
+    masked = AttentionCall(call.query, call.key, call.value, dense, call.scaling)
     torch.testing.assert_close(reference.attention(masked).out, truth)
-    close(attended(BACKENDS["fa4"], request).out, masked, truth)
+    close(attended(BACKENDS["fa4"], call).out, masked, truth)
     weight = torch.randn(truth.shape, device="cuda", dtype=torch.float64)
 
-    def gradients(compute: Any, shape: CallStructure, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        r = AttentionRequest(*tensors, shape, request.scaling, per_head=rule if shape is structure else None)
+    def gradients(compute: Any, shape: MaskStructure, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        r = AttentionCall(*tensors, shape, call.scaling, per_head=rule if shape is structure else None)
         grads = torch.autograd.grad((compute(r).out.double() * weight).sum(), tensors)
         return [grad.double() for grad in grads]
 

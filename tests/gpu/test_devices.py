@@ -14,10 +14,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS, refusals_of
 from adaattn_hf.calibration.calibrate import decided
 from adaattn_hf.calibration.measure import measured
@@ -49,18 +49,18 @@ def first_is_current() -> Iterator[None]:
 
 
 def draw(
-    structure: CallStructure, dim: int, per_head: HeadRules | None = None, heads: int = 8, grad: bool = False
-) -> AttentionRequest:
+    structure: MaskStructure, dim: int, per_head: HeadRules | None = None, heads: int = 8, grad: bool = False
+) -> AttentionCall:
     query, key, value = (
         torch.randn(structure.batch, length, count, dim, device=SECOND, dtype=torch.bfloat16)
         .transpose(1, 2)
         .requires_grad_(grad)
         for length, count in ((structure.q_len, heads), (structure.kv_len, 2), (structure.kv_len, 2))
     )
-    return AttentionRequest(query, key, value, structure, dim**-0.5, per_head=per_head)
+    return AttentionCall(query, key, value, structure, dim**-0.5, per_head=per_head)
 
 
-def skip_if_refused(backend: str, asked: AttentionRequest) -> None:
+def skip_if_refused(backend: str, asked: AttentionCall) -> None:
     if reasons := refusals_of(backend, asked.checked_kind(named=True)):
         pytest.skip("; ".join(reasons))
 
@@ -76,9 +76,9 @@ def whichever_is_current(run: Callable[[], Any], close: float = 0.0) -> Any:
     return expected
 
 
-def causal(n: int = N, q_len: int | None = None, batch: int = 2, **more: Any) -> CallStructure:
+def causal(n: int = N, q_len: int | None = None, batch: int = 2, **more: Any) -> MaskStructure:
     q_len = n if q_len is None else q_len
-    return CallStructure(batch, q_len, n, causal=True, q_offset=n - q_len, **more)
+    return MaskStructure(batch, q_len, n, causal=True, q_offset=n - q_len, **more)
 
 
 def left() -> Tensor:
@@ -87,7 +87,7 @@ def left() -> Tensor:
     return real
 
 
-CALLS: dict[str, Callable[[], AttentionRequest]] = {
+CALLS: dict[str, Callable[[], AttentionCall]] = {
     "prefill": lambda: draw(causal(), 64), "prefill of large heads": lambda: draw(causal(), 128),
     "windows per head": lambda: draw(causal(), 64, WINDOWS),
     "windows of large heads": lambda: draw(causal(), 128, WINDOWS),
@@ -139,9 +139,9 @@ def test_a_step_over_codes(bits: int) -> None:
     keys, key_scale = quantise(key, mean=mean)
     values, value_scale = quantise(plain.value.float(), bits=bits)
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
-    asked = AttentionRequest(plain.query, keys, values, plain.structure, plain.scaling, stored=record)
+    asked = AttentionCall(plain.query, keys, values, plain.structure, plain.scaling, stored=record)
     out = whichever_is_current(lambda: attended(BACKENDS["triton"], asked).out)
-    torch.testing.assert_close(out.double(), reference.attention(asked.widened()).out, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(out.double(), reference.attention(asked.dequantised()).out, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
@@ -160,7 +160,7 @@ def test_gradients(backend: str, per_head: HeadRules | None) -> None:
         with torch.autograd.set_multithreading_enabled(False):
             torch.testing.assert_close(run(), threaded, atol=0.0, rtol=0.0)
     wide = [tensor.detach().double().requires_grad_() for tensor in leaves]
-    exact = reference.attention(AttentionRequest(*wide, asked.structure, asked.scaling, per_head=per_head))
+    exact = reference.attention(AttentionCall(*wide, asked.structure, asked.scaling, per_head=per_head))
     for ours, true in zip(threaded, torch.autograd.grad((exact.out * weight).sum(), wide), strict=True):
         assert (ours.double() - true).norm() <= ROUNDING * true.norm()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
@@ -31,24 +31,24 @@ pytestmark = [
     ),
 ]
 
-STRUCTURES: dict[str, Callable[[int], CallStructure]] = {
-    "causal": lambda n: CallStructure(2, n, n, causal=True),
-    "full": lambda n: CallStructure(2, n, n),
-    "suffix": lambda n: CallStructure(2, 300, n, causal=True, q_offset=n - 300),
-    "static cache": lambda n: CallStructure(2, 140, n, causal=True, q_offset=372),
-    "cross": lambda n: CallStructure(2, 70, n),
-    "window": lambda n: CallStructure(2, n, n, causal=True, window=300),
-    "window both ways": lambda n: CallStructure(2, n, n, window=150),
-    "window and sinks": lambda n: CallStructure(2, n, n, causal=True, window=200, sinks=130),
-    "left padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n)),
-    "whole documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 256)),
-    "documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 230)),
-    "documents, not causal": lambda n: CallStructure(2, n, n, **_documents(n, 331)),
-    "some short documents": lambda n: CallStructure(1, n, n, causal=True, **_uneven(n, 300, 20, 0, 129, 127, 64)),
-    "right padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n).flip(1)),
-    "static cache, odd": lambda n: CallStructure(2, 140, n, causal=True, q_offset=361),
-    "window over documents": lambda n: CallStructure(2, n, n, causal=True, window=150, **_documents(n, 331)),
-    "sinks over documents": lambda n: CallStructure(2, n, n, causal=True, window=99, sinks=130, **_documents(n, 331)),
+STRUCTURES: dict[str, Callable[[int], MaskStructure]] = {
+    "causal": lambda n: MaskStructure(2, n, n, causal=True),
+    "full": lambda n: MaskStructure(2, n, n),
+    "suffix": lambda n: MaskStructure(2, 300, n, causal=True, q_offset=n - 300),
+    "static cache": lambda n: MaskStructure(2, 140, n, causal=True, q_offset=372),
+    "cross": lambda n: MaskStructure(2, 70, n),
+    "window": lambda n: MaskStructure(2, n, n, causal=True, window=300),
+    "window both ways": lambda n: MaskStructure(2, n, n, window=150),
+    "window and sinks": lambda n: MaskStructure(2, n, n, causal=True, window=200, sinks=130),
+    "left padding": lambda n: MaskStructure(2, n, n, causal=True, key_padding=_left(n)),
+    "whole documents": lambda n: MaskStructure(2, n, n, causal=True, **_documents(n, 256)),
+    "documents": lambda n: MaskStructure(2, n, n, causal=True, **_documents(n, 230)),
+    "documents, not causal": lambda n: MaskStructure(2, n, n, **_documents(n, 331)),
+    "some short documents": lambda n: MaskStructure(1, n, n, causal=True, **_uneven(n, 300, 20, 0, 129, 127, 64)),
+    "right padding": lambda n: MaskStructure(2, n, n, causal=True, key_padding=_left(n).flip(1)),
+    "static cache, odd": lambda n: MaskStructure(2, 140, n, causal=True, q_offset=361),
+    "window over documents": lambda n: MaskStructure(2, n, n, causal=True, window=150, **_documents(n, 331)),
+    "sinks over documents": lambda n: MaskStructure(2, n, n, causal=True, window=99, sinks=130, **_documents(n, 331)),
 }
 WINDOWS = {"narrow": ((40, 0), (5, 0)), "wide": ((300, 700), (16, 140)), "sinks of many tiles": ((130, 0), (400, 0))}
 
@@ -71,17 +71,17 @@ def _documents(n: int, length: int) -> dict[str, torch.Tensor]:
     return {"q_segments": numbers, "k_segments": numbers}
 
 
-def drawn(structure: CallStructure, dim: int, heads: int, dtype: torch.dtype, **extra: Any) -> AttentionRequest:
+def drawn(structure: MaskStructure, dim: int, heads: int, dtype: torch.dtype, **extra: Any) -> AttentionCall:
     def draw(length: int, count: int) -> torch.Tensor:
         return torch.randn(structure.batch, length, count, dim, device="cuda").to(dtype).transpose(1, 2)
 
     lengths = structure.q_len, structure.kv_len
-    return AttentionRequest(
+    return AttentionCall(
         draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
     )
 
 
-def served(request: AttentionRequest, kernel: str) -> Any:
+def served(request: AttentionCall, kernel: str) -> Any:
     launched, call = [], Launcher.__call__
 
     def noted(self: Any, *arguments: Any) -> None:
@@ -101,7 +101,7 @@ def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_LEAST_OF_ROWS", 0)
 
 
-def check(request: AttentionRequest, kernel: str = "specialised") -> None:
+def check(request: AttentionCall, kernel: str = "specialised") -> None:
     truth, result = reference.attention(request), served(request, kernel)
     bound = 4 * torch.finfo(request.query.dtype).eps * truth.out.abs().max()
     assert (result.out.double() - truth.out).abs().max() <= bound
@@ -150,7 +150,7 @@ def test_what_is_not_a_number_stays_in_its_document(dim: int, heads: int, rules:
     """A weight of 0 would not keep it out: nothing behind a document may be brought with its last tile."""
     extra = {} if rules is None else {"per_head": HeadRules(*WINDOWS[rules], ("model",) * 2)}
     n = 1000
-    whole = drawn(CallStructure(1, n, n, causal=True, **_uneven(n, 300, 401, 20)), dim, heads, torch.bfloat16, **extra)
+    whole = drawn(MaskStructure(1, n, n, causal=True, **_uneven(n, 300, 401, 20)), dim, heads, torch.bfloat16, **extra)
     expected = served(whole, "specialised").out
     for start, stop in ((0, 300), (300, 701), (701, 721), (721, n)):
         lost = replace(whole, key=whole.key.clone(), value=whole.value.clone())
@@ -166,11 +166,11 @@ def test_more_items_than_programs(any_length: None) -> None:
     """Two turns and many, dealt out in both ways."""
     for n, heads in ((5000, 6), (30_000, 8)):
         rule = HeadRules((0, 700), (0, 16), ("model",) * 2)
-        request = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
+        request = drawn(MaskStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
         out = served(request, "specialised").out
         plain = device_facts(request.query.device)._replace(specialised=False)
         with mock.patch.object(forward, "device_facts", return_value=plain):
-            other = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
+            other = drawn(MaskStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
             tensors = {name: getattr(request, name) for name in ("query", "key", "value")}
             expected = served(replace(other, **tensors), "forward").out
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
@@ -183,7 +183,7 @@ def test_learned_sinks() -> None:
 
 def test_long_causal_calls_come_here_before_torchs() -> None:
     for batch, n, ours in ((1, 1024, True), (8, 1024, False), (1, 4096, True)):
-        request = drawn(CallStructure(batch, n, n, causal=True), 128, 32, torch.bfloat16)
+        request = drawn(MaskStructure(batch, n, n, causal=True), 128, 32, torch.bfloat16)
         order = select.order(request.checked_kind())
         assert ("triton" in order) is ours
         assert order[-2:] == ("sdpa", "eager")
@@ -211,7 +211,7 @@ def test_other_calls_go_to_the_kernels_of_one_task() -> None:
     n = 700
     others = [
         drawn(STRUCTURES["causal"](n), 128, 8, torch.bfloat16, softcap=20.0),
-        drawn(CallStructure(2, n, n, causal=True, **_documents(n, 30)), 128, 8, torch.bfloat16),
+        drawn(MaskStructure(2, n, n, causal=True, **_documents(n, 30)), 128, 8, torch.bfloat16),
         drawn(STRUCTURES["causal"](n), 96, 8, torch.bfloat16),
         drawn(STRUCTURES["window"](n), 64, 8, torch.bfloat16),
     ]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import choose
 
 from ..support.requests import attended
@@ -50,21 +50,21 @@ def test_dropout_zeroes_weights_and_scales_the_rest(kind: str, dtype: torch.dtyp
     real = torch.ones(3, n, dtype=torch.bool, device="cuda")
     real[0, :20] = False
     padding = real if kind == "left padding" else None
-    structure = CallStructure(3, n, n, causal=kind != "full", key_padding=padding)
+    structure = MaskStructure(3, n, n, causal=kind != "full", key_padding=padding)
     asked = make(structure, dtype, n)
     leaves = [tensor.detach().requires_grad_() for tensor in (asked.query, asked.key, asked.value)]
 
     def attend(value: torch.Tensor) -> torch.Tensor:
-        request = AttentionRequest(*leaves[:2], value, structure, scaling=asked.scaling, dropout=rate)
-        backend = choose(request.checked_kind())
+        call = AttentionCall(*leaves[:2], value, structure, scaling=asked.scaling, dropout=rate)
+        backend = choose(call.checked_kind())
         assert backend.name == "sdpa"  # torch draws what is dropped
         torch.manual_seed(3)
-        return attended(backend, request).out
+        return attended(backend, call).out
 
     identity = torch.eye(n, dtype=dtype, device="cuda").expand(3, 2, n, n).contiguous()
     shown = attend(identity.requires_grad_()).detach().double().transpose(1, 2)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    exact = AttentionRequest(*wide[:2], identity.detach().double(), structure, scaling=asked.scaling)
+    exact = AttentionCall(*wide[:2], identity.detach().double(), structure, scaling=asked.scaling)
     weights = reference.attention(exact).out.transpose(1, 2)
     seen = weights.detach() > 1e-3
     kept = (shown > 0) & seen

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native import ops
 
 from ..support.requests import HALF
@@ -32,10 +32,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any, cap: floa
     """Output `[q_len, heads, size]` and log-sum-exp `[heads, q_len]` of one sequence, aligned at its end."""
     seen = causal or window[1] == 0, len(k) - len(q), None if window[0] < 0 else window[0] + 1
     tensors = (t[None].transpose(1, 2) for t in (q, k, v))
-    structure = CallStructure(1, len(q), len(k), *seen)
-    answer = reference.attention(
-        AttentionRequest(*tensors, structure, q.shape[2] ** -0.5, softcap=cap, sink_logits=sink)
-    )
+    structure = MaskStructure(1, len(q), len(k), *seen)
+    answer = reference.attention(AttentionCall(*tensors, structure, q.shape[2] ** -0.5, softcap=cap, sink_logits=sink))
     return answer.out[0], answer.lse[0]
 
 

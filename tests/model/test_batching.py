@@ -11,9 +11,9 @@ from packaging.version import Version
 from torch import Tensor
 
 import adaattn_hf
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.reference import attention
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.registry import engine_name
@@ -213,8 +213,8 @@ def test_a_step_is_attention_request_by_request(window: int | None, engine_write
     out, _ = attend_requests(None, module, query, *new, **lengths)
     for q, q_end, k, k_end in ((0, 4, 0, 4), (4, 5, 4, 10), (5, 7, 10, 16), (7, 8, 16, 19)):
         past = (k_end - k) - (q_end - q)
-        structure = CallStructure(1, q_end - q, k_end - k, causal=True, q_offset=past, window=window)
-        alone = AttentionRequest(query[:, :, q:q_end], key[:, :, k:k_end], value[:, :, k:k_end], structure, 0.25)
+        structure = MaskStructure(1, q_end - q, k_end - k, causal=True, q_offset=past, window=window)
+        alone = AttentionCall(query[:, :, q:q_end], key[:, :, k:k_end], value[:, :, k:k_end], structure, 0.25)
         assert_same(attention(alone).out.float(), out[:, q:q_end])
     assert not out[:, 8:].any(), "what belongs to no request is zero"
 

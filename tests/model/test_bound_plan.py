@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import adaattn_hf
 from adaattn_hf.patches.plans.bound import State, bound_plan
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.program import Program
 
 from ..support.choices import make_choice
 from ..support.models import checkpointed, fresh_pair, logits
@@ -33,7 +33,7 @@ def exact() -> torch.Tensor:
     return logits(fresh_pair("llama", num_hidden_layers=3).ours)
 
 
-def layers(model: Any) -> list[Program | None]:
+def layers(model: Any) -> list[BoundLayer | None]:
     return [layer.self_attn.__dict__["adaattn_layer"] for layer in model.model.layers]
 
 
@@ -56,9 +56,9 @@ def test_a_plan_lies_on_the_trunk_and_its_parts_on_the_layers() -> None:
     model = planned()
     bound = model.model.adaattn_plan
     assert bound is bound_plan(model)
-    assert [program is None for program in layers(model)] == [False, False, True]
+    assert [bound_layer is None for bound_layer in layers(model)] == [False, False, True]
     assert bound.layers == {layer.self_attn: layer.self_attn.adaattn_layer for layer in model.model.layers}
-    assert all(program.owner() is bound for program in layers(model)[:2] if program is not None)
+    assert all(bound_layer.owner() is bound for bound_layer in layers(model)[:2] if bound_layer is not None)
     adaattn_hf.remove_plan(model)
     assert not [name for part in model.modules() for name in vars(part) if name.startswith("adaattn")]
 

@@ -192,12 +192,12 @@ def test_vision_model_equals_eager(family: str) -> None:
 def test_a_mask_of_selected_blocks_is_read_per_group_of_heads() -> None:
     from types import SimpleNamespace
 
-    from adaattn_hf.attention.structure import CallStructure
+    from adaattn_hf.attention.structure import MaskStructure
     from adaattn_hf.patches.call.arguments import with_selected_keys
 
     module: Any = SimpleNamespace(indexer=SimpleNamespace(block_size=3))
     blocks = torch.tensor([[[[0, -1], [1, 2]], [[2, 0], [-1, -1]]]])
-    structure = with_selected_keys(module, CallStructure(1, 2, 7), 4, {"block_indices": blocks})
+    structure = with_selected_keys(module, MaskStructure(1, 2, 7), 4, {"block_indices": blocks})
     first = [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]]
     second = [[1, 1, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0]]
     assert structure.visible().int().tolist() == [[first, first, second, second]]

@@ -218,7 +218,7 @@ def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> Non
         compare(arms, window, exact_tap)
     arms, exact = ModelArms(lettered_llama()), torch.zeros(1, LENGTH, 64)
     with pytest.raises(ValueError, match=f"the plan gives {LENGTH - 1} of {LENGTH - 1} tokens"):
-        compare(arms, window, lambda module, request: exact_tap(module, request) * math.nan, exact)
+        compare(arms, window, lambda module, call: exact_tap(module, call) * math.nan, exact)
 
 
 @pytest.mark.parametrize(
@@ -421,8 +421,8 @@ def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> N
     assert all(parameter.requires_grad for parameter in model.parameters())
     seen: list[tuple[Any, Tensor]] = []
 
-    def tap(module: Any, request: Any) -> Tensor:
-        seen.append((request, exact_tap(module, request)))
+    def tap(module: Any, call: Any) -> Tensor:
+        seen.append((call, exact_tap(module, call)))
         return seen[-1][1]
 
     with tapping(tap):
@@ -433,9 +433,9 @@ def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> N
     outs = [out for _, out in seen]
     for label in range(2):
         gradients = torch.autograd.grad(likelihood.gather(1, labels[:, [label]]).sum(), outs, retain_graph=True)
-        for layer, (request, _) in enumerate(seen):
+        for layer, (call, _) in enumerate(seen):
             every = [EXACT, make_choice("window", 8), make_choice(precision="int8")]
-            outputs, dropped = row_outputs(request, places, every, LayerTensors())
+            outputs, dropped = row_outputs(call, places, every, LayerTensors())
             wanted = ((outputs[1:] - outputs[:1]) * gradients[layer][0].transpose(0, 1)).sum(-1)
             assert wanted.abs().max() > 1e-4
             torch.testing.assert_close(found[layer][0][label], wanted, atol=1e-6, rtol=1e-4)
@@ -448,11 +448,11 @@ def test_rows_that_have_no_room_together_are_measured_in_pieces(
     tokens, sizes = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0)), []
     room = [30]
 
-    def few(request: Any, rows: Tensor, *more: Any) -> Any:
+    def few(call: Any, rows: Tensor, *more: Any) -> Any:
         sizes.append(len(rows))
         if len(rows) > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return row_outputs(request, rows, *more)
+        return row_outputs(call, rows, *more)
 
     whole = _measured(model, tokens, 100, 1)
     monkeypatch.setattr(fisher, "row_outputs", few)

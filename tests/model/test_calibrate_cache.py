@@ -54,8 +54,8 @@ def test_the_tap_answers_what_decoding_over_the_cache_answers(stored: str) -> No
     with torch.no_grad():
         pieces = [(0, FIRST), (FIRST, 100), *((at, at + 1) for at in range(100, 120))]
         over_cache = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pieces]
-        programs = {i: layer_of(m) for i, m in attention_modules(model, "llama")}
-        with tapping(stored_tap(programs, stored)):  # type: ignore[arg-type]
+        bound_layers = {i: layer_of(m) for i, m in attention_modules(model, "llama")}
+        with tapping(stored_tap(bound_layers, stored)):  # type: ignore[arg-type]
             tapped = model(tokens, use_cache=False).logits
         exact = model(tokens, use_cache=False).logits
     ours, theirs = tapped[:, FIRST:], torch.cat(over_cache, 1)[:, FIRST:]
@@ -210,8 +210,8 @@ def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
 ) -> None:
     """A format that held-out text says more of than calibration text did is not kept; what was proved alone is."""
 
-    def worse(programs: Any, stored: str) -> Any:
-        tap = stored_tap(programs, stored)
+    def worse(bound_layers: Any, stored: str) -> Any:
+        tap = stored_tap(bound_layers, stored)
         return tap if stored == "model" else lambda module, request: -3.0 * tap(module, request)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)

@@ -144,7 +144,7 @@ def test_scores_are_the_models_own_at_masked_places(model: Any, ids: list[int], 
     window = scoring.windows(ids, 0)[0]
     tokens = torch.from_numpy(window.input_ids)[None]
     choices = {layer: make_choice("window", 16, 4) for layer in range(4)}
-    tap = plan_tap({layer: _program(layer, choice) for layer, choice in choices.items()})
+    tap = plan_tap({layer: _bound_layer(layer, choice) for layer, choice in choices.items()})
     scores = compare(ModelArms(model), window, tap)
     with torch.no_grad():
         stock = bert("eager")(input_ids=tokens).logits[0].double().log_softmax(-1)
@@ -161,12 +161,12 @@ def test_scores_are_the_models_own_at_masked_places(model: Any, ids: list[int], 
     assert float(scores.kl.mean()) > 1e-3, "the plan changes something"
 
 
-def _program(layer: int, choice: Choice, heads: int = 5, only: int | None = None) -> Any:
-    from adaattn_hf.plans.program import Program
+def _bound_layer(layer: int, choice: Choice, heads: int = 5, only: int | None = None) -> Any:
+    from adaattn_hf.plans.bound_layer import BoundLayer
     from adaattn_hf.plans.tensors import LayerTensors
 
     chosen = tuple(choice if only in (None, head) else EXACT for head in range(heads))
-    return Program(LayerPlan(layer, "", chosen), LayerTensors(), 512)
+    return BoundLayer(LayerPlan(layer, "", chosen), LayerTensors(), 512)
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
@@ -204,7 +204,7 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
     sequences = measured.inputs.samples[LENGTH].held_out[:5]
     for unit in heads:
         layer, head = measured.layers.units[unit]
-        tap = plan_tap({layer: _program(layer, make_choice("window", 32, 16), only=head)})
+        tap = plan_tap({layer: _bound_layer(layer, make_choice("window", 32, 16), only=head)})
         kl = np.mean(
             [
                 float(compare(measured.inputs.arms, window, tap).kl.mean())

@@ -127,9 +127,9 @@ def test_export_gives_the_same_numbers(family: str) -> None:
     mask = padding("left")
     assert mask is not None
     with torch.no_grad():
-        program = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
+        bound_layer = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
         for given in (mask, padding("right")):
             assert given is not None
             ids = tokens(seed=4)
             expected = main_output(stock(input_ids=ids, attention_mask=given, **cacheless(family)))
-            assert_same(expected, program.module()(ids, given), given)
+            assert_same(expected, bound_layer.module()(ids, given), given)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.masking_utils import and_masks, sliding_window_causal_mask_function
 
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
@@ -100,5 +100,5 @@ def test_every_backend_computes_a_dilated_window(name: str, lengths: tuple[int, 
     draw = generator(0)
     query = torch.randn(2, 4, q_len, 16, generator=draw)
     key, value = (torch.randn(2, 2, kv_len, 16, generator=draw) for _ in range(2))
-    request = AttentionRequest(query, key, value, mask.structure.expanded(2), 0.25)
-    assert_right(request, attended(ON_CPU[name], request).out)
+    call = AttentionCall(query, key, value, mask.structure.expanded(2), 0.25)
+    assert_right(call, attended(ON_CPU[name], call).out)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from adaattn_cli.pictures.grid import notes
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.capability import cpu_name
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
@@ -68,9 +68,9 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
 
 
 @pytest.fixture
-def request_() -> AttentionRequest:
+def call() -> AttentionCall:
     query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    return AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
+    return AttentionCall(query, key, key, MaskStructure(1, 64, 64, causal=True), 0.25)
 
 
 def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
@@ -91,22 +91,22 @@ def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Pat
 
 
 def test_prices_are_measured_with_the_batch_that_is_asked_for(
-    request_: AttentionRequest, monkeypatch: pytest.MonkeyPatch
+    call: AttentionCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int, int]] = []
     attend = execute.attend
 
-    def watched(program: Any, request: AttentionRequest) -> Any:
-        seen.append((request.structure.batch, *request.query.shape[:3:2]))
-        return attend(program, request)
+    def watched(bound_layer: Any, call: AttentionCall) -> Any:
+        seen.append((call.structure.batch, *call.query.shape[:3:2]))
+        return attend(bound_layer, call)
 
     monkeypatch.setattr(execute, "attend", watched)
     choices = [EXACT, make_choice("window", 32, 4)]
     options = {"phases": pricing.PHASES, "batch": 3}
-    table = pricing.measure_prices({None: {64: request_}}, choices, LayerTensors(), **options)
+    table = pricing.measure_prices({None: {64: call}}, choices, LayerTensors(), **options)
     assert table.machine.startswith(f"{cpu_name()} ({level_here()}), ")
     assert set(seen) == {(3, 3, 64), (3, 3, 1)}
-    assert pricing.repeated(request_, 1) is request_, "no copy, whose layout would be another"
+    assert pricing.repeated(call, 1) is call, "no copy, whose layout would be another"
     assert set(table.prices["decode"][64]) == {"exact", "w32+4"}
     with pytest.raises(ValueError, match="batch is 0, expected at least 1"):
         replace(SETTINGS, batch=0)
@@ -127,21 +127,21 @@ def test_steps_that_are_captured_cost_nothing_of_the_host(captured: bool, monkey
 
 
 def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
-    request_: AttentionRequest, monkeypatch: pytest.MonkeyPatch
+    call: AttentionCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the backend's fast call; what no fast call serves goes the way of plans."""
     planned: list[str] = []
     attend = execute.attend
 
-    def watched(program: Any, request: AttentionRequest) -> Any:
-        planned.append("+".join(choice.label for choice in program.plan.choices))
-        return attend(program, request)
+    def watched(bound_layer: Any, call: AttentionCall) -> Any:
+        planned.append("+".join(choice.label for choice in bound_layer.plan.choices))
+        return attend(bound_layer, call)
 
     monkeypatch.setattr(execute, "attend", watched)
     options = {"phases": pricing.PHASES}
-    pricing.measure_prices({None: {64: request_}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
+    pricing.measure_prices({None: {64: call}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
     assert set(planned) == {"w32+4", "w32+4+w32+4"}
-    sinks = replace(request_, sink_logits=torch.zeros(4))
+    sinks = replace(call, sink_logits=torch.zeros(4))
     pricing.measure_prices({None: {64: sinks}}, [EXACT], LayerTensors(), **options)
     assert "exact+exact" in planned
 
@@ -177,7 +177,7 @@ def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
 
 
 def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all(
-    request_: AttentionRequest,
+    call: AttentionCall,
 ) -> None:
     for on_cuda, batch, expected in (
         (False, 1, {1: (1, 1), 2: (1, 2)}),
@@ -185,7 +185,7 @@ def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one
         (True, 1, {2: (1, 2), 4: (2, 2)}),
         (True, 3, {2: (3, 2), 4: (6, 2)}),
     ):
-        parts = pricing.by_heads(request_, batch, on_cuda)
+        parts = pricing.by_heads(call, batch, on_cuda)
         assert {heads: tuple(part.key.shape[:2]) for heads, part in parts.items()} == expected
         assert all(part.structure.batch == part.key.shape[0] for part in parts.values())
 

@@ -10,13 +10,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 import adaattn_hf
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plans import monitor, sampled
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import EXACT, LayerPlan, UnitRecord
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
@@ -170,10 +170,10 @@ def test_outliers_change_int8_more_and_few_rows_not_at_all() -> None:
     rows = torch.tensor([40, 63, 90])
 
     def changed(key: torch.Tensor, start: int = 0, limit: int = 64) -> torch.Tensor:
-        program = Program(plan, LayerTensors(), limit)
-        structure = CallStructure(1, 96 - start, 96, causal=True, q_offset=start)
-        request = AttentionRequest(query[:, :, start:], key, value, structure, scaling=0.5)
-        return sampled.losses(program, request, torch.tensor([0]) if start else rows)
+        bound_layer = BoundLayer(plan, LayerTensors(), limit)
+        structure = MaskStructure(1, 96 - start, 96, causal=True, q_offset=start)
+        call = AttentionCall(query[:, :, start:], key, value, structure, scaling=0.5)
+        return sampled.losses(bound_layer, call, torch.tensor([0]) if start else rows)
 
     usual = changed(key)
     assert 1e-4 < float(usual[0, :2].min()) < float(usual[0, :2].max()) < 0.05
@@ -207,12 +207,12 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
         "softcap": {"softcap": 1.5}, "sink_logits": {"sink_logits": torch.randn(4, generator=generator)},
         "bias": {"bias": torch.randn(1, 4, 96, 96, generator=generator)}, "window": {},
     }  # fmt: skip
-    structure = CallStructure(1, 96, 96, causal=True, window=48 if extra == "window" else None)
-    request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
-    program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
+    structure = MaskStructure(1, 96, 96, causal=True, window=48 if extra == "window" else None)
+    call = AttentionCall(query, key, value, structure, scaling=0.5, **extras[extra])
+    bound_layer = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
     rows = torch.tensor([3, 60, 95])
-    found = sampled.losses(Program(program, LayerTensors(), 256), request, rows)
-    weights = attention_weights(request)[0][:, rows]
+    found = sampled.losses(BoundLayer(bound_layer, LayerTensors(), 256), call, rows)
+    weights = attention_weights(call)[0][:, rows]
     keys = torch.arange(96)
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))
     torch.testing.assert_close(found, (weights * far).sum(-1).view(2, 2, 3).amax(1), atol=1e-6, rtol=1e-5)

@@ -21,15 +21,15 @@ from transformers import (
     StaticCache,
 )
 
-from adaattn_hf.attention.legible import legible
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.infer import infer_structure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.slots import LAYER
 from adaattn_hf.plans import store
+from adaattn_hf.plans.bound_layer import BOUND_LAYERS
 from adaattn_hf.plans.choices import Choice
-from adaattn_hf.plans.program import PROGRAMS
 
 from ..support.choices import make_choice
 from ..support.plans import plan_for
@@ -92,7 +92,7 @@ def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
     handles = {layer.handle for m in model.modules() if (layer := m.__dict__.get(LAYER))}
     del model
     gc.collect()
-    assert handles.isdisjoint(PROGRAMS)
+    assert handles.isdisjoint(BOUND_LAYERS)
     torch.testing.assert_close(torch.compile(twin, backend="eager", fullgraph=True)(tokens()).logits, expected)
 
 
@@ -238,14 +238,14 @@ def test_a_plan_is_not_kept_in_a_graph_of_jit_trace() -> None:
 
 
 STRUCTURES = {
-    "causal": CallStructure(2, 20, 20, causal=True),
-    "step": CallStructure(2, 1, 20, causal=True, q_offset=12),
-    "left": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
-    "left, silent": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
-    "right": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
-    "encoder": CallStructure(2, 20, 20, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
-    "window": CallStructure(2, 20, 20, causal=True, window=6),
-    "documents": CallStructure(
+    "causal": MaskStructure(2, 20, 20, causal=True),
+    "step": MaskStructure(2, 1, 20, causal=True, q_offset=12),
+    "left": MaskStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
+    "left, silent": MaskStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
+    "right": MaskStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
+    "encoder": MaskStructure(2, 20, 20, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
+    "window": MaskStructure(2, 20, 20, causal=True, window=6),
+    "documents": MaskStructure(
         1, 20, 20, causal=True, q_segments=torch.arange(20)[None] // 7, k_segments=torch.arange(20)[None] // 7
     ),
 }
@@ -257,16 +257,16 @@ def test_rules_are_read_from_a_mask(name: str) -> None:
     batch, q_len = structure.batch, structure.q_len
     visible = structure.visible().expand(batch, 1, q_len, 20)
     query, key = torch.zeros(batch, 2, q_len, 4), torch.zeros(batch, 2, 20, 4)
-    dense = CallStructure(batch, q_len, 20, mask=visible)
-    read = legible(AttentionRequest(query, key, key, dense, 1.0))
+    dense = MaskStructure(batch, q_len, 20, mask=visible)
+    read = infer_structure(AttentionCall(query, key, key, dense, 1.0))
     assert read is not None
     assert read.structure.mask is None
     assert torch.equal(read.structure.visible().expand_as(visible), visible)
     assert read.structure.causal == structure.causal
     bias = torch.where(visible, 0.0, float("-inf"))
-    told = legible(AttentionRequest(query, key, key, CallStructure(batch, q_len, 20), 1.0, bias=bias))
+    told = infer_structure(AttentionCall(query, key, key, MaskStructure(batch, q_len, 20), 1.0, bias=bias))
     assert told is not None
     assert told.bias is None
-    slopes = legible(AttentionRequest(query, key, key, CallStructure(batch, q_len, 20), 1.0, bias=bias + 0.5))
+    slopes = infer_structure(AttentionCall(query, key, key, MaskStructure(batch, q_len, 20), 1.0, bias=bias + 0.5))
     assert slopes is not None
     assert slopes.bias is not None

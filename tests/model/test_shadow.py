@@ -7,7 +7,7 @@ import torch
 
 import adaattn_hf
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.backends import select
 from adaattn_hf.patches.observe import shadow
 from adaattn_hf.plans import execute
@@ -69,8 +69,8 @@ def test_a_wrong_kernel_is_found_under_a_plan(monkeypatch: pytest.MonkeyPatch, c
     run(other)  # the plan's own loss is no mismatch
     right = execute.attend
 
-    def wrong(program: Any, request: Any, backend: str | None = None, *rest: Any) -> AttentionResult:
-        result = right(program, request, backend, *rest)
+    def wrong(bound_layer: Any, request: Any, backend: str | None = None, *rest: Any) -> AttentionResult:
+        result = right(bound_layer, request, backend, *rest)
         return AttentionResult(result.out * (1.2 if backend is None else 1.0), result.lse)
 
     monkeypatch.setattr(execute, "attend", wrong)
@@ -83,7 +83,7 @@ def test_only_the_first_calls_of_each_kind_are_compared(monkeypatch: pytest.Monk
     compared: list[Any] = []
     right = reference.attention
 
-    def counted(request: AttentionRequest) -> Any:
+    def counted(request: AttentionCall) -> Any:
         compared.append(request)
         return right(request)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import adaattn_hf
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends.select import refusals_of
 from adaattn_hf.patches.cache.caches import AdaAttnCache
@@ -314,7 +314,7 @@ def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
     model, tokens = llama(), ids(1, 20)
     with listening(seen):
         run(model, tokens, AdaAttnCache(model), 10, 10)
-    spec: CallSpec = seen.calls[-1][1]
+    spec: CallKind = seen.calls[-1][1]
     assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, spec))
     assert "keys and values stored as int8" in spec.words()
 

@@ -13,8 +13,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import adaattn_hf
 from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 from adaattn_hf.patches.plans import attach
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 from studies.cache_speed import held_bytes
 
@@ -307,9 +307,9 @@ def test_masks_without_rules_and_gradients_are_refused() -> None:
 
 
 def test_choices_that_look_at_the_keys_are_refused_over_codes() -> None:
-    rank = Program(LayerPlan(0, "", (make_choice(rank=16), EXACT)), LayerTensors(), LIMIT)
+    rank = BoundLayer(LayerPlan(0, "", (make_choice(rank=16), EXACT)), LayerTensors(), LIMIT)
     with pytest.raises(ValueError, match="r16 looks at the keys themselves"):
-        _ = rank.over_stored
+        _ = rank.for_quantised_cache
 
 
 def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import adaattn_hf
 from adaattn_cli.pictures.grid import differences, heat_map
 from adaattn_cli.pictures.page import plan_page
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
@@ -49,8 +49,8 @@ class EverySecond(Keys):
     def tinted(self, colour: Colour) -> Colour:
         return 200, 160, 30
 
-    def structure(self, request: AttentionRequest) -> CallStructure:
-        structure = request.structure
+    def structure(self, call: AttentionCall) -> MaskStructure:
+        structure = call.structure
         places = torch.arange(structure.q_len)[:, None] + structure.offset()
         keys = torch.arange(structure.kv_len)
         kept = ((places - keys) < self.near) | (keys % 2 == 0)
@@ -123,11 +123,11 @@ def test_it_is_stored_loaded_and_run(model: Any, result: Calibration, tmp_path: 
 def test_what_runs_is_what_it_defines(result: Calibration) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 50, 8, generator=generator) for heads in (4, 2, 2))
-    request = AttentionRequest(query, key, value, CallStructure(1, 50, 50, causal=True), 8**-0.5)
+    call = AttentionCall(query, key, value, MaskStructure(1, 50, 50, causal=True), 8**-0.5)
     toy = EverySecond(16)
-    visible = toy.structure(request).visible(rows=torch.tensor([40]))[0, 0, 0]
+    visible = toy.structure(call).visible(rows=torch.tensor([40]))[0, 0, 0]
     assert visible.nonzero()[:, 0].tolist() == [*range(0, 25, 2), *range(25, 41)]
-    out = Choice.of(toy).attend(request, [0, 1], LayerTensors(), None).out
+    out = Choice.of(toy).attend(call, [0, 1], LayerTensors(), None).out
     weights = torch.softmax(
         (query @ key.repeat_interleave(2, 1).mT * 8**-0.5)[:, :, 40].masked_fill(~visible, -torch.inf), -1
     )

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
@@ -110,10 +110,10 @@ def test_an_exported_model_keeps_the_operator() -> None:
     ids = tokens()
     options: dict[str, Any] = {"use_cache": False}
     with torch.no_grad():
-        program = torch.export.export(ours, (ids,), options, strict=False)
+        bound_layer = torch.export.export(ours, (ids,), options, strict=False)
         right = ours(ids.flip(1), **options).logits
-        torch.testing.assert_close(program.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5)
-    assert "native_attend" in str(program.graph)
+        torch.testing.assert_close(bound_layer.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5)
+    assert "native_attend" in str(bound_layer.graph)
 
 
 def test_symbolic_lengths_are_refused_by_name() -> None:
@@ -150,7 +150,7 @@ def test_torch_operations_have_second_derivatives() -> None:
 def test_a_structure_of_documents_is_traced() -> None:
     """What is read of a tensor's extents is a tensor while torch.jit traces."""
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    rules = CallStructure(1, 7, 7, causal=True, q_segments=documents, k_segments=documents)
+    rules = MaskStructure(1, 7, 7, causal=True, q_segments=documents, k_segments=documents)
     mask = StructuredMask(rules, torch.device("cpu"))
     serve: Any = AttentionInterface._global_mapping["adaattn"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "adaattn_hf" / "backends" / "native"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
-PROGRAMS = ("fuzz", "malformed")
+BOUND_LAYERS = ("fuzz", "malformed")
 """The calls that must be right, and those that must be refused; each a C++ file beside this one."""
 THROUGH_PYTHON = ("valid", "plans", "malformed", "rules", "stored")
 """Kinds of the random search that call the kernels; whole models would take minutes under the sanitizers."""
@@ -40,7 +40,7 @@ def compile_fuzzers(
     sanitize = ["-static"] if machine else SANITIZE
     flags = [f for f in build["FLAGS"] if f != "-O3"] + [optimise, "-w", *sanitize, f"-I{NATIVE / 'src'}"]
     jobs = {"dispatch": [str(NATIVE / "src" / "dispatch.cpp")]}
-    for program in PROGRAMS:
+    for program in BOUND_LAYERS:
         jobs[program] = [str(HERE / f"{program}.cpp"), "-fexceptions", "-frtti"]
     for name, extra in known.items():
         define = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}"]
@@ -55,8 +55,8 @@ def compile_fuzzers(
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         errors = "".join(pool.map(run, jobs))
-    programs = [target / program for program in PROGRAMS]
-    shared = [str(target / f"{name}.o") for name in jobs if name not in PROGRAMS]
+    programs = [target / program for program in BOUND_LAYERS]
+    shared = [str(target / f"{name}.o") for name in jobs if name not in BOUND_LAYERS]
     links = {path: [f"{path}.o", *shared] for path in programs}
     if not machine:
         links[target / build["NAME"]] = ["-shared", *shared]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import COMPILING, DROPOUT, GRAD, HEAD_INT8, HEAD_WINDOWS, OPAQUE, PER_HEAD, STORED
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import find_rules
@@ -25,31 +25,31 @@ SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])
 PADDED = torch.arange(100)[None] >= torch.tensor([[17], [0]])
 TWO = 2
 STRUCTURES = {
-    "full": CallStructure(TWO, 100, 100),
-    "causal": CallStructure(TWO, 100, 100, causal=True),
-    "suffix": CallStructure(TWO, 40, 100, causal=True, q_offset=60),
-    "behind": CallStructure(TWO, 40, 100, causal=True, q_offset=-20),
-    "window": CallStructure(TWO, 100, 100, causal=True, window=13, sinks=3),
-    "both ways": CallStructure(TWO, 100, 100, window=13, sinks=3),
-    "left padding": CallStructure(TWO, 100, 100, causal=True, key_padding=PADDED),
-    "right padding": CallStructure(TWO, 100, 100, key_padding=PADDED.flip(1)),
-    "padded window": CallStructure(TWO, 100, 100, causal=True, window=9, sinks=2, key_padding=PADDED),
-    "packed": CallStructure(TWO, 100, 100, causal=True, q_segments=SEGMENTS, k_segments=SEGMENTS),
-    "chunked": CallStructure(TWO, 100, 100, causal=True, chunk=32, chunk_start=torch.tensor([3, 0])),
-    "chunked with sinks": CallStructure(TWO, 100, 100, causal=True, window=9, sinks=4, chunk=32),
-    "spans": CallStructure(TWO, 100, 100, causal=True, spans=(torch.arange(100) // 10 - 5).expand(2, 100)),
-    "mask": CallStructure(TWO, 100, 100, mask=torch.arange(10_000).reshape(1, 1, 100, 100) % 7 > 2),
-    "nothing": CallStructure(TWO, 100, 100, mask=torch.zeros(1, 1, 1, 100, dtype=torch.bool)),
-    "device offset": CallStructure(TWO, 1, 100, causal=True, q_offset=torch.tensor(70)),
+    "full": MaskStructure(TWO, 100, 100),
+    "causal": MaskStructure(TWO, 100, 100, causal=True),
+    "suffix": MaskStructure(TWO, 40, 100, causal=True, q_offset=60),
+    "behind": MaskStructure(TWO, 40, 100, causal=True, q_offset=-20),
+    "window": MaskStructure(TWO, 100, 100, causal=True, window=13, sinks=3),
+    "both ways": MaskStructure(TWO, 100, 100, window=13, sinks=3),
+    "left padding": MaskStructure(TWO, 100, 100, causal=True, key_padding=PADDED),
+    "right padding": MaskStructure(TWO, 100, 100, key_padding=PADDED.flip(1)),
+    "padded window": MaskStructure(TWO, 100, 100, causal=True, window=9, sinks=2, key_padding=PADDED),
+    "packed": MaskStructure(TWO, 100, 100, causal=True, q_segments=SEGMENTS, k_segments=SEGMENTS),
+    "chunked": MaskStructure(TWO, 100, 100, causal=True, chunk=32, chunk_start=torch.tensor([3, 0])),
+    "chunked with sinks": MaskStructure(TWO, 100, 100, causal=True, window=9, sinks=4, chunk=32),
+    "spans": MaskStructure(TWO, 100, 100, causal=True, spans=(torch.arange(100) // 10 - 5).expand(2, 100)),
+    "mask": MaskStructure(TWO, 100, 100, mask=torch.arange(10_000).reshape(1, 1, 100, 100) % 7 > 2),
+    "nothing": MaskStructure(TWO, 100, 100, mask=torch.zeros(1, 1, 1, 100, dtype=torch.bool)),
+    "device offset": MaskStructure(TWO, 1, 100, causal=True, q_offset=torch.tensor(70)),
 }
 
 
-def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extra: object) -> AttentionRequest:
+def call(structure: MaskStructure, dtype: torch.dtype = torch.float32, **extra: object) -> AttentionCall:
     torch.manual_seed(7)
     query = torch.randn(2, structure.q_len, 4, 24, dtype=dtype).transpose(1, 2)
     key = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
     value = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
-    return AttentionRequest(query, key, value, structure, 0.2, need_lse=True, **extra)  # type: ignore[arg-type]
+    return AttentionCall(query, key, value, structure, 0.2, need_lse=True, **extra)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -62,7 +62,7 @@ def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extr
     ids=["plain", "softcap", "sinks", "bias"],
 )  # fmt: skip
 def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
-    asked = request(STRUCTURES[name], **extra)
+    asked = call(STRUCTURES[name], **extra)
     result, truth = attended(NativeBackend(), asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
     assert result.lse is not None
@@ -71,24 +71,24 @@ def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
 
 def test_windows_of_heads_hold_beside_a_mask_of_each_head() -> None:
     mask = torch.rand(1, 4, 100, 100, generator=torch.Generator().manual_seed(0)) > 0.2
-    asked = request(CallStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0)))
+    asked = call(MaskStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0)))
     result, truth = attended(NativeBackend(), asked), reference.attention(asked)
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
-    copied: Callable[[CallStructure], CallStructure],
+    copied: Callable[[MaskStructure], MaskStructure],
 ) -> None:
     structure = STRUCTURES["packed"].with_changes()
-    asked = request(structure)
+    asked = call(structure)
     expected = attended(NativeBackend(), asked).out
     theirs = copied(structure)
     assert torch.equal(attended(NativeBackend(), replace(asked, structure=theirs)).out, expected)
-    table, told = theirs.derived(find_rules).segments, theirs.derived(find_rules).visible
+    table, told = theirs.cached(find_rules).segments, theirs.cached(find_rules).visible
     assert table is not None
     assert table.data_ptr() in struct.unpack_from("=Q", told)
-    assert table is not structure.derived(find_rules).segments
+    assert table is not structure.cached(find_rules).segments
 
 
 REFUSALS = {
@@ -107,7 +107,7 @@ REFUSALS = {
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(reason: str) -> None:
     """What the host's processor lacks comes on top; it has a test beside its own subject, as ONNX has."""
-    spec = request(STRUCTURES["causal"]).checked_kind()
+    spec = call(STRUCTURES["causal"]).checked_kind()
     assert NativeBackend().refusals(spec) == ()
     refusals = NativeBackend().refusals(spec._replace(**REFUSALS[reason]))
     (said,) = (refusal for refusal in refusals if "this processor runs" not in refusal)

@@ -161,9 +161,9 @@ def runtimes():
 torch.set_num_threads(2)
 torch.randn(300, 300) @ torch.randn(300, 300)
 before = runtimes()
-from adaattn_hf.backends.native import call, library
+from adaattn_hf.backends.native import entry, library
 q = torch.randn(1, 4, 500, 64)
-call.forward(q, q, q, 0.125)
+entry.forward(q, q, q, 0.125)
 assert "OpenMP runtime that torch has loaded" in library.library().threads, library.library().threads
 assert before and runtimes() == before, (before, runtimes())
 """

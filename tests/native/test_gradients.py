@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.ops import attend_op, backward_op
 
 from ..support.requests import attended
-from .test_backend import STRUCTURES, request
+from .test_backend import STRUCTURES, call
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 
 
-def gradients(asked: AttentionRequest, dtype: torch.dtype, native: bool) -> list[torch.Tensor]:
+def gradients(asked: AttentionCall, dtype: torch.dtype, native: bool) -> list[torch.Tensor]:
     names = [name for name in ("query", "key", "value", "bias", "sink_logits") if getattr(asked, name) is not None]
     leaves = {name: getattr(asked, name).detach().to(dtype).requires_grad_() for name in names}
     changed = replace(asked, **leaves)
@@ -43,7 +43,7 @@ EXTRAS = {
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_gradients_match_double_precision(name: str, extra: str) -> None:
-    asked = request(STRUCTURES[name], **EXTRAS[extra])
+    asked = call(STRUCTURES[name], **EXTRAS[extra])
     ours = gradients(asked, torch.float32, native=True)
     truth = gradients(asked, torch.float64, native=False)
     for got, expected in zip(ours, truth, strict=True):
@@ -52,7 +52,7 @@ def test_gradients_match_double_precision(name: str, extra: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_are_as_good_as_torch(dtype: torch.dtype) -> None:
-    asked = request(CallStructure(2, 300, 300, causal=True), dtype)
+    asked = call(MaskStructure(2, 300, 300, causal=True), dtype)
     truth = gradients(asked, torch.float64, native=False)
     ours = gradients(asked, dtype, native=True)
     eager = gradients(asked, dtype, native=False) if dtype == torch.float64 else _sdpa(asked, dtype)
@@ -62,7 +62,7 @@ def test_half_precision_gradients_are_as_good_as_torch(dtype: torch.dtype) -> No
         assert (got.double() - expected).abs().max().item() <= 2 * theirs + band
 
 
-def _sdpa(asked: AttentionRequest, dtype: torch.dtype) -> list[torch.Tensor]:
+def _sdpa(asked: AttentionCall, dtype: torch.dtype) -> list[torch.Tensor]:
     leaves = [t.detach().to(dtype).requires_grad_() for t in (asked.query, asked.key, asked.value)]
     out = torch.nn.functional.scaled_dot_product_attention(
         *leaves, is_causal=True, scale=asked.scaling, enable_gqa=True
@@ -71,7 +71,7 @@ def _sdpa(asked: AttentionRequest, dtype: torch.dtype) -> list[torch.Tensor]:
     return list(torch.autograd.grad((out.double() * weight).sum(), leaves))
 
 
-def arguments(asked: AttentionRequest) -> tuple[object, ...]:
+def arguments(asked: AttentionCall) -> tuple[object, ...]:
     s = asked.structure
     return (
         asked.query, asked.key, asked.value, asked.bias, asked.sink_logits, asked.scaling, asked.softcap or 0.0,
@@ -82,7 +82,7 @@ def arguments(asked: AttentionRequest) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", ["causal", "left padding", "mask"])
 def test_opcheck(name: str) -> None:
-    asked = request(STRUCTURES[name], **EXTRAS["all"])
+    asked = call(STRUCTURES[name], **EXTRAS["all"])
     leaves = {n: getattr(asked, n).clone().requires_grad_() for n in ("query", "key", "value", "bias", "sink_logits")}
     torch.library.opcheck(attend_op, arguments(replace(asked, **leaves)))
     out, lse = attend_op(*arguments(asked))
@@ -92,7 +92,7 @@ def test_opcheck(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "suffix", "left padding", "packed", "device offset"])
 def test_compiles_into_one_graph(name: str) -> None:
-    asked = request(STRUCTURES[name])
+    asked = call(STRUCTURES[name])
     backend = NativeBackend()
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_compiles_into_one_graph(name: str) -> None:
 
 
 def test_backward_does_not_depend_on_threads() -> None:
-    asked = request(CallStructure(2, 500, 500, causal=True))
+    asked = call(MaskStructure(2, 500, 500, causal=True))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.rounding import through_int8
-from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.native import call
+from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends.native import entry
 from adaattn_hf.backends.native.launch import asked_of
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.rules import Rules
@@ -37,7 +37,7 @@ def tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: int, s
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> AttentionRequest:
+def calls(draw: st.DrawFn) -> AttentionCall:
     batch, kv_heads, groups = (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8])))
     q_len = draw(st.one_of(st.integers(1, 8), st.integers(9, 80), st.just(533)))
     kv_len = draw(st.one_of(st.integers(1, 80), st.sampled_from([511, 512, 513, 1100])))
@@ -45,14 +45,14 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
     dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 3))
     causal = draw(st.booleans())
     window = draw(st.one_of(st.none(), st.integers(1, 70)))
-    structure = CallStructure(
+    structure = MaskStructure(
         batch, q_len, kv_len, causal=causal, q_offset=draw(st.sampled_from([kv_len - q_len, 0, 3])), window=window,
         sinks=0 if window is None else draw(st.integers(0, 5)),
     )  # fmt: skip
     heads = kv_heads * groups
     scale = draw(st.sampled_from([1.0, 1.0, 30.0]))
     sinks = torch.linspace(-1, 2, heads) if draw(st.booleans()) else None
-    return AttentionRequest(
+    return AttentionCall(
         tensor(1, (batch, heads, q_len, dim), dtype, layout, scale),
         tensor(2, (batch, kv_heads, kv_len, dim), dtype, layout),
         tensor(3, (batch, kv_heads, kv_len, dim_v), dtype, layout), structure, dim**-0.5,
@@ -60,9 +60,9 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
     )  # fmt: skip
 
 
-def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
+def native(asked: AttentionCall, level: str) -> tuple[Tensor, Tensor]:
     tensors, rules = (asked.query, asked.key, asked.value), asked_of(asked)
-    out, lse = call.forward(*tensors, asked.scaling, rules, need_lse=True, level=LEVELS.index(level))
+    out, lse = entry.forward(*tensors, asked.scaling, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
     return out, lse
 
@@ -70,7 +70,7 @@ def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("level", level_names())
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(asked=calls())
-def test_random_calls(level: str, asked: AttentionRequest) -> None:
+def test_random_calls(level: str, asked: AttentionCall) -> None:
     out, lse = native(asked, level)
     truth = reference.attention(asked)
     sharp = 30.0 if asked.query.float().abs().max() > 15 else 1.0
@@ -93,8 +93,8 @@ def test_random_calls(level: str, asked: AttentionRequest) -> None:
 def test_error_is_1e_5_or_at_most_twice_that_of_torch(level: str, dtype: torch.dtype, q_len: int, scale: float) -> None:
     q = tensor(1, (1, 4, q_len, 64), dtype, 0, scale)
     k, v = tensor(2, (1, 2, 700, 64), dtype, 0), tensor(3, (1, 2, 700, 64), dtype, 0)
-    structure = CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
-    asked = AttentionRequest(q, k, v, structure, 0.125)
+    structure = MaskStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
+    asked = AttentionCall(q, k, v, structure, 0.125)
     truth = reference.attention(asked).out
     mask = structure.visible()
     wide_k, wide_v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
@@ -111,7 +111,7 @@ def test_error_is_1e_5_or_at_most_twice_that_of_torch(level: str, dtype: torch.d
 def test_huge_scores_stay_finite(level: str) -> None:
     q = torch.full((1, 1, 40, 16), 1e4)
     k, v = tensor(2, (1, 1, 90, 16), torch.float32, 0, 1e3), tensor(3, (1, 1, 90, 8), torch.float32, 0)
-    asked = AttentionRequest(q, k, v, CallStructure(1, 40, 90), 1.0)
+    asked = AttentionCall(q, k, v, MaskStructure(1, 40, 90), 1.0)
     out, lse = native(asked, level)
     truth = reference.attention(asked)
     torch.testing.assert_close(out.double(), truth.out, atol=1e-5, rtol=1e-5)
@@ -121,7 +121,7 @@ def test_huge_scores_stay_finite(level: str) -> None:
 NO_INT8 = pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")
 
 
-def int8_case(q_len: int, kind: str) -> tuple[AttentionRequest, AttentionRequest, Tensor]:
+def int8_case(q_len: int, kind: str) -> tuple[AttentionCall, AttentionCall, Tensor]:
     """A call, its definition (queries, smoothed keys and values through int8) and the keys' mean."""
     q = tensor(1, (1, 4, q_len, 64), torch.float32, 0)
     k, v = tensor(2, (1, 2, 900, 64), torch.float32, 0), tensor(3, (1, 2, 900, 64), torch.float32, 0)
@@ -134,9 +134,9 @@ def int8_case(q_len: int, kind: str) -> tuple[AttentionRequest, AttentionRequest
         v[:, :, 0] *= 0.05
     mean = k.mean(2)[0].contiguous()
     smooth = through_int8(k - mean[None, :, None]) + mean[None, :, None]
-    structure = CallStructure(1, q_len, 900, causal=True, q_offset=900 - q_len)
-    exact = AttentionRequest(q, k, v, structure, 0.125)
-    return exact, AttentionRequest(through_int8(q), smooth, through_int8(v), structure, 0.125), mean
+    structure = MaskStructure(1, q_len, 900, causal=True, q_offset=900 - q_len)
+    exact = AttentionCall(q, k, v, structure, 0.125)
+    return exact, AttentionCall(through_int8(q), smooth, through_int8(v), structure, 0.125), mean
 
 
 @NO_INT8
@@ -146,7 +146,7 @@ def test_int8_products(q_len: int, kind: str) -> None:
     """Floors: 40 dB of the definition; the loss against exact attention at most 3 dB above the definition's own."""
     asked, defined, mean = int8_case(q_len, kind)
     rules = Rules(causal=True, offset=900 - q_len, compute="int8", key_mean=mean[None])
-    out, lse = call.forward(asked.query, asked.key, asked.value, 0.125, rules, need_lse=True)
+    out, lse = entry.forward(asked.query, asked.key, asked.value, 0.125, rules, need_lse=True)
     exact, expected = reference.attention(asked), reference.attention(defined)
     assert lse is not None
     assert sqnr(expected.out, out) > 40
@@ -161,9 +161,9 @@ def test_int8_products_keep_their_distance_from_exact_attention_beside_an_outlie
     for outlier in (0.0, 20.0):
         q, k, v = (tensor(i, (1, 2, 900, 64), torch.float32, 0) for i in (1, 2, 3))
         k[..., 3] += outlier
-        exact = reference.attention(AttentionRequest(q, k, v, CallStructure(1, 900, 900, causal=True), 0.125)).out
+        exact = reference.attention(AttentionCall(q, k, v, MaskStructure(1, 900, 900, causal=True), 0.125)).out
         for mean in (k.mean(2), torch.zeros(1, 2, 64)):
-            out, _ = call.forward(q, k, v, 0.125, Rules(causal=True, compute="int8", key_mean=mean))
+            out, _ = entry.forward(q, k, v, 0.125, Rules(causal=True, compute="int8", key_mean=mean))
             kept.append(sqnr(exact, out))
     assert min(kept[:3]) > 35
     assert 25 < kept[3] < kept[2] - 5, "the mean is what helps"
@@ -173,10 +173,10 @@ def test_int8_products_keep_their_distance_from_exact_attention_beside_an_outlie
 def test_int8_products_look_at_no_later_key() -> None:
     asked, _, mean = int8_case(900, "plain")
     rules = Rules(causal=True, compute="int8", key_mean=mean[None])
-    before, _ = call.forward(asked.query, asked.key, asked.value, 0.125, rules)
+    before, _ = entry.forward(asked.query, asked.key, asked.value, 0.125, rules)
     asked.key[:, :, 500:] *= -30.0
     asked.value[:, :, 500:] *= 1000.0
-    after, _ = call.forward(asked.query, asked.key, asked.value, 0.125, rules)
+    after, _ = entry.forward(asked.query, asked.key, asked.value, 0.125, rules)
     assert torch.equal(before[:, :500], after[:, :500])
     assert not torch.equal(before[:, 500:], after[:, 500:])
 
@@ -184,7 +184,7 @@ def test_int8_products_look_at_no_later_key() -> None:
 def test_int8_products_are_refused_where_there_are_none() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(RuntimeError, match="instruction set"):
-        call.forward(q, q, q, 1.0, Rules(compute="int8"), level=LEVELS.index("portable"))
+        entry.forward(q, q, q, 1.0, Rules(compute="int8"), level=LEVELS.index("portable"))
 
 
 @pytest.mark.parametrize("level", level_names())
@@ -192,9 +192,9 @@ def test_int8_products_are_refused_where_there_are_none() -> None:
 def test_bfloat16_products_of_float32(level: str, q_len: int) -> None:
     q, k, v = (tensor(i, (1, 2, n, 64), torch.float32, 0) for i, n in ((1, q_len), (2, 500), (3, 500)))
     rules = Rules(causal=True, offset=500 - q_len, compute="bf16")
-    out, _ = call.forward(q, k, v, 0.125, rules, level=LEVELS.index(level))
-    structure = CallStructure(1, q_len, 500, causal=True, q_offset=500 - q_len)
-    assert sqnr(reference.attention(AttentionRequest(q, k, v, structure, 0.125)).out, out) > 45
+    out, _ = entry.forward(q, k, v, 0.125, rules, level=LEVELS.index(level))
+    structure = MaskStructure(1, q_len, 500, causal=True, q_offset=500 - q_len)
+    assert sqnr(reference.attention(AttentionCall(q, k, v, structure, 0.125)).out, out) > 45
 
 
 @pytest.mark.parametrize("level", level_names())
@@ -204,17 +204,17 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
     k, v = (tensor(i, (1, 3, 700, 32), torch.float32, 0) for i in (2, 3))
     windows, sinks = torch.tensor([50, -1, 9]), torch.tensor([4, 0, 0])
     base = Rules(causal=True, offset=700 - q_len)
-    _, all_lse = call.forward(q, k, v, 0.17, base, need_lse=True, level=LEVELS.index(level))
+    _, all_lse = entry.forward(q, k, v, 0.17, base, need_lse=True, level=LEVELS.index(level))
     assert all_lse is not None
     rules = Rules(causal=True, offset=700 - q_len, head_windows=windows, head_sinks=sinks)
-    out, lse = call.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
+    out, lse = entry.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
-    whole = CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
-    full = reference.attention(AttentionRequest(q, k, v, whole, 0.17))
+    whole = MaskStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
+    full = reference.attention(AttentionCall(q, k, v, whole, 0.17))
     for head, (window, sink) in enumerate(zip(windows.tolist(), sinks.tolist(), strict=True)):
         part = slice(2 * head, 2 * head + 2)
         structure = whole.with_changes(window=None if window < 0 else window, sinks=sink)
-        asked = AttentionRequest(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
+        asked = AttentionCall(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
         truth = reference.attention(asked)
         torch.testing.assert_close(out[:, :, part].double(), truth.out, atol=3e-6, rtol=0)
         kept = (full.weights[:, part] * structure.visible()).sum(-1)
@@ -226,10 +226,10 @@ def test_threads_of_python_do_not_disturb_one_another() -> None:
     kinds = [(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)]
     inputs = [[tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)]
     rules = Rules(causal=True)
-    alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]
+    alone = [entry.forward(*x, 0.125, rules)[0] for x in inputs]
 
     def work(which: int) -> bool:
-        outs = [call.forward(*inputs[which], 0.125, rules)[0] for _ in range(30)]
+        outs = [entry.forward(*inputs[which], 0.125, rules)[0] for _ in range(30)]
         return all(torch.equal(out, alone[which]) for out in outs)
 
     with ThreadPoolExecutor(8) as pool:
@@ -249,7 +249,7 @@ def test_result_does_not_depend_on_the_number_of_threads(q_len: int, heads: int,
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(call.forward(q, k, v, 0.125, rules)[0])
+            results.append(entry.forward(q, k, v, 0.125, rules)[0])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -262,4 +262,4 @@ def test_result_does_not_depend_on_the_number_of_threads(q_len: int, heads: int,
 def test_segments_outside_the_tensors_are_refused(table: list[list[int]], why: str) -> None:
     q = torch.randn(2, 1, 4, 8)
     with pytest.raises(RuntimeError, match="segments outside"):
-        call.forward(q, q, q, 1.0, Rules(segments=torch.tensor(table)))
+        entry.forward(q, q, q, 1.0, Rules(segments=torch.tensor(table)))

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.native import call, library, ops, storing
+from adaattn_hf.backends.native import entry, library, ops, storing
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.patches.call.interface import attention_function
@@ -77,7 +77,7 @@ MALFORMED: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor, Rules]]] = {
 def test_a_malformed_call_is_refused_in_words(name: str) -> None:
     query, key, value, rules = MALFORMED[name]()
     with pytest.raises((ValueError, RuntimeError), match=r"got|inconsistent extents"):
-        call.forward(query, key, value, 0.25, rules)
+        entry.forward(query, key, value, 0.25, rules)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_malformed_call_is_refused_in_words(name: str) -> None:
 )  # fmt: skip
 def test_the_operators_refuse_what_does_not_belong_together(shapes: dict[str, tuple[int, ...]]) -> None:
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
-    fits = CallStructure(B, Q, K).operands()
+    fits = MaskStructure(B, Q, K).operands()
     asked = *tensors(**shapes), None, None, 0.25, None, *fits
     with pytest.raises((ValueError, IndexError), match=r"got|out of range"):
         ops.attend_op(*asked)
@@ -103,11 +103,11 @@ def test_the_backward_refuses_them_as_well(name: str) -> None:
     query, key, value, rules = MALFORMED[name]()
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
     with pytest.raises((ValueError, RuntimeError), match=r"got|inconsistent extents"):
-        call.backward(out, query, key, value, out, lse, 0.25, rules)
+        entry.backward(out, query, key, value, out, lse, 0.25, rules)
     query, key, value = tensors()
     for grad, bad in ((torch.zeros(B, Q, H, D + 1), lse), (out, torch.zeros(B, H, Q + 1)), (out, lse.double())):
         with pytest.raises(ValueError, match=r"got shape|got torch"):
-            call.backward(grad, query, key, value, out, bad, 0.25)
+            entry.backward(grad, query, key, value, out, bad, 0.25)
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_numbers_that_are_not_in_memory_are_written_out() -> None:
     query, key, value = tensors()
     turned = torch.complex(torch.zeros_like(query), query).conj()
     for odd in (turned.imag, nn.Parameter(query), torch._efficientzerotensor(query.shape)):
-        out, _ = call.forward(odd, key, value, 0.25)
+        out, _ = entry.forward(odd, key, value, 0.25)
         assert out is not None
         torch.testing.assert_close(out, stock(odd.detach() + 0, key, value))
 
@@ -171,9 +171,9 @@ def test_a_mask_that_does_not_fit_is_refused(shape: tuple[int, ...], dtype: torc
 def test_a_structure_whose_mask_does_not_fit_is_refused_on_every_way(shape: tuple[int, ...]) -> None:
     """Kernels read a mask by its strides; a launch of its kind is no reason not to look."""
     query, key, value = tensors(query=(B, H, Q, D), key=(B, KV, K, D), value=(B, KV, K, D))
-    fits, other = (CallStructure(B, Q, K, mask=torch.ones(s, dtype=torch.bool)) for s in ((B, 1, Q, K), shape))
+    fits, other = (MaskStructure(B, Q, K, mask=torch.ones(s, dtype=torch.bool)) for s in ((B, 1, Q, K), shape))
     for backend in (None, *ON_CPU):
-        good, bad = (AttentionRequest(query, key, value, structure, 0.25) for structure in (fits, other))
+        good, bad = (AttentionCall(query, key, value, structure, 0.25) for structure in (fits, other))
         select.attend(good, backend)
         for ask in (bad.check, partial(select.attend, bad, backend)):
             with pytest.raises(ValueError, match=r"structure\.mask: got shape .*, expected one that broadcasts"):
@@ -192,9 +192,9 @@ def test_nothing_asked_is_answered_as_torch_answers_it(
         for t in tensors(query=(batch, H, q_len, D), key=(batch, KV, kv_len, D), value=(batch, KV, kv_len, D))
     )
     padding = {"key_padding": torch.ones(batch, kv_len, dtype=torch.bool)} if rules == {"padding": True} else rules
-    structure = CallStructure(batch, q_len, kv_len, **padding)  # type: ignore[arg-type]
+    structure = MaskStructure(batch, q_len, kv_len, **padding)  # type: ignore[arg-type]
     for sinks in (None, torch.zeros(H)):
-        asked = AttentionRequest(query, key, value, structure, 0.25, sink_logits=sinks, need_lse=True)
+        asked = AttentionCall(query, key, value, structure, 0.25, sink_logits=sinks, need_lse=True)
         # torch's kernels return no log-sum-exp
         for request in (replace(asked, need_lse=False), *(() if backend == "sdpa" else (asked,))):
             result = select.attend(request, backend)
@@ -223,16 +223,16 @@ def test_tensors_of_a_tracer_go_to_operations_of_torch() -> None:
 def test_a_mode_that_makes_tensors_without_memory_is_noticed() -> None:
     query, key, value = tensors()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no memory to write to"):
-        call.forward(query, key, value, 0.25)
+        entry.forward(query, key, value, 0.25)
 
 
 @pytest.mark.parametrize("scaling", [0.0, -0.5])
 def test_any_factor_on_the_scores_leaves_hidden_keys_hidden(scaling: float) -> None:
     query, key, value = (t.requires_grad_() for t in tensors(query=(B, H, K, D)))
-    structure = CallStructure(B, K, K, causal=True)
+    structure = MaskStructure(B, K, K, causal=True)
     results = []
     for name in ("native", "eager"):
-        out = select.attend(AttentionRequest(query, key, value, structure, scaling), name).out
+        out = select.attend(AttentionCall(query, key, value, structure, scaling), name).out
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -240,9 +240,9 @@ def test_any_factor_on_the_scores_leaves_hidden_keys_hidden(scaling: float) -> N
 
 def test_windows_and_sinks_beyond_any_length_are_none() -> None:
     query, key, value = tensors(query=(B, H, K, D))
-    far = CallStructure(B, K, K, causal=True, window=1 << 70, sinks=1 << 70)
-    plain = CallStructure(B, K, K, causal=True)
-    outs = [select.attend(AttentionRequest(query, key, value, s, 0.25), "native").out for s in (far, plain)]
+    far = MaskStructure(B, K, K, causal=True, window=1 << 70, sinks=1 << 70)
+    plain = MaskStructure(B, K, K, causal=True)
+    outs = [select.attend(AttentionCall(query, key, value, s, 0.25), "native").out for s in (far, plain)]
     torch.testing.assert_close(*outs)
 
 
@@ -253,7 +253,7 @@ def test_one_score_may_be_as_large_as_numbers_are(q_len: int) -> None:
     bias = torch.zeros(1, 1, q_len, K)
     for large in (1e10, 1e20, 1e37):
         bias[0, 0, -1, 3] = large
-        request = AttentionRequest(query, key, value, CallStructure(B, q_len, K), 0.25, bias=bias)
+        request = AttentionCall(query, key, value, MaskStructure(B, q_len, K), 0.25, bias=bias)
         out = select.attend(request, "native").out
         torch.testing.assert_close(out[:, -1], value[:, :, 3].repeat_interleave(H // KV, 1))
 
@@ -269,9 +269,9 @@ def test_the_default_device_changes_nothing(backend: str, rules: dict[str, Any])
         named = {"padding": {"key_padding": padding}, "mask": {"mask": mask}}
         asked = next((named[name] for name in rules if name in named), rules)
         with torch.device(device):
-            structure = CallStructure(B, K, K, **{"causal": True, **asked})  # type: ignore[arg-type]
+            structure = MaskStructure(B, K, K, **{"causal": True, **asked})  # type: ignore[arg-type]
             query, key, value = (t.requires_grad_() for t in drawn)
-            out = select.attend(AttentionRequest(query, key, value, structure, 0.25), backend).out
+            out = select.attend(AttentionCall(query, key, value, structure, 0.25), backend).out
             results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for ours, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, expected)
@@ -279,15 +279,15 @@ def test_the_default_device_changes_nothing(backend: str, rules: dict[str, Any])
 
 def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors()
-    out, lse = call.forward(query, key, value, 0.25, Rules(), need_lse=True)
+    out, lse = entry.forward(query, key, value, 0.25, Rules(), need_lse=True)
     assert out is not None
     assert lse is not None
     codes, scale = torch.zeros(B, KV, K, D, dtype=torch.int8), torch.zeros(B, KV, K, dtype=torch.uint8)
     monkeypatch.setattr(library, "library", lambda: None)
     monkeypatch.setattr(library, "missing", lambda: ("it was never built here",))
     for way in (
-        lambda: call.forward(query, key, value, 0.25, Rules()),
-        lambda: call.backward(torch.zeros_like(out), query, key, value, out, lse, 0.25),
+        lambda: entry.forward(query, key, value, 0.25, Rules()),
+        lambda: entry.backward(torch.zeros_like(out), query, key, value, out, lse, 0.25),
         lambda: storing.store(key, codes, scale),
     ):
         with pytest.raises(RuntimeError, match="native backend: it was never built here"):
@@ -297,4 +297,4 @@ def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPat
 def test_a_rule_that_is_negated_lazily_is_refused() -> None:
     sinks = torch._neg_view(torch.ones(H))
     with pytest.raises(ValueError, match="sink_logits: got a lazily negated or zero tensor, expected numbers"):
-        call.forward(*tensors(), 0.25, Rules(sink_logits=sinks))
+        entry.forward(*tensors(), 0.25, Rules(sink_logits=sinks))

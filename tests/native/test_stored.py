@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.stored import (
     StoredKV,
     _matrix,
@@ -20,8 +20,8 @@ from adaattn_hf.attention.stored import (
     hadamard,
     quantise,
 )
-from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.native import call
+from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends.native import entry
 from adaattn_hf.backends.native.launch import asked_of
 from adaattn_hf.backends.native.library import LEVELS, level_names
 from adaattn_hf.backends.native.rules import Rules
@@ -51,7 +51,7 @@ def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tupl
 
 def rules_of(record: StoredKV, **more: object) -> Rules:
     x, codes = torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64, dtype=torch.int8)
-    request = AttentionRequest(x, codes, codes, CallStructure(2, 1, 1), 1.0, stored=record)
+    request = AttentionCall(x, codes, codes, MaskStructure(2, 1, 1), 1.0, stored=record)
     return asked_of(request, Rules(**more))  # type: ignore[arg-type]
 
 
@@ -66,10 +66,10 @@ def test_attention_reads_what_is_stored(level: str, q_len: int, dtype: torch.dty
     k, v = tokens(2, 2, 2, 900, 64), tokens(3, 2, 2, 900, 96)
     keys, values, record = stored(k, v, bits, rotated=not plain, extras=not plain)
     rules = rules_of(record, causal=True, offset=900 - q_len)
-    out, lse = call.forward(q, keys, values, 0.02, rules, need_lse=True, level=LEVELS.index(level))
-    structure = CallStructure(2, q_len, 900, causal=True, q_offset=900 - q_len)
-    widened = record.keys(keys, torch.float32), record.values(values, torch.float32)
-    truth = reference.attention(AttentionRequest(q.float(), *widened, structure, 0.02))
+    out, lse = entry.forward(q, keys, values, 0.02, rules, need_lse=True, level=LEVELS.index(level))
+    structure = MaskStructure(2, q_len, 900, causal=True, q_offset=900 - q_len)
+    dequantised = record.keys(keys, torch.float32), record.values(values, torch.float32)
+    truth = reference.attention(AttentionCall(q.float(), *dequantised, structure, 0.02))
     assert lse is not None
     assert sqnr(truth.out, out) > (100 if dtype == torch.float32 else 40)
     torch.testing.assert_close(lse.double(), truth.lse, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-5)
@@ -84,9 +84,9 @@ def test_scores_that_are_compared_with_others_get_their_mean_back(level: str, q_
     keys, values, record = stored(k, v, 8, rotated=True, extras=True)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     rules = rules_of(record, softcap=2.0, sink_logits=sinks)
-    out, _ = call.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
-    widened = record.keys(keys, torch.float32), record.values(values, torch.float32)
-    wide = AttentionRequest(q, *widened, CallStructure(1, q_len, 130), 0.05, softcap=2.0, sink_logits=sinks)
+    out, _ = entry.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
+    dequantised = record.keys(keys, torch.float32), record.values(values, torch.float32)
+    wide = AttentionCall(q, *dequantised, MaskStructure(1, q_len, 130), 0.05, softcap=2.0, sink_logits=sinks)
     assert sqnr(reference.attention(wide).out, out) > 100
 
 

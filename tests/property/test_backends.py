@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 
 from ..support.requests import (
     HALF,
@@ -30,18 +30,18 @@ FEWER = settings(max_examples=40)
 
 @pytest.mark.parametrize("name", ON_CPU)
 @EXAMPLES
-@given(request_=requests())
-def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> None:
-    assume(not refuses(name, request_))
-    truth = reference.attention(request_)
-    found = attended(ON_CPU[name], request_)
-    assert found.out.dtype == request_.query.dtype
+@given(call=requests())
+def test_output_equals_the_reference(name: str, call: AttentionCall) -> None:
+    assume(not refuses(name, call))
+    truth = reference.attention(call)
+    found = attended(ON_CPU[name], call)
+    assert found.out.dtype == call.query.dtype
     assert found.out.shape == truth.out.shape
     assert torch.isfinite(found.out).all()
-    assert float((found.out.double() - truth.out).abs().amax()) <= bound(request_, truth.out)
+    assert float((found.out.double() - truth.out).abs().amax()) <= bound(call, truth.out)
     blind = torch.isinf(truth.lse)
     assert not found.out.transpose(1, 2)[blind & (truth.lse < 0)].any(), "a row that sees nothing is zero"
-    if request_.need_lse:
+    if call.need_lse:
         assert found.lse is not None
         assert found.lse.shape == truth.lse.shape
         assert torch.equal(torch.isinf(found.lse), blind)
@@ -54,30 +54,30 @@ def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> N
 @FEWER
 @given(data=st.data())
 def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
-    request = data.draw(requests(dtype=dtype))
-    assume(not refuses(name, request))
-    found = attended(ON_CPU[name], request).out
+    call = data.draw(requests(dtype=dtype))
+    assume(not refuses(name, call))
+    found = attended(ON_CPU[name], call).out
     assert found.dtype == dtype
-    assert_right(request, found)
+    assert_right(call, found)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 @FEWER
-@given(request_=requests())
-def test_gradients_equal_those_of_the_reference(name: str, request_: AttentionRequest) -> None:
-    request_ = replace(request_, need_lse=False)
-    assume(not refuses(name, leaves(request_)[0]))
-    assert_right_gradients(request_, lambda asked: attended(ON_CPU[name], asked).out)
+@given(call=requests())
+def test_gradients_equal_those_of_the_reference(name: str, call: AttentionCall) -> None:
+    call = replace(call, need_lse=False)
+    assume(not refuses(name, leaves(call)[0]))
+    assert_right_gradients(call, lambda asked: attended(ON_CPU[name], asked).out)
 
 
 CASES = {
-    "queries before the first key": CallStructure(2, 2, 3, causal=True, q_offset=-2),
-    "one query before a later one": CallStructure(2, 2, 3, causal=True, q_offset=-1),
-    "causal": CallStructure(2, 4, 4, causal=True),
-    "suffix": CallStructure(2, 2, 5, causal=True, q_offset=3),
-    "window": CallStructure(2, 5, 5, causal=True, window=2, sinks=1),
-    "padding": CallStructure(2, 4, 4, key_padding=torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]).bool()),
-    "mask": CallStructure(
+    "queries before the first key": MaskStructure(2, 2, 3, causal=True, q_offset=-2),
+    "one query before a later one": MaskStructure(2, 2, 3, causal=True, q_offset=-1),
+    "causal": MaskStructure(2, 4, 4, causal=True),
+    "suffix": MaskStructure(2, 2, 5, causal=True, q_offset=3),
+    "window": MaskStructure(2, 5, 5, causal=True, window=2, sinks=1),
+    "padding": MaskStructure(2, 4, 4, key_padding=torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]).bool()),
+    "mask": MaskStructure(
         2, 4, 4, mask=torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]])[None, None].bool()
     ),
 }
@@ -87,10 +87,10 @@ CASES = {
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("name", ON_CPU)
 def test_gradcheck_in_double_precision(name: str, case: str, extra: str) -> None:
-    def attend(request: AttentionRequest) -> torch.Tensor:
-        if refuses(name, request):
+    def attend(call: AttentionCall) -> torch.Tensor:
+        if refuses(name, call):
             pytest.skip(f"{name} refuses double precision")
-        return attended(ON_CPU[name], request).out
+        return attended(ON_CPU[name], call).out
 
     assert gradchecked(attend, CASES[case], extra)
 
@@ -106,7 +106,7 @@ def test_gradcheck_through_a_fixed_dropout_mask(name: str, case: str) -> None:
 
     def attend(*tensors: torch.Tensor, seed: int = 3) -> torch.Tensor:
         torch.manual_seed(seed)  # the same entries are dropped each time
-        return attended(ON_CPU[name], AttentionRequest(*tensors, structure, 0.6, dropout=0.4)).out
+        return attended(ON_CPU[name], AttentionCall(*tensors, structure, 0.6, dropout=0.4)).out
 
     assert not torch.equal(attend(*tensors), attend(*tensors, seed=4)), "something is dropped"
     assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
@@ -114,32 +114,32 @@ def test_gradcheck_through_a_fixed_dropout_mask(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 @FEWER
-@given(request_=requests())
-def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest) -> None:
+@given(call=requests())
+def test_what_is_not_seen_has_no_influence(name: str, call: AttentionCall) -> None:
     """Later tokens, padding and other documents may hold anything, not-a-number excepted, and no bit changes."""
-    assume(not refuses(name, request_))
-    seen = request_.structure.visible().any(dim=2).any(dim=1)
-    unseen = ~seen.expand(request_.key.shape[0], -1)[:, None, :, None]
+    assume(not refuses(name, call))
+    seen = call.structure.visible().any(dim=2).any(dim=1)
+    unseen = ~seen.expand(call.key.shape[0], -1)[:, None, :, None]
     changed = replace(
-        request_,
-        key=torch.where(unseen, request_.key * -7 + 3, request_.key),
-        value=torch.where(unseen, request_.value * 50 - 9, request_.value),
-        structure=request_.structure.with_changes(),
+        call,
+        key=torch.where(unseen, call.key * -7 + 3, call.key),
+        value=torch.where(unseen, call.value * 50 - 9, call.value),
+        structure=call.structure.with_changes(),
     )
-    before, after = attended(ON_CPU[name], request_).out, attended(ON_CPU[name], changed).out
+    before, after = attended(ON_CPU[name], call).out, attended(ON_CPU[name], changed).out
     assert torch.equal(before, after)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:
     """The comparison can fail: one key that should be hidden is far outside the bound."""
     query, key, value = (torch.randn(1, 2, 17, 16) for _ in range(3))
-    request = AttentionRequest(query, key, value, CallStructure(1, 17, 17, causal=True), 0.25)
-    wrong = replace(request, structure=CallStructure(1, 17, 17, causal=True, q_offset=1))
-    truth = reference.attention(request).out
+    call = AttentionCall(query, key, value, MaskStructure(1, 17, 17, causal=True), 0.25)
+    wrong = replace(call, structure=MaskStructure(1, 17, 17, causal=True, q_offset=1))
+    truth = reference.attention(call).out
     error = float((attended(ON_CPU["eager"], wrong).out.double() - truth).abs().amax())
-    assert error > 1000 * bound(request, truth)
+    assert error > 1000 * bound(call, truth)
     with pytest.raises(AssertionError, match="a gradient off by"):
-        assert_right_gradients(request, lambda asked: 1.001 * attended(ON_CPU["eager"], asked).out)
+        assert_right_gradients(call, lambda asked: 1.001 * attended(ON_CPU["eager"], asked).out)
 
 
 def test_all_backends_for_processors_are_drawn() -> None:

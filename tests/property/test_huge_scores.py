@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import Choice, LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
@@ -169,8 +169,8 @@ def test_a_plan_computes_rows_of_large_numbers_as_their_sums(choice: Choice, fil
     mask = torch.full((1, 1, 70, 70), fill).triu(1)
     mask[:, :, :5] = fill
     mask[..., :5] = fill
-    program = Program(LayerPlan(0, "", (choice, choice)), LayerTensors(None, {}, {}), 10**6)
-    found = execute.attend(program, AttentionRequest(query, key, value, CallStructure(1, 70, 70), 0.25, bias=mask)).out
+    bound_layer = BoundLayer(LayerPlan(0, "", (choice, choice)), LayerTensors(None, {}, {}), 10**6)
+    found = execute.attend(bound_layer, AttentionCall(query, key, value, MaskStructure(1, 70, 70), 0.25, bias=mask)).out
     truth = ((query @ key.mT / 4 + mask).softmax(3) @ value).transpose(1, 2)
     assert (found - truth)[:, :5].abs().amax() < 0.02
     assert (found - truth)[:, 5:40].abs().amax() < (0.04 if choice is INT8 else 1e-5)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.patches.call.interface import attention_function
 
@@ -24,16 +24,16 @@ from ..support.malformed import Layer
 from ..support.requests import ON_CPU, assert_right, generator, requests
 
 B, H, KV, N, D = 2, 4, 2, 9, 8
-Change = Callable[[AttentionRequest], AttentionRequest]
+Change = Callable[[AttentionCall], AttentionCall]
 
 
-def plain() -> AttentionRequest:
+def plain() -> AttentionCall:
     random = generator(0)
     query, key, value = (torch.randn(B, heads, N, D, generator=random) for heads in (H, KV, KV))
-    return AttentionRequest(query, key, value, CallStructure(B, N, N, causal=True), 0.3)
+    return AttentionCall(query, key, value, MaskStructure(B, N, N, causal=True), 0.3)
 
 
-def with_rules(call: AttentionRequest, **rules: Any) -> AttentionRequest:
+def with_rules(call: AttentionCall, **rules: Any) -> AttentionCall:
     return replace(call, structure=call.structure.with_changes(**rules))
 
 
@@ -45,8 +45,8 @@ def on_meta(name: str) -> Change:
     return lambda call: replace(call, **{name: getattr(call, name).to("meta")})
 
 
-def one_query(call: AttentionRequest) -> AttentionRequest:
-    return replace(call, query=call.query[:, :, -1:], structure=CallStructure(B, 1, N, causal=True, q_offset=N - 1))
+def one_query(call: AttentionCall) -> AttentionCall:
+    return replace(call, query=call.query[:, :, -1:], structure=MaskStructure(B, 1, N, causal=True, q_offset=N - 1))
 
 
 PADDING = torch.arange(N) >= torch.tensor([[0], [3]])
@@ -72,7 +72,7 @@ OTHER_KINDS: dict[str, Change] = {
     "one query": one_query,
     "windows per head": lambda call: replace(call, per_head=HeadRules((3, 0), (1, 0), ("model",) * 2)),
     "no keys": lambda call: replace(
-        call, key=call.key[:, :, :0], value=call.value[:, :, :0], structure=CallStructure(B, N, 0)
+        call, key=call.key[:, :, :0], value=call.value[:, :, :0], structure=MaskStructure(B, N, 0)
     ),
 }
 SAME_KIND: dict[str, Change] = {
@@ -84,7 +84,7 @@ SAME_KIND: dict[str, Change] = {
     "lazily negated": lambda call: replace(call, query=torch._neg_view(call.query)),
     "another length": lambda call: replace(
         call, key=call.key[:, :, :5], value=call.value[:, :, :5], query=call.query[:, :, :5],
-        structure=CallStructure(B, 5, 5, causal=True),
+        structure=MaskStructure(B, 5, 5, causal=True),
     ),
     "one row for all": lambda call: replace(call, query=call.query[:1]),
 }  # fmt: skip
@@ -99,8 +99,8 @@ WRONG: dict[str, Change] = {
     "fewer values": lambda call: replace(call, value=call.value[:, :, 1:]),
     "narrower keys": lambda call: replace(call, key=call.key[..., 1:]),
     "three rows": lambda call: replace(call, key=call.key.repeat(3, 1, 1, 1)),
-    "a structure of more keys": lambda call: replace(call, structure=CallStructure(B, N, N + 1)),
-    "a structure of more rows": lambda call: replace(call, structure=CallStructure(3, N, N)),
+    "a structure of more keys": lambda call: replace(call, structure=MaskStructure(B, N, N + 1)),
+    "a structure of more rows": lambda call: replace(call, structure=MaskStructure(3, N, N)),
     "a mask of other heads": lambda call: with_rules(call, mask=torch.ones(1, 3, N, N).bool()),
     "a softcap of 0": lambda call: replace(call, softcap=0.0),
     "a dropout of 2": lambda call: replace(call, dropout=2.0),
@@ -111,7 +111,7 @@ WRONG: dict[str, Change] = {
 }  # fmt: skip
 
 
-def served(call: AttentionRequest, backend: str | None) -> bool:
+def served(call: AttentionCall, backend: str | None) -> bool:
     """Whether the call is not refused; its answer is right."""
     try:
         found = select.attend(call, backend)
@@ -172,7 +172,7 @@ def test_a_wrong_call_is_refused_in_the_same_words_behind_a_good_one(name: str, 
 
 @settings(max_examples=60)
 @given(calls=st.lists(requests(), min_size=2, max_size=4), backend=st.sampled_from([None, *ON_CPU]))
-def test_calls_one_after_another_are_right(calls: list[AttentionRequest], backend: str | None) -> None:
+def test_calls_one_after_another_are_right(calls: list[AttentionCall], backend: str | None) -> None:
     for call in (*calls, *calls):
         served(call, backend)
 
@@ -197,7 +197,7 @@ def test_settings_of_the_process_are_heard(backend: str | None) -> None:
     """Threads, deterministic algorithms, autocast, training: behind a call that was made without them."""
     attend, call, module = attention_function(backend), plain(), Layer(1)
     tensors = call.query, call.key, call.value
-    truth = reference.attention(replace(call, structure=CallStructure(B, N, N))).out.float()
+    truth = reference.attention(replace(call, structure=MaskStructure(B, N, N))).out.float()
     contexts: dict[str, Callable[[], Any]] = {
         "plain": nullcontext, "one thread": partial(behind, torch.set_num_threads, 1),
         "two threads": partial(behind, torch.set_num_threads, 2),

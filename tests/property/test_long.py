@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS, attend
 from adaattn_hf.eval.timing import peak_bytes
 
@@ -22,26 +22,26 @@ def drawn(length: int, head_dim: int = 64) -> tuple[torch.Tensor, torch.Tensor, 
 @pytest.mark.parametrize("name", ["native", "sdpa"])
 def test_sampled_rows_of_long_sequences_are_right(name: str, length: int, window: int | None) -> None:
     query, key, value = drawn(length)
-    structure = CallStructure(1, length, length, causal=True, window=window)
-    request = AttentionRequest(query, key, value, structure, 0.125)
+    structure = MaskStructure(1, length, length, causal=True, window=window)
+    call = AttentionCall(query, key, value, structure, 0.125)
     if BACKENDS[name].missing():
         pytest.skip(BACKENDS[name].missing()[0])
     with torch.no_grad():
-        out = attend(request, name).out
+        out = attend(call, name).out
     for row in (0, 1, 4095, length // 2 + 3, length - 2, length - 1):
-        one = CallStructure(1, 1, length, causal=True, q_offset=row, window=window)
-        asked = AttentionRequest(query[:, :, row : row + 1], key, value, one, 0.125)
+        one = MaskStructure(1, 1, length, causal=True, q_offset=row, window=window)
+        asked = AttentionCall(query[:, :, row : row + 1], key, value, one, 0.125)
         torch.testing.assert_close(out[:, row].double(), reference.attention(asked).out[:, 0], atol=1e-5, rtol=0)
 
 
 def relative_error(name: str, length: int, dtype: torch.dtype) -> float:
     """Of the last 64 rows, which see nearly all keys, against double precision on the same rounded numbers."""
     query, key, value = (tensor.to(dtype) for tensor in drawn(length))
-    structure = CallStructure(1, length, length, causal=True)
+    structure = MaskStructure(1, length, length, causal=True)
     with torch.no_grad():
-        out = attended(BACKENDS[name], AttentionRequest(query, key, value, structure, 0.125)).out[:, -64:].double()
-    last = CallStructure(1, 64, length, causal=True, q_offset=length - 64)
-    truth = reference.attention(AttentionRequest(query[:, :, -64:], key, value, last, 0.125)).out
+        out = attended(BACKENDS[name], AttentionCall(query, key, value, structure, 0.125)).out[:, -64:].double()
+    last = MaskStructure(1, 64, length, causal=True, q_offset=length - 64)
+    truth = reference.attention(AttentionCall(query[:, :, -64:], key, value, last, 0.125)).out
     return float((out - truth).norm() / truth.norm())
 
 
@@ -61,10 +61,10 @@ def test_memory_grows_with_the_length_and_not_with_its_square(gradient: bool) ->
 
     def peak(length: int) -> int:
         tensors = [t.requires_grad_(gradient) for t in drawn(length)]
-        request = AttentionRequest(*tensors, CallStructure(1, length, length, causal=True), 0.125)
+        call = AttentionCall(*tensors, MaskStructure(1, length, length, causal=True), 0.125)
 
         def work() -> object:
-            out = attend(request).out
+            out = attend(call).out
             return torch.autograd.grad(out.sum(), tensors) if gradient else out
 
         work()

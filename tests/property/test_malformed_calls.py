@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
@@ -44,7 +44,7 @@ def test_few_keys_lose_no_not_a_number(name: str, shape: tuple[int, int, int, in
         call = found("sdpa" if dtype is torch.float32 else None, *shape)
         call.given[name] = support.spotted(call.given[name], float("nan")).to(dtype)
         if structured:
-            seen = CallStructure(2, shape[1], shape[2], causal=True, q_offset=shape[2] - shape[1])
+            seen = MaskStructure(2, shape[1], shape[2], causal=True, q_offset=shape[2] - shape[1])
             call.given["attention_mask"] = StructuredMask(seen, torch.device("cpu"))
         assert judge(call) == "served"
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.reference import attention
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native import entry
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.rules import Rules
 
@@ -21,18 +21,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 7), (9, 9), (1, 40), (3, 300), (40, 40), (130, 1100)]
 
 
-def poisoned(where: str, what: float, q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[Any, CallStructure]:
+def poisoned(where: str, what: float, q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[Any, MaskStructure]:
     """Query, key and value with one bad number, and a causal structure in which half of the rows see its key."""
     source, sizes = torch.Generator().manual_seed(3), ((4, q_len), (2, kv_len), (2, kv_len))
     drawn = [torch.randn(2, *size, 32, generator=source) for size in sizes]
     drawn[0][1, 2:, :, 5] = torch.tensor([[1.0], [-1.0]])  # whatever sign an infinite key has, one head sees it
     position = q_len // 2 if where == "query" else kv_len - q_len // 2 - 1
     drawn[("query", "key", "value").index(where)][1, 1, position, 5] = what
-    structure = CallStructure(2, q_len, kv_len, causal=True, q_offset=kv_len - q_len)
+    structure = MaskStructure(2, q_len, kv_len, causal=True, q_offset=kv_len - q_len)
     return [t.to(dtype) for t in drawn], structure
 
 
-def bad_rows(where: str, request: AttentionRequest) -> Tensor:
+def bad_rows(where: str, request: AttentionCall) -> Tensor:
     """`[batch, q_len, heads]`: rows that must not come out finite; of bad values those that see them."""
     # hidden keys weigh 0, and 0 times NaN is NaN in fused kernels
     q_len = request.query.shape[2]
@@ -52,7 +52,7 @@ def test_bad_numbers_come_out_as_in_plain_attention(backend: str, dtype: torch.d
         pytest.skip("torch's own kernel decides what an infinity in half precision becomes")
     for q_len, kv_len in SIZES:
         (query, key, value), structure = poisoned(where, what, q_len, kv_len, dtype)
-        asked = AttentionRequest(query, key, value, structure, 0.2)
+        asked = AttentionCall(query, key, value, structure, 0.2)
         out = select.attend(asked, backend).out
         bad = bad_rows(where, asked)
         # an infinite query hides few keys whose numbers all have one sign
@@ -69,7 +69,7 @@ def test_the_gradient_of_a_poisoned_row_is_bad_too(backend: str, where: str, len
     gradients = []
     for name in (backend, "eager"):
         leaves = [t.clone().requires_grad_() for t in tensors]
-        out = select.attend(AttentionRequest(*leaves, structure, 0.2), name).out  # type: ignore[arg-type]
+        out = select.attend(AttentionCall(*leaves, structure, 0.2), name).out  # type: ignore[arg-type]
         gradients.append(torch.autograd.grad(out.sum(), leaves))
     for ours, plain in zip(*gradients, strict=True):
         assert torch.isnan(ours).any() == torch.isnan(plain).any()
@@ -87,9 +87,9 @@ def test_every_instruction_set_and_product_lets_them_out(level: str, compute: st
     for q_len, kv_len in SIZES:
         (query, key, value), structure = poisoned(where, what, q_len, kv_len, torch.float32)
         rules = Rules(causal=True, offset=kv_len - q_len, compute=compute)
-        out, lse = call.forward(query, key, value, 0.2, rules, need_lse=True, level=LEVELS.index(level))
+        out, lse = entry.forward(query, key, value, 0.2, rules, need_lse=True, level=LEVELS.index(level))
         assert lse is not None
-        rows = bad_rows(where, AttentionRequest(query, key, value, structure, 0.2))
+        rows = bad_rows(where, AttentionCall(query, key, value, structure, 0.2))
         assert rows.any() or (what == what and kv_len < 16)
         assert not torch.isfinite(out).all(3)[rows].any(), (q_len, kv_len)
         assert torch.isfinite(out[0]).all()
@@ -102,5 +102,5 @@ def test_a_sink_of_all_weight_keeps_no_bad_value_in(backend: str) -> None:
     """The key's weight rounds to 0, and 0 times NaN is NaN, as in stock attention."""
     query, key = torch.full((1, 2, 1, 64), -400.0), torch.ones(1, 1, 1, 64)
     value = torch.tensor([[[[1.0, float("nan"), 3.0]]]])
-    asked = AttentionRequest(query, key, value, CallStructure(1, 1, 1), 0.125, sink_logits=torch.zeros(2))
+    asked = AttentionCall(query, key, value, MaskStructure(1, 1, 1), 0.125, sink_logits=torch.zeros(2))
     assert select.attend(asked, backend).out.isnan()[..., 1].all()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support import planned as support
@@ -26,11 +26,11 @@ def test_a_plan_computes_its_definition_traced_or_not(call: Planned) -> None:
 
 
 def test_the_judgement_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = AttentionRequest(
+    request = AttentionCall(
         torch.randn(1, 2, 40, 8), torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8),
-        CallStructure(1, 40, 40, causal=True), 0.3,
+        MaskStructure(1, 40, 40, causal=True), 0.3,
     )  # fmt: skip
-    narrow, wide = (Program(LayerPlan(0, "", (Choice.of(Window(w, 1)),)), LayerTensors(), 99) for w in (5, 9))
+    narrow, wide = (BoundLayer(LayerPlan(0, "", (Choice.of(Window(w, 1)),)), LayerTensors(), 99) for w in (5, 9))
     assert judge(Planned(narrow, request, "eager")) == "served"
     run = execute.attend
     with monkeypatch.context() as patch:

@@ -12,8 +12,8 @@ MEASURED = """
 import sys
 import torch
 import adaattn_hf
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import attend
 
 way, dtype, threads = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
@@ -23,7 +23,7 @@ torch.set_num_threads(threads)
 def call(q, k, v):
     if way == "stock":
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return attend(AttentionRequest(q, k, v, CallStructure(1, q.shape[2], q.shape[2], causal=True), 0.125)).out
+    return attend(AttentionCall(q, k, v, MaskStructure(1, q.shape[2], q.shape[2], causal=True), 0.125)).out
 
 
 def peak():
@@ -60,7 +60,7 @@ def test_causal_4k_beside_memory_of_sdpa(dtype: str, threads: int, most: float, 
     In bfloat16 sdpa packs all keys and values of a head, but only for AMX tiles.
     """
     if dtype == "bfloat16" and not ROUNDS_BF16:
-        pytest.skip("without instructions for bfloat16 keys and values are widened to float32")
+        pytest.skip("without instructions for bfloat16 keys and values are dequantised to float32")
     ours, output = growth(interpreter, "ours", dtype, threads)
     stock, _ = growth(interpreter, "stock", dtype, threads)
     # the output itself is counted, so that a measurement that sees nothing is found out

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.attention import kind, reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.sdpa import SdpaBackend, decode, dispatch, kernels, masked
 from adaattn_hf.backends.sdpa.masked import Band
 
@@ -43,13 +43,13 @@ def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def fresh(request: AttentionRequest) -> AttentionRequest:
+def fresh(request: AttentionCall) -> AttentionCall:
     return replace(request, structure=request.structure.with_changes())
 
 
 @settings(max_examples=120)
 @given(drawn=requests())
-def test_output(drawn: AttentionRequest) -> None:
+def test_output(drawn: AttentionCall) -> None:
     assert_right(drawn, attended(BACKEND, fresh(drawn)).out)
 
 
@@ -63,16 +63,16 @@ def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
 
 @settings(max_examples=60)
 @given(drawn=requests())
-def test_gradients(drawn: AttentionRequest) -> None:
+def test_gradients(drawn: AttentionCall) -> None:
     assert_right_gradients(drawn, lambda asked: attended(BACKEND, asked).out)
 
 
 @settings(max_examples=40)
 @given(drawn=requests(extras=False), extra=st.sampled_from(["plain", "softcap", "bias"]))
-def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: str) -> None:
+def test_the_way_of_dropout_computes_the_same(drawn: AttentionCall, extra: str) -> None:
     """With a tiny probability almost surely nothing is dropped."""
     more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(extra, {})
-    tiny = AttentionRequest(
+    tiny = AttentionCall(
         drawn.query, drawn.key, drawn.value, drawn.structure.with_changes(), drawn.scaling, 1e-9, **more
     )
     assert_right(tiny, attended(BACKEND, tiny).out)
@@ -82,16 +82,16 @@ def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: st
 def test_the_way_of_dropout_adds_a_bias_to_sinks_in_front_of_a_window(columns: int) -> None:
     query, key, value = (torch.randn(1, 2, 40, 8, generator=generator(seed)) for seed in range(3))
     bias = torch.randn(1, 2, 40, columns, generator=generator(3))
-    structure = CallStructure(1, 40, 40, causal=True, window=4, sinks=2)
-    tiny = AttentionRequest(query, key, value, structure, 0.3, 1e-9, bias=bias)
+    structure = MaskStructure(1, 40, 40, causal=True, window=4, sinks=2)
+    tiny = AttentionCall(query, key, value, structure, 0.3, 1e-9, bias=bias)
     assert_right(tiny, attended(BACKEND, tiny).out)
 
 
 def test_a_step_whose_products_half_precision_cannot_say() -> None:
     query = torch.full((1, 2, 1, 128), 30.0, dtype=torch.float16)
     key, value = (torch.randn(1, 2, 40, 128, generator=generator(seed)).half() for seed in range(2))
-    structure = CallStructure(1, 1, 40, causal=True, q_offset=39)
-    request = AttentionRequest(query, key * 0.1 + 30, value, structure, 128**-0.5)
+    structure = MaskStructure(1, 1, 40, causal=True, q_offset=39)
+    request = AttentionCall(query, key * 0.1 + 30, value, structure, 128**-0.5)
     assert (query.float() @ request.key.float().mT > torch.finfo(torch.float16).max).all()
     assert_right(request, attended(BACKEND, request).out)
 
@@ -102,10 +102,10 @@ def test_queries_that_are_padding_see_the_keys_with_holes(causal: bool, offset: 
     """Those of the first row, some of the second, all of the last, whose keys are padding, too."""
     padding = torch.ones(3, 12, dtype=torch.bool)
     padding[0, [2, 8, 9, 10, 11]], padding[1, [1, 5]], padding[2] = False, False, False
-    structure = CallStructure(3, 4, 12, causal, q_offset=offset, key_padding=padding)
+    structure = MaskStructure(3, 4, 12, causal, q_offset=offset, key_padding=padding)
     query, key = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 12, 8)
     assert structure.segments() is None
-    request = AttentionRequest(query, key, key, structure, 0.3)
+    request = AttentionCall(query, key, key, structure, 0.3)
     found, truth = attended(BACKEND, request), reference.attention(request)
     torch.testing.assert_close(found.out, truth.out.float())
     assert found.out[:2].any(3).any(2).all()
@@ -114,18 +114,18 @@ def test_queries_that_are_padding_see_the_keys_with_holes(causal: bool, offset: 
 
 PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 7 + [1] * 2]).bool()
 STEPS = {
-    "all keys": CallStructure(3, 1, 9),
-    "the last place": CallStructure(3, 1, 9, causal=True, q_offset=8),
-    "a cache that is not full": CallStructure(3, 1, 9, causal=True, q_offset=torch.tensor(4)),
-    "a window": CallStructure(3, 1, 9, causal=True, q_offset=8, window=4),
-    "padding of many lengths": CallStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED),
-    "padding of few lengths": CallStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED[[1, 1, 0]]),
-    "a row that sees nothing": CallStructure(3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()),
-    "before the first key": CallStructure(3, 1, 9, causal=True, q_offset=-1),
-    "a window whose sinks are all that it would hide": CallStructure(
+    "all keys": MaskStructure(3, 1, 9),
+    "the last place": MaskStructure(3, 1, 9, causal=True, q_offset=8),
+    "a cache that is not full": MaskStructure(3, 1, 9, causal=True, q_offset=torch.tensor(4)),
+    "a window": MaskStructure(3, 1, 9, causal=True, q_offset=8, window=4),
+    "padding of many lengths": MaskStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED),
+    "padding of few lengths": MaskStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED[[1, 1, 0]]),
+    "a row that sees nothing": MaskStructure(3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()),
+    "before the first key": MaskStructure(3, 1, 9, causal=True, q_offset=-1),
+    "a window whose sinks are all that it would hide": MaskStructure(
         3, 1, 9, causal=True, q_offset=9, window=6, sinks=4, key_padding=PADDED
     ),
-    "a window that ends before the last key": CallStructure(3, 1, 9, q_offset=-1, window=9),
+    "a window that ends before the last key": MaskStructure(3, 1, 9, q_offset=-1, window=9),
 }
 
 
@@ -142,18 +142,18 @@ def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, mon
         (wide[:, :, :, :9], wide[:, :, :, :9].contiguous(), wide[:, :, :, :9].contiguous()),
         strict=True,
     ):
-        request = AttentionRequest(query, key, value, STEPS[case].with_changes(), 0.25)
+        request = AttentionCall(query, key, value, STEPS[case].with_changes(), 0.25)
         found = attended(BACKEND, request).out
         assert found.shape == (3, 1, 2 * groups, 16)
         assert_right(request, found)
 
 
 LONG = {
-    "suffix": CallStructure(2, 13, 29, causal=True, q_offset=16),
-    "window": CallStructure(1, 23, 23, causal=True, window=5),
-    "window with sinks": CallStructure(2, 23, 23, causal=True, window=5, sinks=2),
-    "window both ways": CallStructure(1, 23, 23, window=4, sinks=1),
-    "documents": CallStructure(
+    "suffix": MaskStructure(2, 13, 29, causal=True, q_offset=16),
+    "window": MaskStructure(1, 23, 23, causal=True, window=5),
+    "window with sinks": MaskStructure(2, 23, 23, causal=True, window=5, sinks=2),
+    "window both ways": MaskStructure(1, 23, 23, window=4, sinks=1),
+    "documents": MaskStructure(
         1, 24, 24, causal=True, q_segments=torch.arange(3).repeat_interleave(8)[None],
         k_segments=torch.arange(3).repeat_interleave(8)[None],
     ),
@@ -169,9 +169,9 @@ def test_gradcheck(case: str, extra: str) -> None:
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_a_window_becomes_bands(sinks: int) -> None:
     """The low crossovers do what they are here for; equal bands are one, and share a mask behind sinks."""
-    structure = CallStructure(2, 40, 40, causal=True, window=6, sinks=sinks)
+    structure = MaskStructure(2, 40, 40, causal=True, window=6, sinks=sinks)
     query, key, value = (torch.randn(2, 2, 40, 4) for _ in range(3))
-    attended(BACKEND, AttentionRequest(query, key, value, structure, 0.5))
+    attended(BACKEND, AttentionCall(query, key, value, structure, 0.5))
     if masked.KEPT_BYTES:
         kept = [made for made in structure.made.values() if isinstance(made, tuple)]
         (bands,) = (made for made in kept if made and isinstance(made[0], Band))
@@ -181,8 +181,8 @@ def test_a_window_becomes_bands(sinks: int) -> None:
 
 KEPT = {
     **LONG,
-    "left padding": CallStructure(2, 6, 6, causal=True, key_padding=torch.arange(6) >= torch.tensor([[2], [0]])),
-    "holes": CallStructure(2, 6, 6, causal=True, key_padding=torch.arange(6) % 2 == torch.tensor([[1], [0]])),
+    "left padding": MaskStructure(2, 6, 6, causal=True, key_padding=torch.arange(6) >= torch.tensor([[2], [0]])),
+    "holes": MaskStructure(2, 6, 6, causal=True, key_padding=torch.arange(6) % 2 == torch.tensor([[1], [0]])),
 }
 
 
@@ -195,10 +195,10 @@ def test_what_is_kept_in_inference_mode_serves_gradients(case: str) -> None:
         torch.randn(structure.batch, 2, structure.kv_len, 8),
     )
     with torch.inference_mode():
-        before = attended(BACKEND, AttentionRequest(query, key, key, structure, 0.3)).out
+        before = attended(BACKEND, AttentionCall(query, key, key, structure, 0.3)).out
     query.requires_grad_()
     key.requires_grad_()
-    after = attended(BACKEND, AttentionRequest(query, key, key, structure, 0.3)).out
+    after = attended(BACKEND, AttentionCall(query, key, key, structure, 0.3)).out
     assert torch.equal(before, after)
     after.sum().backward()
     assert query.grad is not None
@@ -212,14 +212,14 @@ def test_a_step_sees_the_keys_that_sinks_add_to_its_window(window: int, sinks: i
     """Also where window and sinks together hide nothing, in rows of different padding."""
     padding = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]).bool()
     query, key, value = (torch.randn(4, 1, n, 8, generator=generator(0)) for n in (1, 2, 2))
-    structure = CallStructure(4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding)
-    request = AttentionRequest(query, key, value, structure, 0.5)
+    structure = MaskStructure(4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding)
+    request = AttentionCall(query, key, value, structure, 0.5)
     torch.testing.assert_close(attended(BACKEND, request).out, reference.attention(request).out.float())
 
 
 @settings(max_examples=40)
 @given(drawn=requests())
-def test_older_torch_is_given_as_many_key_heads_as_queries(drawn: AttentionRequest) -> None:
+def test_older_torch_is_given_as_many_key_heads_as_queries(drawn: AttentionCall) -> None:
     """Before 2.9 its kernel would write past grouped keys; the gradients are those of the keys given."""
     found = []
     for grouped in (True, False):

@@ -17,7 +17,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from adaattn_cli import verify as verify_command
 from adaattn_hf.attention import stored
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
@@ -266,7 +266,7 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
     def keeping(kernels: Any, kind: Any, made: Any) -> Any:
         keys: list[torch.Tensor] = []
 
-        def kernel_with_a_key(call: AttentionRequest) -> Any:
+        def kernel_with_a_key(call: AttentionCall) -> Any:
             keys.append(call.key)
             return made(replace(call, key=keys[0]))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import BACKENDS
 from studies import errors
@@ -37,7 +37,7 @@ def test_weights_are_right_at_scores_of_60000_in_half_precision() -> None:
     source = torch.Generator().manual_seed(5)
     query, key = (torch.randn(1, heads, 33, 64, generator=source).mul(60).half() for heads in (4, 2))
     value = torch.randn(1, 2, 33, 64, generator=source).half()
-    asked = AttentionRequest(query, key, value, CallStructure(1, 33, 33, causal=True), 1.0)
+    asked = AttentionCall(query, key, value, MaskStructure(1, 33, 33, causal=True), 1.0)
     assert (query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3)).abs().max() > 6e4
     weights = attention_weights(asked)
     assert torch.isfinite(weights).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.backends import select
 from adaattn_hf.backends.triton import TritonBackend
 
@@ -54,7 +54,7 @@ def choose_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced calls are chosen for as if the processor's tensors lay on a CUDA device; all others as they are."""
     refusals, order = TritonBackend.refusals, select.order
 
-    def there(spec: CallSpec) -> CallSpec:
+    def there(spec: CallKind) -> CallKind:
         return spec._replace(device=CUDA) if spec.compiling else spec
 
     monkeypatch.setattr(TritonBackend, "refusals", lambda self, spec: refusals(self, there(spec)))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import adaattn_hf
 from adaattn_hf.attention import reference, stored
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.sampled import losses
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats import paired, profile, spectrum
@@ -36,37 +36,37 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
 
 
-def request(structure: CallStructure, dtype: torch.dtype = torch.float32) -> AttentionRequest:
+def call(structure: MaskStructure, dtype: torch.dtype = torch.float32) -> AttentionCall:
     q = draw(structure.batch, 4, structure.q_len, 32, seed=1, dtype=dtype)
     k, v = (draw(structure.batch, 2, structure.kv_len, 32, seed=seed, dtype=dtype) for seed in (2, 3))
-    return AttentionRequest(q, k, v, structure, 0.2, need_lse=True)
+    return AttentionCall(q, k, v, structure, 0.2, need_lse=True)
 
 
-def structures() -> Iterator[tuple[str, CallStructure]]:
-    whole = CallStructure(2, LENGTH, LENGTH, causal=True)
+def structures() -> Iterator[tuple[str, MaskStructure]]:
+    whole = MaskStructure(2, LENGTH, LENGTH, causal=True)
     real = torch.ones(2, LENGTH, dtype=torch.bool)
     real[0, :7] = False
     documents = (torch.arange(LENGTH) // 13).expand(2, -1)
-    yield "full", CallStructure(2, LENGTH, LENGTH)
+    yield "full", MaskStructure(2, LENGTH, LENGTH)
     yield "causal", whole
-    yield "step", CallStructure(2, 1, LENGTH, causal=True, q_offset=LENGTH - 1)
-    yield "suffix", CallStructure(2, 9, LENGTH, causal=True, q_offset=LENGTH - 9)
+    yield "step", MaskStructure(2, 1, LENGTH, causal=True, q_offset=LENGTH - 1)
+    yield "suffix", MaskStructure(2, 9, LENGTH, causal=True, q_offset=LENGTH - 9)
     yield "window", whole.with_changes(window=8, sinks=2)
     yield "padded", whole.with_changes(key_padding=real)
     yield "documents", whole.with_changes(q_segments=documents, k_segments=documents)
     yield "chunks", whole.with_changes(chunk=9)
-    yield "mask", CallStructure(2, LENGTH, LENGTH, mask=draw(2, 1, LENGTH, LENGTH, seed=9) > 0)
+    yield "mask", MaskStructure(2, LENGTH, LENGTH, mask=draw(2, 1, LENGTH, LENGTH, seed=9) > 0)
 
 
 def attention() -> Iterator[tuple[str, Any]]:
     for name, structure in structures():
         for dtype in (torch.float32, torch.bfloat16):
-            asked = request(structure, dtype)
+            asked = call(structure, dtype)
             yield f"reference {name} {dtype}", reference.attention(asked)
             for backend, serve in ON_CPU.items():
                 yield f"{backend} {name} {dtype}", attended(serve, asked)
         for backend, serve in ON_CPU.items():
-            asked, inputs = leaves(request(structure))
+            asked, inputs = leaves(call(structure))
             attended(serve, asked).out.square().sum().backward()
             yield f"{backend} {name} gradients", [tensor.grad for tensor in inputs]
 
@@ -78,12 +78,12 @@ def planned() -> Iterator[tuple[str, Any]]:
         make_choice(precision="bf16"), make_choice(rank=8),
     ):  # fmt: skip
         held = LayerTensors(query_basis=basis, key_basis=basis)
-        program = Program(LayerPlan(0, "hash", (choice, choice)), held, 4 * LENGTH)
+        bound_layer = BoundLayer(LayerPlan(0, "hash", (choice, choice)), held, 4 * LENGTH)
         for name in ("causal", "step", "padded"):
-            asked = request(dict(structures())[name].with_changes())
-            yield f"{choice.label} {name}", execute.attend(program, asked)
-        asked = request(CallStructure(1, LENGTH, LENGTH, causal=True))
-        yield f"{choice.label} losses", losses(program, asked, torch.arange(0, LENGTH, 5))
+            asked = call(dict(structures())[name].with_changes())
+            yield f"{choice.label} {name}", execute.attend(bound_layer, asked)
+        asked = call(MaskStructure(1, LENGTH, LENGTH, causal=True))
+        yield f"{choice.label} losses", losses(bound_layer, asked, torch.arange(0, LENGTH, 5))
 
 
 def formats() -> Iterator[tuple[str, Any]]:

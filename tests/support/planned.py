@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.slicing import some_heads
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import Choice, Part, Precision, Rank, Window
 from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .choices import precision_of
@@ -37,15 +37,15 @@ def choices(draw: st.DrawFn, columns: int) -> Choice:
 class Planned(Shown):
     """A layer's plan, a call, the backend that is named for it, and torch's default dtype."""
 
-    program: Program
-    request: AttentionRequest
+    bound_layer: BoundLayer
+    request: AttentionCall
     backend: str | None
     default: torch.dtype = torch.float32
 
     def __repr__(self) -> str:
-        labels = [choice.label for choice in self.program.plan.choices]
+        labels = [choice.label for choice in self.bound_layer.plan.choices]
         more = f"{words_of(self.request)}, default {self.default}"
-        return f"Planned({labels}, {self.program.max_length}, {self.backend}, {more})"
+        return f"Planned({labels}, {self.bound_layer.max_length}, {self.backend}, {more})"
 
 
 @st.composite
@@ -54,7 +54,7 @@ def planned(draw: st.DrawFn) -> Planned:
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float32, *HALF]))
     request = replace(draw(requests(dtype=dtype, longest=draw(st.sampled_from([70, 300])))), need_lse=False)
     # a dense mask is read as rules, which is a test of its own: tests/model/test_plan_compile.py
-    request = replace(request, structure=request.structure.with_changes(mask=None).settled())
+    request = replace(request, structure=request.structure.with_changes(mask=None).simplified())
     heads, dim = request.key.shape[1], request.key.shape[3]
     taken = [draw(choices(dim)) for _ in range(heads)]
     if draw(st.booleans()):
@@ -65,28 +65,28 @@ def planned(draw: st.DrawFn) -> Planned:
     )
     mean = torch.randn(heads, dim, generator=random) if draw(st.booleans()) else None
     limit = draw(st.sampled_from([10**6, 10**6, request.key.shape[2] // 2]))
-    program = Program(LayerPlan(0, "", tuple(taken)), LayerTensors(mean, query_basis, key_basis), limit)
+    bound_layer = BoundLayer(LayerPlan(0, "", tuple(taken)), LayerTensors(mean, query_basis, key_basis), limit)
     backend = draw(st.sampled_from([None, "native", "sdpa", "eager"]))
-    return Planned(program, request, backend, draw(st.sampled_from(DEFAULTS)))
+    return Planned(bound_layer, request, backend, draw(st.sampled_from(DEFAULTS)))
 
 
-def rounding(request: AttentionRequest, out: Tensor, dtype: torch.dtype) -> float:
+def rounding(request: AttentionCall, out: Tensor, dtype: torch.dtype) -> float:
     """How far the order of operations may lead in a dtype: a score of size s is known to s roundings of it."""
     scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
     spread: float = 4 + scores * request.query.shape[3] ** 0.5
     return 2 * torch.finfo(dtype).eps * max(1.0, float(out.abs().amax())) * spread
 
 
-def definition(program: Program, request: AttentionRequest) -> tuple[Tensor, float]:
+def definition(bound_layer: BoundLayer, request: AttentionCall) -> tuple[Tensor, float]:
     """What the plan computes by its choices' own definitions, in double precision, and how far rounding may lead."""
     parts, limits = [], []
-    for head, choice in enumerate(program.plan.choices):
-        changed = choice.defined(some_heads(request, [head]), [head], program.tensors)
+    for head, choice in enumerate(bound_layer.plan.choices):
+        changed = choice.defined(some_heads(request, [head]), [head], bound_layer.tensors)
         parts.append(reference.attention(changed).out)
         limits.append(bound(changed, parts[-1]))
         if precision_of(choice) == "bf16":
             limits[-1] = max(limits[-1], rounding(changed, parts[-1], torch.bfloat16))
-    within = execute.rows_within(request.structure, program.max_length, request.query.device)
+    within = execute.rows_within(request.structure, bound_layer.max_length, request.query.device)
     exact = reference.attention(request).out
     out = torch.cat(parts, 2)
     if within is not True:
@@ -94,14 +94,14 @@ def definition(program: Program, request: AttentionRequest) -> tuple[Tensor, flo
     return out, max(*limits, bound(request, exact))
 
 
-def as_traced(request: AttentionRequest) -> AttentionRequest:
+def as_traced(request: AttentionCall) -> AttentionCall:
     """The call as a traced graph holds it: its rules are a dense mask, beside which its padding stands."""
     rules = request.structure
     padding = rules.key_padding
     if padding is None:
         padding = torch.ones(rules.batch, rules.kv_len, dtype=torch.bool)
     mask = rules.visible().expand(rules.batch, -1, -1, -1)
-    traced = CallStructure(
+    traced = MaskStructure(
         rules.batch, rules.q_len, rules.kv_len, q_offset=torch.tensor(rules.q_offset), key_padding=padding, mask=mask
     )
     return replace(request, structure=traced)
@@ -113,37 +113,37 @@ def judge(call: Planned) -> str:
     Raises:
         AssertionError: The output is not what the definition has; or the operator of traced graphs computes otherwise.
     """
-    program, request, backend = call.program, call.request, call.backend
-    rounds_weights = any(precision_of(choice) == "int8" for choice in program.plan.choices) and backend != "eager"
+    bound_layer, request, backend = call.bound_layer, call.request, call.backend
+    rounds_weights = any(precision_of(choice) == "int8" for choice in bound_layer.plan.choices) and backend != "eager"
     try:
         with torch.no_grad(), default_dtype(call.default):
-            found = execute.attend(program, request, backend).out
+            found = execute.attend(bound_layer, request, backend).out
     except BackendRefusal:
         return "refused"
     assert found.dtype == request.query.dtype
     if not rounds_weights:  # tests/native/test_plans.py holds int8 products to their signal-to-noise ratio
-        truth, limit = definition(program, request)
+        truth, limit = definition(bound_layer, request)
         error = float((found.double() - truth).abs().amax())
         assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
     with torch.no_grad():
-        assert torch.equal(execute._traced(program, request, backend, None), found), "traced differs"
+        assert torch.equal(execute._traced(bound_layer, request, backend, None), found), "traced differs"
         rules = request.structure
         itself = rules.window == 1 and not rules.causal  # as it is to a causal row
         if rules.chunk is not None or rules.sinks or rules.spans is not None or itself:
             return "served"  # no traced graph of a model has these beside a plan
         try:
-            traced = execute._traced(program, as_traced(request), backend, rules.window)
+            traced = execute._traced(bound_layer, as_traced(request), backend, rules.window)
         except ValueError as error:
             if "counts keys from a sequence's first" in str(error):
                 return "served"
             raise
     away = (traced.double() - found.double()).abs()
-    if program.max_length < rules.kv_len:
+    if bound_layer.max_length < rules.kv_len:
         # a mask need not tell how long a sequence is, and so not whether the plan speaks for it: exact is right, too
         exact = select.attend(request, backend).out.double()
         away = torch.minimum(away, (traced.double() - exact).abs().amax((2, 3), keepdim=True))
     error = float(away.amax())
-    rounded = any(precision_of(choice) == "bf16" for choice in program.plan.choices)
+    rounded = any(precision_of(choice) == "bf16" for choice in bound_layer.plan.choices)
     limit = rounding(request, found, torch.bfloat16 if rounded else found.dtype)
     assert error <= limit, f"from a dense mask: off by {error:.2e}, allowed {limit:.2e}"
     return "served"

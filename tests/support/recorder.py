@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from adaattn_hf.attention.kind import CallSpec
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import Listener
-from adaattn_hf.attention.request import AttentionRequest
 
 
 @dataclass(eq=False)
 class Recorder(Listener):
     """Collects calls: the module, the kind of call and the backend that was asked for by name."""
 
-    calls: list[tuple[nn.Module, CallSpec, str | None]] = field(default_factory=list)
+    calls: list[tuple[nn.Module, CallKind, str | None]] = field(default_factory=list)
 
-    def before(self, module: nn.Module, call: AttentionRequest) -> None:
+    def before(self, module: nn.Module, call: AttentionCall) -> None:
         """Note a call."""
         self.calls.append((module, call.checked_kind(), call.backend))

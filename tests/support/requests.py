@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import EMPTY, CallSpec
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
-from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend, nothing_seen
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
+from adaattn_hf.attention.kind import EMPTY, CallKind
+from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends.base import Backend, zero_output
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.sdpa import SdpaBackend
@@ -42,7 +42,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 @st.composite
-def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStructure:
+def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> MaskStructure:
     """Any conjunction of rules over `q_len` queries and `kv_len` keys."""
     rules: dict[str, Any] = {"causal": draw(st.booleans())}
     # queries at the end of the keys as in generation, before the first key, or behind the last one
@@ -76,13 +76,13 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
         rules["mask"] = torch.rand(shape, generator=generator(draw(st.integers(0, 99)))) > 0.4
     elif kind == "offset":
         rules["q_offset"] = torch.tensor(rules["q_offset"])
-    return CallStructure(batch, q_len, kv_len, **rules)
+    return MaskStructure(batch, q_len, kv_len, **rules)
 
 
 @st.composite
 def requests(
     draw: st.DrawFn, dtype: torch.dtype = torch.float32, longest: int = 40, extras: bool = True
-) -> AttentionRequest:
+) -> AttentionCall:
     """A call: odd lengths and head sizes, grouped heads, strided inputs, huge logits, learned sinks, softcap, bias."""
     batch = draw(st.integers(1, 3))
     kv_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2, 3]))
@@ -113,82 +113,82 @@ def requests(
     if extras and draw(st.integers(0, 2)) == 0:
         more["need_lse"] = True
     structure = draw(structures(batch, q_len, kv_len))
-    return AttentionRequest(query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more)
+    return AttentionCall(query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more)
 
 
-def attended(backend: str | Backend, request: AttentionRequest) -> AttentionResult:
+def attended(backend: str | Backend, call: AttentionCall) -> AttentionResult:
     """What a backend computes, whether it would refuse the call or not."""
-    kind = request.checked_kind(named=True)
+    kind = call.checked_kind(named=True)
     if kind.features & EMPTY:
-        return nothing_seen(request)
+        return zero_output(call)
     serves = BACKENDS[backend] if isinstance(backend, str) else backend
-    return serves.kernel(kind, request.per_head)(request)
+    return serves.kernel(kind, call.per_head)(call)
 
 
-def kind_with(*bits: int, device: str = "cpu", shape: str = "full", groups: int = 1, **changes: Any) -> CallSpec:
+def kind_with(*bits: int, device: str = "cpu", shape: str = "full", groups: int = 1, **changes: Any) -> CallKind:
     """The kind of a small float32 call with these features."""
     x = torch.zeros(1, 2, 3, 4)
-    plain = AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0).checked_kind()
+    plain = AttentionCall(x, x, x, MaskStructure(1, 3, 3), scaling=1.0).checked_kind()
     asked: dict[str, Any] = {"device": torch.device(device), "shape": shape, "features": sum(set(bits)), **changes}
     return plain._replace(heads=plain.kv_heads * groups, **asked)
 
 
-def words_of(request: AttentionRequest) -> str:
-    r = request
+def words_of(call: AttentionCall) -> str:
+    r = call
     shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
     more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
     return f"{r.query.dtype}, {shapes}, {r.structure}, {more}"
 
 
-def refuses(name: str, request: AttentionRequest) -> bool:
+def refuses(name: str, call: AttentionCall) -> bool:
     backend = ON_CPU[name]
-    return bool(backend.missing() or backend.refusals(request.checked_kind()))
+    return bool(backend.missing() or backend.refusals(call.checked_kind()))
 
 
-def bound(request: AttentionRequest, truth: Tensor) -> float:
+def bound(call: AttentionCall, truth: Tensor) -> float:
     """Largest error that a backend may have: twice that of the same mathematics in its dtype, and one rounding.
 
     The reference is evaluated in the request's dtype (at least fp32, its result rounded), which is what reordering the
     same operations costs; both errors are against double precision.
     """
-    dtype = request.value.dtype
-    low = reference.attention(request, torch.promote_types(dtype, torch.float32)).out.to(dtype)
+    dtype = call.value.dtype
+    low = reference.attention(call, torch.promote_types(dtype, torch.float32)).out.to(dtype)
     band = torch.finfo(dtype).eps * max(1.0, float(truth.abs().amax()))
-    scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
+    scores = float(call.query.abs().amax() * call.key.abs().amax()) * abs(call.scaling)
     # a score of size s is known to s * eps, and its weight as well
-    spread: float = 4 + scores * request.query.shape[3] ** 0.5
+    spread: float = 4 + scores * call.query.shape[3] ** 0.5
     return 2 * float((low.double() - truth).abs().amax()) + band * spread
 
 
-def leaves(request: AttentionRequest) -> tuple[AttentionRequest, list[Tensor]]:
+def leaves(call: AttentionCall) -> tuple[AttentionCall, list[Tensor]]:
     """The request over tensors that collect gradients, and these tensors."""
     found: dict[str, Tensor] = {}
     for name in ("query", "key", "value", "sink_logits", "bias"):
-        tensor = getattr(request, name)
+        tensor = getattr(call, name)
         if tensor is not None:
             found[name] = tensor.detach().clone().requires_grad_()
     changed: dict[str, Any] = dict(found)
-    return replace(request, structure=request.structure.with_changes(), **changed), list(found.values())
+    return replace(call, structure=call.structure.with_changes(), **changed), list(found.values())
 
 
-def assert_right(request: AttentionRequest, out: Tensor) -> None:
+def assert_right(call: AttentionCall, out: Tensor) -> None:
     """An output is as near to the reference's as `bound` asks."""
-    truth = reference.attention(request).out
-    error, limit = float((out.double() - truth).abs().amax()), bound(request, truth)
+    truth = reference.attention(call).out
+    error, limit = float((out.double() - truth).abs().amax()), bound(call, truth)
     assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
 
 
-def assert_right_gradients(request: AttentionRequest, attend: Callable[[AttentionRequest], Tensor]) -> None:
+def assert_right_gradients(call: AttentionCall, attend: Callable[[AttentionCall], Tensor]) -> None:
     """The gradients of every tensor of a request, in a drawn direction, are those of the reference."""
-    ours, tensors = leaves(request)
-    theirs, copies = leaves(request)
+    ours, tensors = leaves(call)
+    theirs, copies = leaves(call)
     truth = reference.attention(theirs).out
     weight = torch.randn(truth.shape, generator=generator(5))
     found, exact = (
         torch.autograd.grad((out * weight).sum(), given, allow_unused=True, materialize_grads=True)
         for out, given in ((attend(ours), tensors), (truth, copies))
     )
-    scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
+    scores = float(call.query.abs().amax() * call.key.abs().amax()) * abs(call.scaling)
     for tensor, mine, right in zip(tensors, found, exact, strict=True):
         assert torch.isfinite(mine).all()
         scale = max(1.0, float(right.abs().amax()), float(tensor.detach().abs().amax()))
@@ -196,7 +196,7 @@ def assert_right_gradients(request: AttentionRequest, attend: Callable[[Attentio
         assert error <= limit, f"a gradient off by {error:.2e}, allowed {limit:.2e}"
 
 
-def gradchecked(attend: Callable[[AttentionRequest], Tensor], structure: CallStructure, extra: str) -> bool:
+def gradchecked(attend: Callable[[AttentionCall], Tensor], structure: MaskStructure, extra: str) -> bool:
     """Whether finite differences give the gradients of a call in double precision: plain, or with one `extra`."""
 
     def drawn(*shape: int) -> Tensor:
@@ -209,6 +209,6 @@ def gradchecked(attend: Callable[[AttentionRequest], Tensor], structure: CallStr
 
     def run(*tensors: Tensor) -> Tensor:
         more: dict[str, Any] = {"softcap": 3.0} if extra == "softcap" else {name: tensors[3]} if name else {}
-        return attend(AttentionRequest(*tensors[:3], structure, 0.6, **more))
+        return attend(AttentionCall(*tensors[:3], structure, 0.6, **more))
 
     return torch.autograd.gradcheck(run, inputs, fast_mode=True)

@@ -7,7 +7,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from .doors import HUB, door
@@ -19,7 +19,7 @@ from .requests import DEFAULTS, HALF, assert_right, assert_right_gradients, defa
 class Valid(Shown):
     """A request, the backend that is named for it, whether its gradients are compared, and torch's default dtype."""
 
-    request: AttentionRequest
+    request: AttentionCall
     backend: str | None
     gradient: bool
     default: torch.dtype
@@ -39,7 +39,7 @@ def calls(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, "native", "sdp
     return Valid(replace(request, need_lse=False), backend, gradient, draw(st.sampled_from(DEFAULTS)))
 
 
-def answer(request: AttentionRequest, backend: str | None) -> Tensor:
+def answer(request: AttentionCall, backend: str | None) -> Tensor:
     given = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
     out: Tensor = door(backend)(
         Layer(1), request.query, request.key, request.value,

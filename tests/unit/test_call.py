@@ -13,9 +13,9 @@ from transformers.masking_utils import causal_mask_function
 from transformers.utils import output_capturing
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Listener, listeners, listening, tapping
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.layers import CachedLayer
@@ -71,8 +71,8 @@ def mask_for(module: nn.Module) -> StructuredMask:
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
-    structure = CallStructure(2, N, N, causal=True, **rules)
-    out: Tensor = reference.attention(AttentionRequest(q, k, v, structure, q.shape[3] ** -0.5)).out
+    structure = MaskStructure(2, N, N, causal=True, **rules)
+    out: Tensor = reference.attention(AttentionCall(q, k, v, structure, q.shape[3] ** -0.5)).out
     return out
 
 
@@ -171,7 +171,7 @@ def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
 def test_keywords_that_change_the_call(long: list[int]) -> None:
     module = layer()
     q, k, v = (t[:1] for t in draw())
-    mask = StructuredMask(CallStructure(1, N, N, causal=True), torch.device("cpu"))
+    mask = StructuredMask(MaskStructure(1, N, N, causal=True), torch.device("cpu"))
     with torch.no_grad():
         whole, _ = attend(module, q, k, v, mask)
         borders = torch.tensor([0, 5, N], dtype=torch.int32)
@@ -180,8 +180,8 @@ def test_keywords_that_change_the_call(long: list[int]) -> None:
     assert long == [2]
     documents = (torch.arange(N) >= 5).long()[None]
     rules: dict[str, Any] = {"q_segments": documents, "k_segments": documents}
-    structure = CallStructure(1, N, N, causal=True, **rules)
-    expected = reference.attention(AttentionRequest(q, k, v, structure, 0.25)).out
+    structure = MaskStructure(1, N, N, causal=True, **rules)
+    expected = reference.attention(AttentionCall(q, k, v, structure, 0.25)).out
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
     assert not torch.allclose(out, whole)
     assert not torch.allclose(capped, whole)
@@ -191,7 +191,7 @@ def test_whoever_listens_is_told(long: list[int]) -> None:
     module = layer()
     mask, (q, k, v), seen = mask_for(module), draw(), []
 
-    def tap(who: nn.Module, request: AttentionRequest) -> Tensor:
+    def tap(who: nn.Module, request: AttentionCall) -> Tensor:
         seen.append(who)
         return torch.zeros(2, N, 4, 16)
 
@@ -218,7 +218,7 @@ def test_whoever_listens_is_told(long: list[int]) -> None:
 
 
 def test_listeners_may_leave_in_any_order() -> None:
-    def tap(_: nn.Module, request: AttentionRequest) -> Tensor:
+    def tap(_: nn.Module, request: AttentionCall) -> Tensor:
         return request.query
 
     first, second = tapping(tap), listening(Recorder())
@@ -237,13 +237,13 @@ def test_listeners_of_inner_blocks_answer_first_and_all_see_the_answer() -> None
         def __init__(self, name: str, answers: bool) -> None:
             self.name, self.answers = name, answers
 
-        def before(self, module: nn.Module, call: AttentionRequest) -> None:
+        def before(self, module: nn.Module, call: AttentionCall) -> None:
             told.append(f"{self.name} before, for {call.backend}")
 
-        def answer(self, module: nn.Module, call: AttentionRequest) -> Tensor | None:
+        def answer(self, module: nn.Module, call: AttentionCall) -> Tensor | None:
             return call.query.new_full((2, N, 4, 16), len(self.name)) if self.answers else None
 
-        def after(self, module: nn.Module, call: AttentionRequest, out: Tensor) -> None:
+        def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
             told.append(f"{self.name} after {out.unique().tolist()}")
 
     with (

@@ -77,7 +77,7 @@ def simulate(
         return before
 
     monkeypatch.setattr(campaign, "seek", seek)
-    monkeypatch.setattr(proof, "programs", lambda measurement, picks: {})
+    monkeypatch.setattr(proof, "bound_layers", lambda measurement, picks: {})
     monkeypatch.setattr(proof, "gather", gather)
     monkeypatch.setattr(proof, "activation", lambda *_: (1.0, 1.0))
     scoring = SimpleNamespace(generates=False, causal=True)

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import HEAD_INT8
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_level, of_sm
 from adaattn_hf.backends.native import library
 from adaattn_hf.backends.select import refusals_of
 
 X = torch.zeros(1, 2, 8, 16)
-SPEC = AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25).checked_kind()
+SPEC = AttentionCall(X, X, X, MaskStructure(1, 8, 8, causal=True), 0.25).checked_kind()
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 PADDING = torch.tensor([[True, True, True, True], [False, False, True, True]])
 
 
 def mask(**rules: object) -> StructuredMask:
-    structure = CallStructure(2, 3, 4, causal=True, q_offset=1, key_padding=PADDING, **rules)  # type: ignore[arg-type]
+    structure = MaskStructure(2, 3, 4, causal=True, q_offset=1, key_padding=PADDING, **rules)  # type: ignore[arg-type]
     return StructuredMask(structure, torch.device("cpu"))
 
 
@@ -76,7 +76,7 @@ def test_adding_it_to_scores_is_refused() -> None:
 
 
 def test_dense_rows_of_padding_see_the_real_keys_as_in_stock_masks() -> None:
-    carried = StructuredMask(CallStructure(2, 4, 4, key_padding=PADDING), torch.device("cpu"))
+    carried = StructuredMask(MaskStructure(2, 4, 4, key_padding=PADDING), torch.device("cpu"))
     assert torch.equal(carried.dense(), PADDING[:, None, None, :].expand(2, 1, 4, 4))
 
 
@@ -92,8 +92,8 @@ def test_copies_and_unknown_attributes() -> None:
 def test_layers_of_another_device_share_what_was_moved() -> None:
     """accelerate moves the mask for each of them; the length of a preallocated cache grows, and is read each time."""
     padding = torch.ones(2, 6, dtype=torch.bool)
-    carried = StructuredMask(CallStructure(2, 6, 6, causal=True, key_padding=padding), torch.device("cpu"))
+    carried = StructuredMask(MaskStructure(2, 6, 6, causal=True, key_padding=padding), torch.device("cpu"))
     assert carried.to("meta").structure is carried.to(torch.device("meta")).structure
     assert carried.to("meta").structure is not carried.structure
-    grown = StructuredMask(CallStructure(2, 1, 6, causal=True, q_offset=torch.tensor(3)), torch.device("cpu"))
+    grown = StructuredMask(MaskStructure(2, 1, 6, causal=True, q_offset=torch.tensor(3)), torch.device("cpu"))
     assert grown.to("meta").structure is not grown.to("meta").structure

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 
+from adaattn_hf.attention.call import AttentionCall, AttentionResult  # noqa: E402
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult  # noqa: E402
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
-from adaattn_hf.attention.structure import CallStructure  # noqa: E402
+from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.flash import Flash4Backend, fa4  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
@@ -29,19 +29,19 @@ N = 70
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
 
 
-def call(q_len: int = N, rules: HeadRules | None = None, grad: bool = False) -> AttentionRequest:
+def call(q_len: int = N, rules: HeadRules | None = None, grad: bool = False) -> AttentionCall:
     """A causal call of four heads over two, whose tensors say that they lie on the second device."""
     query, key, value = (
         torch.randn(2, heads, length, 32).half().as_subclass(OnSecond).requires_grad_(grad)
         for heads, length in ((4, q_len), (2, N), (2, N))
     )
-    structure = CallStructure(2, q_len, N, causal=True, q_offset=N - q_len)
-    return AttentionRequest(query, key, value, structure, 0.3, per_head=rules)
+    structure = MaskStructure(2, q_len, N, causal=True, q_offset=N - q_len)
+    return AttentionCall(query, key, value, structure, 0.3, per_head=rules)
 
 
-def over_codes(asked: AttentionRequest) -> AttentionRequest:
+def over_codes(asked: AttentionCall) -> AttentionCall:
     (key, key_scale), (value, value_scale) = quantise(asked.key.float()), quantise(asked.value.float())
-    return AttentionRequest(asked.query, key, value, asked.structure, 0.3, stored=StoredKV(key_scale, value_scale))
+    return AttentionCall(asked.query, key, value, asked.structure, 0.3, stored=StoredKV(key_scale, value_scale))
 
 
 CALLS = {
@@ -112,7 +112,7 @@ def test_a_call_that_fails_leaves_the_current_device_as_it_was(monkeypatch: pyte
 def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
     devices, backend, seen = Devices(monkeypatch, current), Flash4Backend(), list[int]()
 
-    def attend(asked: AttentionRequest, *_: object) -> AttentionResult:
+    def attend(asked: AttentionCall, *_: object) -> AttentionResult:
         seen.append(devices.current)
         return AttentionResult(asked.query)
 
@@ -154,6 +154,6 @@ def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(index: 
 def test_a_kind_says_which_device_holds_the_tensors() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2, 8, 16, device="cuda:1")
-    structure = CallStructure(1, 8, 8)
-    assert AttentionRequest(query, query, query, structure, 1.0).checked_kind().device == torch.device("cuda", 1)
+    structure = MaskStructure(1, 8, 8)
+    assert AttentionCall(query, query, query, structure, 1.0).checked_kind().device == torch.device("cuda", 1)
     assert call().checked_kind().device == torch.device("cpu")

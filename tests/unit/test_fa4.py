@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import ALL
 from adaattn_hf.attention.kind import (
     BIAS,
@@ -28,8 +29,7 @@ from adaattn_hf.attention.kind import (
     WINDOW,
     WINDOW_SINKS,
 )
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend
@@ -44,14 +44,14 @@ LEFT[0, :150] = False
 LEFT[1] = False
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([100, 40, 160]))[None]
 STRUCTURES = {
-    "causal": CallStructure(3, N, N, causal=True),
-    "full": CallStructure(2, N, N),
-    "suffix": CallStructure(2, 140, N, causal=True, q_offset=160),
-    "static cache": CallStructure(2, 20, N, causal=True, q_offset=torch.tensor(140)),
-    "few sinks": CallStructure(2, N, N, causal=True, window=90, sinks=3),
-    "left padding": CallStructure(3, N, N, causal=True, key_padding=LEFT),
-    "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "documents both ways": CallStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "causal": MaskStructure(3, N, N, causal=True),
+    "full": MaskStructure(2, N, N),
+    "suffix": MaskStructure(2, 140, N, causal=True, q_offset=160),
+    "static cache": MaskStructure(2, 20, N, causal=True, q_offset=torch.tensor(140)),
+    "few sinks": MaskStructure(2, N, N, causal=True, window=90, sinks=3),
+    "left padding": MaskStructure(3, N, N, causal=True, key_padding=LEFT),
+    "documents": MaskStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents both ways": MaskStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
 }
 RULES = {"every second head": rules((0, 70), (0, 5)), "all heads": rules((150, 260), (2, 200))}
 
@@ -80,7 +80,7 @@ class Stand:
             left, right = kw["window_size"]
             window = None if left is None else left + 1
             assert right == (None if left is None else 0 if kw["causal"] else left)
-            shown = CallStructure(batch, q_len, kv_len, kw["causal"], kv_len - q_len, window)
+            shown = MaskStructure(batch, q_len, kv_len, kw["causal"], kv_len - q_len, window)
             visible = shown.visible().expand(batch, heads, q_len, kv_len)
         else:
             visible = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
@@ -101,9 +101,9 @@ class Stand:
                                 lengths, kw["aux_tensors"],
                             )  # fmt: skip
                             visible[b, h, rows[:, None], keys[None]] |= seen.as_subclass(Tensor)
-        structure = CallStructure(batch, q_len, kv_len, mask=visible)
+        structure = MaskStructure(batch, q_len, kv_len, mask=visible)
         made = reference.attention(
-            AttentionRequest(
+            AttentionCall(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), structure, kw["softmax_scale"],
                 softcap=kw["softcap"] or None, sink_logits=kw["learnable_sink"],
             )
@@ -139,20 +139,20 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     sys.modules.pop("adaattn_hf.backends.flash.fa4_mask", None)
 
 
-def make(structure: CallStructure, **extra: Any) -> AttentionRequest:
+def make(structure: MaskStructure, **extra: Any) -> AttentionCall:
     g = torch.Generator().manual_seed(0)
 
     def draw(length: int, heads: int) -> Tensor:
         return torch.randn(structure.batch, length, heads, 16, generator=g).half().transpose(1, 2)
 
     n, m = structure.q_len, structure.kv_len
-    return AttentionRequest(draw(n, 4), draw(m, 2), draw(m, 2), structure, scaling=0.3, **extra)
+    return AttentionCall(draw(n, 4), draw(m, 2), draw(m, 2), structure, scaling=0.3, **extra)
 
 
-def check(request: AttentionRequest) -> None:
-    result, truth = attended("fa4", request), reference.attention(request)
+def check(call: AttentionCall) -> None:
+    result, truth = attended("fa4", call), reference.attention(call)
     torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
-    if request.need_lse:
+    if call.need_lse:
         assert result.lse is not None
         torch.testing.assert_close(result.lse.double(), truth.lse, atol=2e-3, rtol=0)
 
@@ -167,7 +167,7 @@ def test_equals_reference(stand: Stand, name: str, rule: str | None) -> None:
 @interpreted
 def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
     """Three blocks of queries, two heads: the diagonal, and what a window's border cuts."""
-    made = make(CallStructure(1, 384, 384, causal=True), per_head=rules((0, 256)))
+    made = make(MaskStructure(1, 384, 384, causal=True), per_head=rules((0, 256)))
     check(made)
     assert stand.tiles == 2 * 3 + 2 * (3 + 1)
 
@@ -184,17 +184,17 @@ def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch
         return real(*args)
 
     monkeypatch.setattr(fa4_lists, "make_lists", counted)
-    structure = CallStructure(1, N, N, causal=True)
-    request = make(structure, per_head=rules((0, 70)))
-    check(request)
-    request.per_head = rules((0, 70))
-    check(request)
+    structure = MaskStructure(1, N, N, causal=True)
+    call = make(structure, per_head=rules((0, 70)))
+    check(call)
+    call.per_head = rules((0, 70))
+    check(call)
     assert len(made) == 1
     with torch.inference_mode():  # the next pass, which shares the structure of one without tensors
         check(make(structure, per_head=rules((0, 70))))
     assert len(made) == 1
     check(make(structure, per_head=rules((0, 71))))
-    check(make(CallStructure(1, N - 1, N - 1, causal=True), per_head=rules((0, 70))))
+    check(make(MaskStructure(1, N - 1, N - 1, causal=True), per_head=rules((0, 70))))
     assert len(made) == 3
 
 
@@ -204,7 +204,7 @@ def test_lists_made_in_inference_mode_serve_gradients(stand: Stand, padded: bool
     from adaattn_hf.backends.flash import fa4_lists
 
     padding = torch.arange(N)[None] >= 9 if padded else None
-    structure = CallStructure(1, N, N, causal=True, key_padding=padding)
+    structure = MaskStructure(1, N, N, causal=True, key_padding=padding)
     with torch.inference_mode():
         check(make(structure, per_head=rules((0, 70))))
         asked = structure, torch.device("cpu"), ((ALL, 0), (70, 16)), 2, N, not padded

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from adaattn_hf.attention.heads import ALL, HeadWindows
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from ..support.operators import NamedOperators
 from .test_triton import interpreted
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 BLOCK = 128
 
 
-def rows_of(structure: CallStructure) -> Tensor:
+def rows_of(structure: MaskStructure) -> Tensor:
     """First key of each query's run, the one behind its last, the query's place among keys: `[3, batch, q_len]`."""
     from adaattn_hf.backends.flash import fa4_lists
 
@@ -70,7 +70,7 @@ def same(lists: tuple[Tensor, ...], some: Tensor, every: Tensor, groups: int) ->
         assert torch.equal(indices.sort(3).values.long(), numbers.expand(flagged.shape))
 
 
-def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: bool = True) -> tuple[Any, Any]:
+def check(structure: MaskStructure, windows: HeadWindows, groups: int, turned: bool = True) -> tuple[Any, Any]:
     """The lists of blocks of queries, and of keys where they are asked for."""
     from adaattn_hf.backends.flash import fa4_lists
 
@@ -92,7 +92,7 @@ def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: b
     return by_queries, by_keys
 
 
-def drawn(seed: int) -> tuple[CallStructure, HeadWindows, int]:
+def drawn(seed: int) -> tuple[MaskStructure, HeadWindows, int]:
     """A call of odd sizes: plain, behind a past, padded on either side, packed, packed and padded, in chunks."""
     draw = random.Random(seed)
     kv_len = draw.choice([1, 127, 128, 129, 256, draw.randint(1, 600), draw.randint(200, 900)])
@@ -112,7 +112,7 @@ def drawn(seed: int) -> tuple[CallStructure, HeadWindows, int]:
         rules |= {"q_segments": numbers, "k_segments": numbers}
     if kind == "chunks":
         rules["chunk"] = draw.randint(1, kv_len)
-    structure = CallStructure(batch, q_len, kv_len, causal, kv_len - q_len if causal else 0, **rules)
+    structure = MaskStructure(batch, q_len, kv_len, causal, kv_len - q_len if causal else 0, **rules)
     # the definition counts sinks from the first key of a sequence, which padding and chunks may cut off
     sinks = [0, 1, 128, 130, draw.randint(0, kv_len)] if structure.sinks_at_runs else [0]
     windows = tuple(
@@ -134,12 +134,12 @@ def test_random_calls(seed: int) -> None:
 def test_rules_that_end_about_the_border_of_a_block(causal: bool, shift: int) -> None:
     """A window, sinks, documents and a past, each as long as blocks are, one longer and one shorter."""
     windows = ((2 * BLOCK + shift, 0), (1, BLOCK + shift), (ALL, 0))
-    check(CallStructure(1, 3 * BLOCK, 3 * BLOCK, causal), windows, 1)
+    check(MaskStructure(1, 3 * BLOCK, 3 * BLOCK, causal), windows, 1)
     numbers = (torch.arange(5 * BLOCK)[None] >= 2 * BLOCK + shift).long()
-    check(CallStructure(1, 5 * BLOCK, 5 * BLOCK, causal, q_segments=numbers, k_segments=numbers), windows, 1)
+    check(MaskStructure(1, 5 * BLOCK, 5 * BLOCK, causal, q_segments=numbers, k_segments=numbers), windows, 1)
     if causal:
         past = BLOCK + shift
-        check(CallStructure(1, BLOCK, BLOCK + past, causal, q_offset=past), windows, 1)
+        check(MaskStructure(1, BLOCK, BLOCK + past, causal, q_offset=past), windows, 1)
 
 
 @interpreted
@@ -147,7 +147,7 @@ def test_rules_that_end_about_the_border_of_a_block(causal: bool, shift: int) ->
 def test_every_query_sees_nothing(causal: bool) -> None:
     padding = torch.zeros(2, 200, dtype=torch.bool)
     padding[1, 150:] = True
-    structure = CallStructure(2, 200, 200, causal, key_padding=padding)
+    structure = MaskStructure(2, 200, 200, causal, key_padding=padding)
     by_queries, by_keys = check(structure, ((ALL, 0), (9, 3)), 2)
     for counts in (*by_queries[::2], *by_keys[::2]):
         assert not counts[0].any()
@@ -157,7 +157,7 @@ def test_every_query_sees_nothing(causal: bool) -> None:
 @interpreted
 def test_a_call_worked_out_by_hand() -> None:
     """Rows 0-127, 128-255 and 256-299 under a window of 200 keys with 5 sinks, and under none."""
-    by_queries, by_keys = check(CallStructure(1, 300, 300, causal=True), ((200, 5), (ALL, 0)), 1)
+    by_queries, by_keys = check(MaskStructure(1, 300, 300, causal=True), ((200, 5), (ALL, 0)), 1)
     masked_n, masked, whole_n, whole = by_queries
     assert masked_n[0].tolist() == [[1, 2, 2], [1, 1, 1]]
     assert whole_n[0].tolist() == [[0, 0, 1], [0, 1, 2]]
@@ -174,7 +174,7 @@ def test_a_call_worked_out_by_hand() -> None:
 def test_a_row_of_128k_keys() -> None:
     """More blocks than a program looks at together: it goes on where the last ones left off."""
     kv_len = (1 << 17) - 5
-    structure = CallStructure(1, 130, kv_len, causal=True, q_offset=kv_len - 130)
+    structure = MaskStructure(1, 130, kv_len, causal=True, q_offset=kv_len - 130)
     by_queries, _ = check(structure, ((ALL, 0), (100_000, 130), (700, 0)), 1, turned=False)
     assert by_queries[3].shape == (1, 3, 2, 1024)
     assert by_queries[2][0, 0].tolist() == [1022, 1023]
@@ -182,7 +182,7 @@ def test_a_row_of_128k_keys() -> None:
 
 @interpreted
 def test_a_block_of_keys_that_many_blocks_of_queries_read() -> None:
-    _, by_keys = check(CallStructure(1, 20_000, 200), ((ALL, 0), (9000, 4)), 1)
+    _, by_keys = check(MaskStructure(1, 20_000, 200), ((ALL, 0), (9000, 4)), 1)
     assert by_keys[0][0].tolist() == [[0, 157], [87, 72]]
     assert by_keys[2][0].tolist() == [[157, 0], [70, 0]]
 
@@ -200,7 +200,7 @@ def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, c
             return lambda *args, **kw: grids.append(grid)
 
     monkeypatch.setattr(fa4_lists, "listing", Launches())
-    structure = CallStructure(3, 300, 300, causal)
+    structure = MaskStructure(3, 300, 300, causal)
     with NamedOperators() as noted:
         made = fa4_lists.make_lists(structure, CPU, ((ALL, 0), (70, 16)), 2, 300, True)
     assert grids == [(3, 2, 1)]

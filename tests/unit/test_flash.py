@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallSpec
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallKind
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from adaattn_hf.backends.select import BACKENDS, order
@@ -93,36 +93,36 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return backend
 
 
-def make(structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionRequest:
+def make(structure: MaskStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionCall:
     g = torch.Generator().manual_seed(3)
     q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).transpose(1, 2)
     k = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
     v = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
-    return AttentionRequest(q, k, v, structure, scaling=0.3, **extra)
+    return AttentionCall(q, k, v, structure, scaling=0.3, **extra)
 
 
 PADDING = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
 NOTHING = torch.zeros(1, 4, dtype=torch.bool)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
 STRUCTURES = {
-    "full": CallStructure(2, 5, 9),
-    "causal": CallStructure(2, 7, 7, causal=True),
-    "suffix": CallStructure(2, 3, 9, causal=True, q_offset=6),
-    "cache longer than the prompt": CallStructure(2, 3, 9, causal=True, q_offset=2),
-    "window": CallStructure(2, 7, 7, causal=True, window=3),
-    "window, both ways": CallStructure(2, 7, 7, window=3),
-    "decode": CallStructure(2, 1, 9, causal=True, q_offset=8),
-    "left padding": CallStructure(2, 7, 7, causal=True, key_padding=PADDING),
-    "right padding": CallStructure(2, 7, 7, causal=True, key_padding=PADDING.flip(1)),
-    "right padding, many more queries": CallStructure(
+    "full": MaskStructure(2, 5, 9),
+    "causal": MaskStructure(2, 7, 7, causal=True),
+    "suffix": MaskStructure(2, 3, 9, causal=True, q_offset=6),
+    "cache longer than the prompt": MaskStructure(2, 3, 9, causal=True, q_offset=2),
+    "window": MaskStructure(2, 7, 7, causal=True, window=3),
+    "window, both ways": MaskStructure(2, 7, 7, window=3),
+    "decode": MaskStructure(2, 1, 9, causal=True, q_offset=8),
+    "left padding": MaskStructure(2, 7, 7, causal=True, key_padding=PADDING),
+    "right padding": MaskStructure(2, 7, 7, causal=True, key_padding=PADDING.flip(1)),
+    "right padding, many more queries": MaskStructure(
         2, 3, 7, causal=True, q_offset=4, key_padding=PADDING.flip(1) & (torch.arange(7) < 4)
     ),
-    "right padding, encoder": CallStructure(2, 7, 7, key_padding=PADDING.flip(1)),
-    "cross-attention": CallStructure(2, 4, 7, key_padding=PADDING),
-    "documents": CallStructure(1, 7, 7, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "documents, window": CallStructure(1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "chunks": CallStructure(2, 7, 7, causal=True, chunk=3),
-    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool)),
+    "right padding, encoder": MaskStructure(2, 7, 7, key_padding=PADDING.flip(1)),
+    "cross-attention": MaskStructure(2, 4, 7, key_padding=PADDING),
+    "documents": MaskStructure(1, 7, 7, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents, window": MaskStructure(1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "chunks": MaskStructure(2, 7, 7, causal=True, chunk=3),
+    "nothing to see": MaskStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool)),
 }
 
 
@@ -165,12 +165,12 @@ def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPat
     assert result.lse is None
 
 
-def kind(*features: int, **changes: Any) -> CallSpec:
+def kind(*features: int, **changes: Any) -> CallKind:
     base = make(STRUCTURES["causal"]).checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
     return base._replace(features=base.features | sum(features), **changes)
 
 
-REFUSALS: dict[str, CallSpec] = {
+REFUSALS: dict[str, CallKind] = {
     "CUDA": kind(device=torch.device("cpu")), "float16 or bfloat16": kind(dtype=torch.float32),
     "up to 256": kind(head_dim=264, head_dim_v=264), "multiples of 8": kind(head_dim=12, head_dim_v=12),
     "equal head sizes": kind(head_dim_v=16), "additive bias": kind(BIAS), "learned sinks": kind(SINKS),
@@ -210,25 +210,25 @@ def test_says_what_is_not_installed() -> None:
 
 @pytest.mark.parametrize("flash", [FA2, FA3, Flash4Backend()], ids=lambda flash: flash.name)
 def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend) -> None:
-    def reasons(structure: CallStructure, *, look: bool = True) -> str:
+    def reasons(structure: MaskStructure, *, look: bool = True) -> str:
         asked = make(structure).checked_kind(named=look)
         return " ".join(flash.refusals(asked._replace(device=torch.device("cuda"), dtype=torch.bfloat16)))
 
     short = torch.tensor([[True, True, False, False]])
-    rows = CallStructure(1, 4, 4, causal=True, key_padding=short)
+    rows = MaskStructure(1, 4, 4, causal=True, key_padding=short)
     windowed = rows.with_changes(window=2)
     assert "behind the last key" in reasons(windowed)
     assert "behind the last key" in reasons(windowed.with_changes(causal=False))
     assert "behind the last key" not in reasons(rows)
     assert "behind the last key" not in reasons(windowed.with_changes(key_padding=short.flip(1)))
-    step = CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=short.flip(1))
+    step = MaskStructure(1, 1, 4, causal=True, q_offset=3, key_padding=short.flip(1))
     assert "nobody has looked" in reasons(step, look=False)
     assert "nobody has looked" not in reasons(step)
 
 
 def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_torch() -> None:
     holes = torch.tensor([[True, False, True, True]])
-    request = make(CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
+    request = make(MaskStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
     plain = request.checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
     asked = plain._replace(features=plain.features | GRAD)
     backends = [BACKENDS[name] for name in order(asked)]
@@ -239,13 +239,13 @@ def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_tor
 
 def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
     holes = torch.tensor([[True, False, True, True]])
-    request = make(CallStructure(1, 4, 4, causal=True, key_padding=holes))
+    request = make(MaskStructure(1, 4, 4, causal=True, key_padding=holes))
     with pytest.raises(ValueError, match="holes"):
         attended(backend, request)
 
 
 def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
     short = torch.tensor([[True, True, False, False]])
-    request = make(CallStructure(1, 4, 4, causal=True, window=2, key_padding=short))
+    request = make(MaskStructure(1, 4, 4, causal=True, window=2, key_padding=short))
     with pytest.raises(ValueError, match="last key"):
         attended(backend, request)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
+from adaattn_hf.attention.call import AttentionCall  # noqa: E402
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.kind import GRAD, HEAD_WINDOWS, PER_HEAD  # noqa: E402
-from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
-from adaattn_hf.attention.structure import CallStructure  # noqa: E402
+from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.triton import forward, launch, specialised, tiling  # noqa: E402
 
@@ -45,16 +45,16 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     return found
 
 
-def attend(asked: AttentionRequest) -> None:
+def attend(asked: AttentionCall) -> None:
     attended("triton", asked)
 
 
-def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any) -> AttentionRequest:
+def drawn(structure: MaskStructure, dim: int = 128, heads: int = 4, **extra: Any) -> AttentionCall:
     def draw(length: int, count: int) -> Tensor:
         return torch.zeros(structure.batch, length, count, dim, dtype=torch.bfloat16).transpose(1, 2)
 
     lengths = structure.q_len, structure.kv_len
-    return AttentionRequest(
+    return AttentionCall(
         draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
     )
 
@@ -66,8 +66,8 @@ def items_of(table: Tensor) -> list[list[int]]:
     ]
 
 
-def causal(n: int = N) -> CallStructure:
-    return CallStructure(1, n, n, causal=True)
+def causal(n: int = N) -> MaskStructure:
+    return MaskStructure(1, n, n, causal=True)
 
 
 WINDOWS = HeadRules((100, 0), (4, 0), ("model",) * 2)
@@ -106,10 +106,10 @@ def test_windows_of_64_channels_must_leave_enough_keys(
     assert [name for name, *_ in launched] == [kernel]
 
 
-def documents(*lengths: int) -> CallStructure:
+def documents(*lengths: int) -> MaskStructure:
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     n = sum(lengths)
-    return CallStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
+    return MaskStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
 
 
 @pytest.mark.parametrize(("lengths", "close"), [((256, 128, 384), False), ((200, 312), True), ((256, 60), False)])
@@ -139,14 +139,14 @@ def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched
     ("structure", "least"),
     [
         # the first tokens in a static cache have fewer keys than a tile, after which there is room for more
-        (CallStructure(1, 40, N, causal=True, q_offset=60), 0),
+        (MaskStructure(1, 40, N, causal=True, q_offset=60), 0),
         (documents(*[100] * 20, 10), 1 << 20),  # only the last document would be for Hopper, and it is light
         (causal(), 1 << 40),
     ],
     ids=["short runs", "short documents", "light"],
 )
 def test_short_runs_and_light_calls_are_one_launch_of_the_other_kernel(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, structure: CallStructure, least: int
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, structure: MaskStructure, least: int
 ) -> None:
     monkeypatch.setattr(forward, "_LEAST_PRODUCTS", least)
     attend(drawn(structure))
@@ -158,8 +158,8 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
     odd = replace(whole, key=shifted(whole.key))
     spread = replace(whole, query=torch.zeros(1, 4, N, 256, dtype=torch.bfloat16)[..., ::2])
     others = [drawn(causal(), softcap=10.0), drawn(causal(), 96), drawn(causal(), 64, per_head=WINDOWS), odd, spread]
-    for request in others:
-        attend(request)
+    for call in others:
+        attend(call)
     assert [name for name, *_ in launched] == ["forward"] * len(others)
 
 
@@ -231,7 +231,7 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
         for count in (heads, 1, 1)
     ]
     query, key, value = (part.as_subclass(There) for part in parts)
-    kind = AttentionRequest(query, key, value, causal(n), 1.0).checked_kind()
+    kind = AttentionCall(query, key, value, causal(n), 1.0).checked_kind()
     assert select.order(kind)[0] == first
 
 

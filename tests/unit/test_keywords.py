@@ -14,10 +14,10 @@ from transformers.loss import loss_utils
 
 import adaattn_hf
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call import interface, keywords
-from adaattn_hf.patches.call.keywords import HARMLESS, MEANT
+from adaattn_hf.patches.call.keywords import IGNORED_KEYWORDS, MEANT
 
 from ..support.models import fresh_pair, tokens
 from ..support.versions import needs_tracing
@@ -60,7 +60,7 @@ def options() -> set[str]:
 
 
 def test_options_of_the_losses_of_transformers_pass() -> None:
-    assert options() <= HARMLESS
+    assert options() <= IGNORED_KEYWORDS
     assert {"ignore_index", "num_items_in_batch", "shift_labels"} <= options()
 
 
@@ -144,7 +144,7 @@ def test_a_mask_of_keys_alone_leaves_causality_to_the_layer(causal: bool, querie
     found = interface.attention_function()(module, *given, real)[0]
     seen = real[:, None, None].expand(1, 1, 6, 6)
     seen = (seen.tril() if causal else seen)[:, :, -queries:]
-    truth = reference.attention(AttentionRequest(*given, CallStructure(1, queries, 6, mask=seen), 8**-0.5)).out
+    truth = reference.attention(AttentionCall(*given, MaskStructure(1, queries, 6, mask=seen), 8**-0.5)).out
     torch.testing.assert_close(found.double(), truth.double(), atol=1e-5, rtol=0)
 
 
@@ -163,12 +163,12 @@ def test_any_scaling_leaves_hidden_keys_hidden(backend: str | None, bias: Any, s
     ours = interface.attention_function(backend)
     asked = {"scaling": scaling, "is_causal": True, "position_bias": bias}
     found = [ours(nn.Module(), QUERY, KEY, VALUE, None, **asked)[0] for _ in range(2)]
-    request = AttentionRequest(QUERY, KEY, VALUE, CallStructure(1, 6, 6, causal=True), scaling, bias=bias)
+    request = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6, causal=True), scaling, bias=bias)
     truth = reference.attention(request).out
     assert all(float((out - truth).abs().max()) < 1e-5 for out in found)
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", sorted(IGNORED_KEYWORDS))
 def test_a_harmless_keyword_changes_nothing(name: str) -> None:
     assert name not in served()
     assert torch.equal(called(**{name: torch.ones(2)}), called())
@@ -182,7 +182,7 @@ def test_a_harmless_keyword_changes_nothing(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_served_keyword_changes_what_is_computed(keyword: str, field: str, value: Any) -> None:
-    request = AttentionRequest(QUERY, KEY, VALUE, CallStructure(1, 6, 6), 8**-0.5, **{field: value})
+    request = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6), 8**-0.5, **{field: value})
     found = called(**{keyword: value})
     assert float((found - reference.attention(request).out).abs().max()) < 1e-5
     assert float((found - called()).abs().max()) > 1e-2
@@ -209,7 +209,7 @@ def unknown_in(source: str) -> set[str]:
     """Keywords of a source's attention calls that are neither served nor harmless."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     asked = (node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "attention_interface")
-    return {word.arg for node in asked for word in node.keywords if word.arg} - served() - HARMLESS
+    return {word.arg for node in asked for word in node.keywords if word.arg} - served() - IGNORED_KEYWORDS
 
 
 def test_every_keyword_of_every_family_is_known() -> None:

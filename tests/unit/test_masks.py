@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPTBigCodeConfig
 from transformers import masking_utils as mu
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask import masks, structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
@@ -183,7 +183,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def structure_of(mask: StructuredMask | Tensor) -> CallStructure:
+def structure_of(mask: StructuredMask | Tensor) -> MaskStructure:
     assert isinstance(mask, StructuredMask)
     return mask.structure
 

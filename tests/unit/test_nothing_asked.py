@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
@@ -39,7 +39,7 @@ def test_the_attention_function_answers_each_layer(
         for n, length, size in ((heads, q_len, 16), (2, kv_len, 16), (2, kv_len, size_v))
     )
     serve = attention_function(backend)
-    rules = CallStructure(batch, q_len, kv_len, causal=True, q_offset=kv_len - q_len, chunk=chunk)
+    rules = MaskStructure(batch, q_len, kv_len, causal=True, q_offset=kv_len - q_len, chunk=chunk)
     mask = None if chunk is None else StructuredMask(rules, torch.device("cpu"))
     with torch.no_grad():
         for _ in range(2):  # the second call takes the way that the first one kept
@@ -81,8 +81,8 @@ def test_every_backend_answers_as_torch(backend: str, batch: int, q_len: int, kv
         torch.zeros(batch, heads, length, 16, dtype=HALF[0], requires_grad=True)
         for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
     ]
-    structure = CallStructure(batch, q_len, kv_len, causal=causal, q_offset=kv_len - q_len)
-    asked = AttentionRequest(*tensors, structure, 0.25, need_lse=True)
+    structure = MaskStructure(batch, q_len, kv_len, causal=causal, q_offset=kv_len - q_len)
+    asked = AttentionCall(*tensors, structure, 0.25, need_lse=True)
     right = F.scaled_dot_product_attention(*tensors, enable_gqa=True).transpose(1, 2)
     for request in (asked, replace(asked, sink_logits=torch.zeros(4))):
         result = attended(BACKENDS[backend], request)

@@ -131,7 +131,7 @@ SETTINGS: list[tuple[type[Options], Any]] = [
     (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
     (Verify, calibration.Judged), (Verify, evaluation.Masking),
 ]  # fmt: skip
-PROGRAMS = {"haystacks", "needles", "windows", "alpha", "rounds"}
+BOUND_LAYERS = {"haystacks", "needles", "windows", "alpha", "rounds"}
 """Settings of a calibration that are no options."""
 
 
@@ -141,7 +141,7 @@ def differing(options: Any, settings: Any) -> list[str]:
     return [
         one.name
         for one in dataclasses.fields(settings)
-        if one.name not in PROGRAMS and said.get(one.name, "absent") not in (None, (), one.default)
+        if one.name not in BOUND_LAYERS and said.get(one.name, "absent") not in (None, (), one.default)
     ]
 
 

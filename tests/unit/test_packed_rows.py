@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import LOOKED, CallSpec
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import LOOKED, CallKind
 from adaattn_hf.attention.packing import FROM_FIRST, Packed
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.sdpa import packed
 from adaattn_hf.backends.sdpa.dispatch import way_of
 from adaattn_hf.backends.sdpa.kernels import operator
@@ -31,26 +31,26 @@ DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 15, 5]))[N
 EMPTY_ROW = RIGHT.clone()
 EMPTY_ROW[1] = False
 GATHERED = {
-    "right padding": CallStructure(3, N, N, key_padding=RIGHT),
-    "right padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT),
-    "left padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT.flip(1)),
-    "keys alone are padded": CallStructure(3, 5, N, key_padding=RIGHT),
-    "padding of two rows": CallStructure(2, N, N, key_padding=RIGHT[:2]),
-    "holes": CallStructure(2, N, N, key_padding=(torch.arange(N) % 3 > 0)[None] & RIGHT[:2]),
-    "holes, and a row without keys": CallStructure(3, 5, N, key_padding=(torch.arange(N) % 3 > 0) & EMPTY_ROW),
-    "padding behind a past": CallStructure(3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1)),
+    "right padding": MaskStructure(3, N, N, key_padding=RIGHT),
+    "right padding, causal": MaskStructure(3, N, N, causal=True, key_padding=RIGHT),
+    "left padding, causal": MaskStructure(3, N, N, causal=True, key_padding=RIGHT.flip(1)),
+    "keys alone are padded": MaskStructure(3, 5, N, key_padding=RIGHT),
+    "padding of two rows": MaskStructure(2, N, N, key_padding=RIGHT[:2]),
+    "holes": MaskStructure(2, N, N, key_padding=(torch.arange(N) % 3 > 0)[None] & RIGHT[:2]),
+    "holes, and a row without keys": MaskStructure(3, 5, N, key_padding=(torch.arange(N) % 3 > 0) & EMPTY_ROW),
+    "padding behind a past": MaskStructure(3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1)),
 }
 WHOLE = {
-    "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "documents both ways": CallStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "chunks": CallStructure(2, N, N, causal=True, chunk=10),
-    "chunked prefill": CallStructure(3, 5, N, causal=True, q_offset=N - 5),
+    "documents": MaskStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents both ways": MaskStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "chunks": MaskStructure(2, N, N, causal=True, chunk=10),
+    "chunked prefill": MaskStructure(3, 5, N, causal=True, q_offset=N - 5),
 }
 REFUSED = {
-    "window": CallStructure(3, N, N, causal=True, window=5, key_padding=RIGHT),
-    "holes, causal": CallStructure(1, N, N, causal=True, key_padding=(torch.arange(N) % 3 > 0)[None]),
-    "two rules": CallStructure(3, 5, N, causal=True, q_offset=9, key_padding=RIGHT),
-    "nothing to see": CallStructure(1, N, N, key_padding=torch.zeros(1, N, dtype=torch.bool)),
+    "window": MaskStructure(3, N, N, causal=True, window=5, key_padding=RIGHT),
+    "holes, causal": MaskStructure(1, N, N, causal=True, key_padding=(torch.arange(N) % 3 > 0)[None]),
+    "two rules": MaskStructure(3, 5, N, causal=True, q_offset=9, key_padding=RIGHT),
+    "nothing to see": MaskStructure(1, N, N, key_padding=torch.zeros(1, N, dtype=torch.bool)),
 }
 
 
@@ -69,7 +69,7 @@ def loop(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: flo
     return torch.cat(out)
 
 
-def draw(structure: CallStructure, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, ...]:
+def draw(structure: MaskStructure, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, ...]:
     shapes = ((structure.q_len, heads, 8), (structure.kv_len, kv_heads, 8), (structure.kv_len, kv_heads, 16))
     made = (torch.randn(structure.batch, *shape, dtype=torch.float64) for shape in shapes)
     return tuple(t.transpose(1, 2).requires_grad_() for t in made)
@@ -93,7 +93,7 @@ def test_equals_reference(request: pytest.FixtureRequest, name: str, one_by_one:
     elif layout.rule > FROM_FIRST:
         pytest.skip("served in bands")
     q, k, v = draw(structure)
-    truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
+    truth = reference.attention(AttentionCall(q, k, v, structure, scaling=0.3)).out
     with torch.set_grad_enabled(gradient):
         out = packed_attention(q, k, v, layout, 0.3)
     torch.testing.assert_close(out, truth)
@@ -127,9 +127,9 @@ def test_kernels_of_other_vendors_are_not_called(monkeypatch: pytest.MonkeyPatch
     assert not packed.walks_runs("cuda", torch.half, 64, 64)
 
 
-def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
+def spec_of(structure: MaskStructure, **changes: object) -> CallKind:
     q, k, v = (t.detach().float() for t in draw(structure))
-    request = AttentionRequest(q, k, v, structure, scaling=0.3)
+    request = AttentionCall(q, k, v, structure, scaling=0.3)
     kind = request.checked_kind()
     seen = {"device": torch.device("cuda"), "features": kind.features | LOOKED}
     return kind._replace(**{**seen, **changes})  # type: ignore[arg-type]
@@ -139,13 +139,13 @@ def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
 def test_runs_that_end_with_their_keys_are_walked_where_a_kernel_can(monkeypatch: pytest.MonkeyPatch) -> None:
     structure = GATHERED["padding behind a past"]
     q, k, v = (t.detach() for t in draw(structure))
-    asked = AttentionRequest(q, k, v, structure, scaling=0.3)
+    asked = AttentionCall(q, k, v, structure, scaling=0.3)
     torch.testing.assert_close(way_of(spec_of(structure))(asked), reference.attention(asked).out)
     for other in ({"device": torch.device("cpu")}, {"dtype": torch.float64}, {"head_dim": 6}):
         assert way_of(spec_of(structure, **other))(asked) is None
     windowed = REFUSED["window"]
     tensors = (t.detach() for t in draw(windowed))
-    assert way_of(spec_of(windowed))(AttentionRequest(*tensors, windowed, 0.3)) is None
+    assert way_of(spec_of(windowed))(AttentionCall(*tensors, windowed, 0.3)) is None
 
 
 @pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -182,18 +182,18 @@ def test_a_mask_on_cuda_goes_to_the_kernel_that_plans_nothing(dtype: torch.dtype
 
 def test_a_small_mask_is_made_once_per_pass() -> None:
     structure = GATHERED["left padding, causal"].with_changes()
-    mask = structure.derived(additive_mask, torch.half, torch.device("cpu"))
+    mask = structure.cached(additive_mask, torch.half, torch.device("cpu"))
     assert torch.equal(mask == 0, structure.visible())
     assert bool((mask[~structure.visible()] == float("-inf")).all())
     assert mask.stride(-2) % 16 == 0, "rows start where the kernel wants them"
-    assert structure.derived(additive_mask, torch.half, torch.device("cpu")) is mask
+    assert structure.cached(additive_mask, torch.half, torch.device("cpu")) is mask
     assert additive_mask(structure, torch.float32, torch.device("cpu")).dtype == torch.float32
 
 
 def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_has_flash", lambda device: True)
     square, behind = layout_for(WHOLE["documents"], CPU), layout_for(WHOLE["chunked prefill"], CPU)
-    longer = layout_for(CallStructure(3, N, N, causal=True, key_padding=RIGHT), CPU)
+    longer = layout_for(MaskStructure(3, N, N, causal=True, key_padding=RIGHT), CPU)
     assert square is not None and behind is not None and longer is not None  # noqa: PT018
     half, single = torch.zeros(4, 2, 64, dtype=torch.half), torch.zeros(4, 2, 64)
     assert packed._suits_flash(half, half, square)

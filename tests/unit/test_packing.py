@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
 from adaattn_hf.patches.mask.packed_arguments import PackedArguments, caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
@@ -16,7 +16,7 @@ def sums(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def bordered(structure: CallStructure, borders: Tensor) -> CallStructure:
+def bordered(structure: MaskStructure, borders: Tensor) -> MaskStructure:
     return with_documents(structure, borders, borders)
 
 
@@ -35,7 +35,7 @@ def test_no_query_sees_another_document(
     total = sum(lengths)
     ids = documents_of(lengths)
     mask = torch.rand(1, 1, total, total) > 0.3 if dense else None
-    structure = CallStructure(
+    structure = MaskStructure(
         1, total, total, causal=causal, window=window, mask=mask, k_segments=ids[None] if known else None
     )
     packed = bordered(structure, sums(*lengths))
@@ -53,7 +53,7 @@ def test_borders_told_twice_are_all_borders(first: list[int], second: list[int],
     total = max(sum(first), sum(second))
     first, second = [*first, total - sum(first)], [*second, total - sum(second)]
     ids, others = documents_of(first), documents_of(second)
-    structure = CallStructure(1, total, total, causal=causal, q_segments=ids[None], k_segments=ids[None])
+    structure = MaskStructure(1, total, total, causal=causal, q_segments=ids[None], k_segments=ids[None])
     packed = bordered(structure, sums(*second))
     assert packed.mask is None
     assert torch.equal(packed.visible(), structure.visible() & (others[:, None] == others[None, :]))
@@ -61,7 +61,7 @@ def test_borders_told_twice_are_all_borders(first: list[int], second: list[int],
 
 def test_spans_end_with_their_document() -> None:
     spans = torch.tensor([[-1, 0, 0, 0, -1, 1]])
-    packed = bordered(CallStructure(1, 6, 6, causal=True, spans=spans), sums(3, 3))
+    packed = bordered(MaskStructure(1, 6, 6, causal=True, spans=spans), sums(3, 3))
     ids, runs = documents_of([3, 3]), torch.tensor([-1, 0, 0, 0, -1, 1])
     together = (runs[:, None] == runs[None, :]) & (runs >= 0)[:, None]
     expected = (torch.ones(6, 6).tril().bool() | together) & (ids[:, None] == ids[None, :])
@@ -82,7 +82,7 @@ def test_positions_that_fall_back_are_borders(rows: list[list[int]], shared: boo
     """In every row of a batch; rows may share their positions."""
     batch = len(rows)
     rows = rows[:1] if shared else rows
-    structure = CallStructure(batch, 16, 16, causal=True, window=window)
+    structure = MaskStructure(batch, 16, 16, causal=True, window=window)
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
     ids = torch.stack([documents_of(lengths) for lengths in rows])[:, None]
     same = ids[..., None] == ids[..., None, :]
@@ -97,17 +97,17 @@ def test_positions_that_fall_back_are_borders(rows: list[list[int]], shared: boo
     ],
 )  # fmt: skip
 def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -> None:
-    structure = CallStructure(1, 6, 6, causal=True)
+    structure = MaskStructure(1, 6, 6, causal=True)
     assert with_restarts(structure, torch.tensor([positions])) is structure
 
 
 def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() -> None:
     positions = torch.tensor([[1, 1, 0, 1, 2]])
-    padded = CallStructure(1, 5, 5, causal=True, key_padding=torch.tensor([[0, 0, 1, 1, 1]]).bool())
-    dense = CallStructure(1, 5, 5, mask=torch.ones(1, 1, 5, 5).tril().bool())
-    for structure in (padded, dense, CallStructure(1, 5, 9, causal=True, q_offset=4)):
+    padded = MaskStructure(1, 5, 5, causal=True, key_padding=torch.tensor([[0, 0, 1, 1, 1]]).bool())
+    dense = MaskStructure(1, 5, 5, mask=torch.ones(1, 1, 5, 5).tril().bool())
+    for structure in (padded, dense, MaskStructure(1, 5, 9, causal=True, q_offset=4)):
         assert with_restarts(structure, positions) is structure
-    assert with_restarts(CallStructure(1, 5, 5, causal=True), positions.to("meta")).plain
+    assert with_restarts(MaskStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
 def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
@@ -117,14 +117,14 @@ def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
 def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple[int, int]]) -> None:
     q_lengths, k_lengths = [q for q, _ in pairs], [k for _, k in pairs]
-    structure = CallStructure(1, sum(q_lengths), sum(k_lengths))
+    structure = MaskStructure(1, sum(q_lengths), sum(k_lengths))
     packed = with_documents(structure, sums(*q_lengths), sums(*k_lengths))
     same = documents_of(q_lengths)[:, None] == documents_of(k_lengths)[None, :]
     assert torch.equal(packed.visible()[0, 0], same)
 
 
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
-    structure, borders = CallStructure(1, 5, 5, causal=True), sums(2, 3)
+    structure, borders = MaskStructure(1, 5, 5, causal=True), sums(2, 3)
     mask = StructuredMask(structure, torch.device("cpu"))
     first = mask.packed(structure, borders, borders)
     assert mask.packed(structure, borders, borders) is first
@@ -135,13 +135,13 @@ def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
 
 def test_several_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
-        bordered(CallStructure(2, 5, 5), sums(2, 3))
+        bordered(MaskStructure(2, 5, 5), sums(2, 3))
 
 
 @pytest.mark.parametrize("past", [0, 2])
 @pytest.mark.parametrize("keys", [sums(2, 3), sums(1, 3), sums(3)], ids=str)
 def test_causal_documents_whose_lengths_do_not_fit_are_refused(past: int, keys: Tensor) -> None:
-    structure = CallStructure(1, 3, 5, causal=True, q_offset=past)
+    structure = MaskStructure(1, 3, 5, causal=True, q_offset=past)
     with pytest.raises(ValueError, match=r"cu_seq_lens_k: got \[.*\] for cu_seq_lens_q \[0, 1, 3\], expected the same"):
         with_documents(structure, sums(1, 2), keys)
 
@@ -160,7 +160,7 @@ def test_documents_behind_a_cache_see_it_and_themselves(
     keys = borders if way == "one object" else borders.clone()
     keys[1:] += past if first else 0
     cut, shared = min(cut, tokens - 1), past > 0 and not first
-    structure = CallStructure(1, tokens, past + tokens, causal=True, q_offset=past, window=window)
+    structure = MaskStructure(1, tokens, past + tokens, causal=True, q_offset=past, window=window)
     mask = StructuredMask(structure, torch.device("cpu"))[:, :, cut - tokens :, :]
     if shared and mask.structure.windowed:
         with pytest.raises(ValueError, match="all continue what a cache holds, expected a layer without a window"):
@@ -179,10 +179,10 @@ def test_lengths_that_fall_or_pass_the_tokens_are_refused(wrong: list[int], name
     right, bad = sums(2, 4), torch.tensor(wrong) if wrong[:1] == [0.0] else torch.tensor(wrong, dtype=torch.int32)
     given = (bad, right) if name == "q" else (right, bad)
     with pytest.raises(ValueError, match=rf"cu_seq_lens_{name}: got .*from 0 to at most 6"):
-        with_documents(CallStructure(1, 6, 6, causal=name == "k"), *given)
+        with_documents(MaskStructure(1, 6, 6, causal=name == "k"), *given)
 
 
 def test_tokens_behind_the_last_sum_are_a_document() -> None:
-    found = bordered(CallStructure(1, 6, 6, causal=True), sums(2, 3))
-    expected = bordered(CallStructure(1, 6, 6, causal=True), sums(2, 3, 1))
+    found = bordered(MaskStructure(1, 6, 6, causal=True), sums(2, 3))
+    expected = bordered(MaskStructure(1, 6, 6, causal=True), sums(2, 3, 1))
     assert torch.equal(found.visible(), expected.visible())

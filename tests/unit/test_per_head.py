@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
-from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.rounding import through_int8
-from adaattn_hf.attention.slicing import as_dense_mask, joined_heads, some_heads, some_rows
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.slicing import joined_heads, reference_call, some_heads, some_rows
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS
 
 KV, GROUP, D, N = 3, 2, 16, 200
@@ -24,41 +24,41 @@ def rules(**changes: Any) -> HeadRules:
     return HeadRules(**{**plain, **changes})  # type: ignore[arg-type]
 
 
-def request_of(structure: CallStructure, per_head: HeadRules | None, **more: Any) -> AttentionRequest:
+def request_of(structure: MaskStructure, per_head: HeadRules | None, **more: Any) -> AttentionCall:
     generator = torch.Generator().manual_seed(0)
     batch = structure.batch
     query = torch.randn(batch, KV * GROUP, structure.q_len, D, generator=generator) * 2
     key = torch.randn(batch, KV, structure.kv_len, D, generator=generator) + 0.5
     value = torch.randn(batch, KV, structure.kv_len, D, generator=generator)
-    return AttentionRequest(query, key, value, structure, D**-0.5, per_head=per_head, **more)
+    return AttentionCall(query, key, value, structure, D**-0.5, per_head=per_head, **more)
 
 
-def by_hand(request: AttentionRequest, visible: torch.Tensor) -> torch.Tensor:
-    key, value = (t.double().repeat_interleave(GROUP, 1) for t in (request.key, request.value))
-    scores = (request.query.double() @ key.mT * request.scaling).masked_fill(~visible, -math.inf)
+def by_hand(call: AttentionCall, visible: torch.Tensor) -> torch.Tensor:
+    key, value = (t.double().repeat_interleave(GROUP, 1) for t in (call.key, call.value))
+    scores = (call.query.double() @ key.mT * call.scaling).masked_fill(~visible, -math.inf)
     return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2)
 
 
 def test_each_head_has_its_window_and_sinks() -> None:
     padding = torch.ones(2, N, dtype=torch.bool)
     padding[1, :30] = False
-    structure = CallStructure(2, N, N, causal=True, key_padding=padding)
-    request = request_of(structure, rules(windows=(0, 20, 50), sinks=(0, 0, 4)))
+    structure = MaskStructure(2, N, N, causal=True, key_padding=padding)
+    call = request_of(structure, rules(windows=(0, 20, 50), sinks=(0, 0, 4)))
     i, j = torch.arange(N)[:, None], torch.arange(N)[None]
     causal = (j <= i) & padding[:, None]
     start = torch.tensor([0, 30])[:, None, None]
     heads = [causal, causal & (j > i - 20), causal & ((j > i - 50) | (j - start < 4))]
     visible = torch.stack([heads[h // GROUP] for h in range(KV * GROUP)], 1)
-    found = reference.attention(request).out
-    torch.testing.assert_close(found, by_hand(request, visible))
+    found = reference.attention(call).out
+    torch.testing.assert_close(found, by_hand(call, visible))
     assert (found - reference.attention(request_of(structure, None)).out)[:, :, GROUP:].abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("own_sinks", [0, 3])
 def test_a_head_never_sees_more_than_the_structure(own_sinks: int) -> None:
-    structure = CallStructure(1, N, N, causal=True, window=40, sinks=own_sinks)
-    request = request_of(structure, rules(windows=(80, 20, 40), sinks=(8, 8, 8)))
-    visible = as_dense_mask(request).structure.visible()
+    structure = MaskStructure(1, N, N, causal=True, window=40, sinks=own_sinks)
+    call = request_of(structure, rules(windows=(80, 20, 40), sinks=(8, 8, 8)))
+    visible = reference_call(call).structure.visible()
     own = structure.visible()
     assert not (visible & ~own).any()
     assert torch.equal(visible[:, :GROUP], own.expand(1, GROUP, N, N))
@@ -67,18 +67,16 @@ def test_a_head_never_sees_more_than_the_structure(own_sinks: int) -> None:
 
 def test_each_head_has_its_precision() -> None:
     mean = torch.full((KV, D), 0.5)
-    request = request_of(
-        CallStructure(1, N, N, causal=True), rules(precisions=("model", "bf16", "int8"), key_mean=mean)
-    )
-    changed = as_dense_mask(request)
-    assert torch.equal(changed.query[:, :GROUP], request.query[:, :GROUP])
-    assert torch.equal(changed.key[:, 1], request.key[:, 1].bfloat16().float())
-    assert torch.equal(changed.key[:, 2], through_int8(request.key[:, 2] - 0.5) + 0.5)
-    assert torch.equal(changed.value[:, 2], through_int8(request.value[:, 2]))
+    call = request_of(MaskStructure(1, N, N, causal=True), rules(precisions=("model", "bf16", "int8"), key_mean=mean))
+    changed = reference_call(call)
+    assert torch.equal(changed.query[:, :GROUP], call.query[:, :GROUP])
+    assert torch.equal(changed.key[:, 1], call.key[:, 1].bfloat16().float())
+    assert torch.equal(changed.key[:, 2], through_int8(call.key[:, 2] - 0.5) + 0.5)
+    assert torch.equal(changed.value[:, 2], through_int8(call.value[:, 2]))
 
 
 def test_facts_name_what_heads_ask_for() -> None:
-    structure = CallStructure(1, N, N, causal=True)
+    structure = MaskStructure(1, N, N, causal=True)
     assert not request_of(structure, None).checked_kind().per_head
     assert not request_of(structure, rules()).checked_kind().per_head
     spec = request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))).checked_kind()
@@ -94,7 +92,7 @@ def test_facts_name_what_heads_ask_for() -> None:
     [({"windows": (5, 0, 0)}, "no windows per head"), ({"precisions": ("int8",) * KV}, "no int8 products per head")],
 )
 def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[str, Any], said: str) -> None:
-    structure = CallStructure(1, N, N, causal=True)
+    structure = MaskStructure(1, N, N, causal=True)
     backend = BACKENDS[name]
     assert any(said in reason for reason in backend.refusals(request_of(structure, rules(**changes)).checked_kind()))
     plain = backend.refusals(request_of(structure, rules()).checked_kind())
@@ -114,30 +112,30 @@ def test_rules_that_no_head_can_follow_are_refused(changes: dict[str, Any], said
 
 
 def test_some_rows_keep_what_their_heads_see() -> None:
-    structure = CallStructure(1, N, N, causal=True)
-    request = request_of(structure, rules(windows=(0, 20, 0), sinks=(0, 3, 0)))
+    structure = MaskStructure(1, N, N, causal=True)
+    call = request_of(structure, rules(windows=(0, 20, 0), sinks=(0, 3, 0)))
     rows = torch.tensor([150, 7, 199])
-    found = reference.attention(some_rows(request, rows)).out
-    torch.testing.assert_close(found, reference.attention(request).out[:, rows])
+    found = reference.attention(some_rows(call, rows)).out
+    torch.testing.assert_close(found, reference.attention(call).out[:, rows])
 
 
 def test_rules_of_another_number_of_heads_are_refused() -> None:
     short = HeadRules((0,), (0,), ("model",))
     with pytest.raises(ValueError, match="rules for 1 heads"):
-        request_of(CallStructure(1, N, N, causal=True), short).check()
+        request_of(MaskStructure(1, N, N, causal=True), short).check()
 
 
 def test_heads_come_apart_and_together_again() -> None:
-    request = request_of(CallStructure(1, N, N, causal=True), rules(windows=(0, 20, 50)))
+    call = request_of(MaskStructure(1, N, N, causal=True), rules(windows=(0, 20, 50)))
     order = [[2, 0], [1]]
-    parts = [reference.attention(some_heads(request, heads)).out for heads in order]
+    parts = [reference.attention(some_heads(call, heads)).out for heads in order]
     joined = joined_heads(parts, [head for heads in order for head in heads], GROUP, dim=2)
-    torch.testing.assert_close(joined, reference.attention(request).out)
+    torch.testing.assert_close(joined, reference.attention(call).out)
 
 
 def test_rules_for_another_number_of_heads_are_refused() -> None:
     one = rules(windows=(5,), sinks=(0,), precisions=("model",))
-    structure = CallStructure(1, N, N, causal=True)
+    structure = MaskStructure(1, N, N, causal=True)
     with pytest.raises(ValueError, match=rf"got rules for 1 heads, expected one for each of the {KV}"):
         request_of(structure, one).check()
     with pytest.raises(ValueError, match=rf"per_head.key_mean: got shape .* expected \[{KV}, {D}\]"):
@@ -149,6 +147,6 @@ def test_rules_for_another_number_of_heads_are_refused() -> None:
     ids=["a list", "integers", "sparse"],
 )  # fmt: skip
 def test_learned_sinks_that_no_kernel_reads_are_refused(sinks: Any) -> None:
-    plain = request_of(CallStructure(1, N, N, causal=True), None)
+    plain = request_of(MaskStructure(1, N, N, causal=True), None)
     with pytest.raises(ValueError, match=r"sink_logits: got .*, expected a dense floating-point tensor on cpu"):
         replace(plain, sink_logits=sinks).check()

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.slicing import some_heads
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice, precision_of
@@ -23,12 +23,12 @@ RIGHT = torch.ones(2, N, dtype=torch.bool)
 RIGHT[1, 190:] = False
 DOCUMENTS = torch.arange(N)[None].expand(2, -1) // 100
 STRUCTURES = {
-    "full": CallStructure(2, N, N),
-    "right padding": CallStructure(2, N, N, key_padding=RIGHT),
-    "left padding": CallStructure(2, N, N, key_padding=RIGHT.flip(1)),
-    "documents": CallStructure(2, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "own window": CallStructure(2, N, N, window=60),
-    "narrower window of its own": CallStructure(2, N, N, window=10),
+    "full": MaskStructure(2, N, N),
+    "right padding": MaskStructure(2, N, N, key_padding=RIGHT),
+    "left padding": MaskStructure(2, N, N, key_padding=RIGHT.flip(1)),
+    "documents": MaskStructure(2, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "own window": MaskStructure(2, N, N, window=60),
+    "narrower window of its own": MaskStructure(2, N, N, window=10),
 }
 BACKENDS = ["sdpa", "eager", *([] if missing() else ["native"])]
 INT8 = make_choice(precision="int8")
@@ -46,20 +46,20 @@ def tensors() -> LayerTensors:
     return LayerTensors(torch.randn(HEADS, D, generator=generator), bases, bases)
 
 
-def request_of(structure: CallStructure, seed: int = 0) -> AttentionRequest:
+def request_of(structure: MaskStructure, seed: int = 0) -> AttentionCall:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, HEADS, N, D, generator=generator) for _ in range(3))
-    return AttentionRequest(query * 2, key, value, structure, D**-0.5)
+    return AttentionCall(query * 2, key, value, structure, D**-0.5)
 
 
-def program_of(choice: Choice, limit: int = 10**6) -> Program:
-    return Program(LayerPlan(0, "", (choice, EXACT)), tensors(), limit)
+def program_of(choice: Choice, limit: int = 10**6) -> BoundLayer:
+    return BoundLayer(LayerPlan(0, "", (choice, EXACT)), tensors(), limit)
 
 
-def definition(program: Program, request: AttentionRequest) -> torch.Tensor:
+def definition(bound_layer: BoundLayer, call: AttentionCall) -> torch.Tensor:
     parts = [
-        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
-        for head, pick in enumerate(program.plan.choices)
+        reference.attention(pick.defined(some_heads(call, [head]), [head], bound_layer.tensors)).out
+        for head, pick in enumerate(bound_layer.plan.choices)
     ]
     return torch.cat(parts, 2)
 
@@ -67,19 +67,19 @@ def definition(program: Program, request: AttentionRequest) -> torch.Tensor:
 @pytest.mark.parametrize(("choice", "backend"), PAIRS, ids=lambda value: getattr(value, "label", value))
 @pytest.mark.parametrize("name", list(STRUCTURES))
 def test_execution_equals_the_definition(choice: Choice, name: str, backend: str) -> None:
-    request, program = request_of(STRUCTURES[name]), program_of(choice)
-    found = execute.attend(program, request, backend).out
+    call, bound_layer = request_of(STRUCTURES[name]), program_of(choice)
+    found = execute.attend(bound_layer, call, backend).out
     tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(found.double(), definition(program, request), atol=tolerance, rtol=tolerance)
-    exact = reference.attention(request).out
+    torch.testing.assert_close(found.double(), definition(bound_layer, call), atol=tolerance, rtol=tolerance)
+    exact = reference.attention(call).out
     assert (found[:, :, 1:].double() - exact[:, :, 1:]).abs().max() < 2e-5
     if name == "full" and (ROUNDS_BF16 or (choice.label, backend) != ("bf16", "native")):  # no empty approximation
         assert (found[:, :, :1].double() - exact[:, :, :1]).abs().max() > 1e-3
 
 
 def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
-    request = request_of(STRUCTURES["full"])
-    weights = execute.weights(program_of(WINDOW), request)[0, 0]
+    call = request_of(STRUCTURES["full"])
+    weights = execute.weights(program_of(WINDOW), call)[0, 0]
     rows, keys = torch.arange(N)[:, None], torch.arange(N)
     assert torch.equal(weights > 0, ((rows - keys).abs() < 24) | (keys < 4))
     documents = execute.weights(program_of(WINDOW), request_of(STRUCTURES["documents"]))[0, 0]
@@ -88,11 +88,11 @@ def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
 
 
 def test_no_row_feels_a_key_beyond_its_window() -> None:
-    request, program = request_of(STRUCTURES["full"]), program_of(WINDOW)
-    before = execute.attend(program, request).out
-    request.key[:, :, 150] += 3.0
-    request.value[:, :, 150] -= 3.0
-    moved = (execute.attend(program, request).out - before).abs().amax(-1)[0]
+    call, bound_layer = request_of(STRUCTURES["full"]), program_of(WINDOW)
+    before = execute.attend(bound_layer, call).out
+    call.key[:, :, 150] += 3.0
+    call.value[:, :, 150] -= 3.0
+    moved = (execute.attend(bound_layer, call).out - before).abs().amax(-1)[0]
     assert moved[:, 0].nonzero().flatten().tolist() == list(range(150 - 23, 150 + 24))
     assert moved[:, 1].min() > 0
 
@@ -100,15 +100,15 @@ def test_no_row_feels_a_key_beyond_its_window() -> None:
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
 def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
     """A padded batch is what its sequences are alone: the sequence of 190 tokens beside one of 270."""
-    program = program_of(choice)
-    request = request_of(STRUCTURES["right padding"])
-    together = execute.attend(program, request).out[1, :190]
-    alone = AttentionRequest(
-        *(tensor[1:, :, :190] for tensor in (request.query, request.key, request.value)),
-        CallStructure(1, 190, 190), request.scaling,
+    bound_layer = program_of(choice)
+    call = request_of(STRUCTURES["right padding"])
+    together = execute.attend(bound_layer, call).out[1, :190]
+    alone = AttentionCall(
+        *(tensor[1:, :, :190] for tensor in (call.query, call.key, call.value)),
+        MaskStructure(1, 190, 190), call.scaling,
     )  # fmt: skip
     tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(together, execute.attend(program, alone).out[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(together, execute.attend(bound_layer, alone).out[0], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -122,26 +122,24 @@ def test_sequences_longer_than_the_plan_speaks_for_are_exact_as_a_whole(
     name: str, limit: int, planned: list[list[bool]]
 ) -> None:
     """Each of their rows sees all keys; a short neighbour is planned none the less."""
-    request, program = request_of(STRUCTURES[name]), program_of(WINDOW, limit)
-    within = execute.rows_within(request.structure, limit, torch.device("cpu"))
+    call, bound_layer = request_of(STRUCTURES[name]), program_of(WINDOW, limit)
+    within = execute.rows_within(call.structure, limit, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     wanted = torch.tensor(planned)
     assert torch.equal(within.expand(2, -1), wanted)
-    found = execute.attend(program, request).out
-    mixed = torch.where(
-        wanted[:, :, None, None], definition(program_of(WINDOW), request), reference.attention(request).out
-    )
+    found = execute.attend(bound_layer, call).out
+    mixed = torch.where(wanted[:, :, None, None], definition(program_of(WINDOW), call), reference.attention(call).out)
     torch.testing.assert_close(found.double(), mixed, atol=2e-5, rtol=2e-5)
 
 
 def test_a_single_sequence_is_planned_up_to_the_length() -> None:
-    whole = CallStructure(2, N, N)
+    whole = MaskStructure(2, N, N)
     assert execute.rows_within(whole, N - 1, torch.device("cpu")) is False
     assert execute.rows_within(whole, N, torch.device("cpu")) is True
 
 
 def test_documents_of_padded_rows_are_measured_without_padding() -> None:
-    structure = CallStructure(2, N, N, key_padding=RIGHT, q_segments=DOCUMENTS, k_segments=DOCUMENTS)
+    structure = MaskStructure(2, N, N, key_padding=RIGHT, q_segments=DOCUMENTS, k_segments=DOCUMENTS)
     within = execute.rows_within(structure, 95, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     # documents of 100, 100 and 70 tokens; of the second row 100, 90 and none
@@ -152,7 +150,7 @@ def test_documents_of_padded_rows_are_measured_without_padding() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
     numbers = torch.tensor([7, -3, 2])[DOCUMENTS]
-    structure = CallStructure(2, N, N, key_padding=RIGHT if padded else None, q_segments=numbers, k_segments=numbers)
+    structure = MaskStructure(2, N, N, key_padding=RIGHT if padded else None, q_segments=numbers, k_segments=numbers)
     within = execute.rows_within(structure, 95, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     assert within[0].tolist() == [False] * 200 + [True] * 70
@@ -163,10 +161,10 @@ def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
 @pytest.mark.parametrize(("first", "stop"), [(0, N), (40, 200), (250, N)])
 @pytest.mark.parametrize("choice", [WINDOW, make_choice("window", 200, 16)], ids=lambda choice: choice.label)
 def test_rows_with_fewer_keys_are_counted_right(choice: Choice, first: int, stop: int, causal: bool) -> None:
-    structure = CallStructure(1, N, N, causal=causal)
+    structure = MaskStructure(1, N, N, causal=causal)
     assert choice.keys is not None
     kv = torch.zeros(1, 1, N, 4)
-    narrowed = choice.keys.structure(AttentionRequest(kv, kv, kv, structure, 1.0))
+    narrowed = choice.keys.structure(AttentionCall(kv, kv, kv, structure, 1.0))
     fewer = (structure.visible() & ~narrowed.visible()).any(-1)[0, 0]
     wanted = int(fewer[first:stop].sum())
     assert choice.rows_with_fewer_keys(first, stop, N, causal) == wanted

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.slicing import some_heads
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import PRECISE_ROWS, Window
+from adaattn_hf.plans.bound_layer import BoundLayer
+from adaattn_hf.plans.choices import MIN_PREFILL_ROWS, Window
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice, precision_of
@@ -36,8 +36,8 @@ def _tensors() -> LayerTensors:
     return LayerTensors(torch.randn(KV, D, generator=generator), bases, bases)
 
 
-def _program(choice: Choice, limit: int = 10**6) -> Program:
-    return Program(LayerPlan(0, "", (choice, EXACT)), _tensors(), limit)
+def _bound_layer(choice: Choice, limit: int = 10**6) -> BoundLayer:
+    return BoundLayer(LayerPlan(0, "", (choice, EXACT)), _tensors(), limit)
 
 
 def _qkv(batch: int = 1, n: int = N, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,31 +48,31 @@ def _qkv(batch: int = 1, n: int = N, seed: int = 0) -> tuple[torch.Tensor, torch
 
 
 def _run(
-    program: Program, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules: object
+    bound_layer: BoundLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules: object
 ) -> torch.Tensor:
-    structure = CallStructure(query.shape[0], query.shape[2], key.shape[2], **{"causal": True, **rules})  # type: ignore[arg-type]
-    return execute.attend(program, AttentionRequest(query, key, value, structure, D**-0.5)).out
+    structure = MaskStructure(query.shape[0], query.shape[2], key.shape[2], **{"causal": True, **rules})  # type: ignore[arg-type]
+    return execute.attend(bound_layer, AttentionCall(query, key, value, structure, D**-0.5)).out
 
 
-def _defined(program: Program, request: AttentionRequest) -> torch.Tensor:
-    parts = enumerate(program.plan.choices)
+def _defined(bound_layer: BoundLayer, call: AttentionCall) -> torch.Tensor:
+    parts = enumerate(bound_layer.plan.choices)
     return torch.cat(
-        [reference.attention(p.defined(some_heads(request, [i]), [i], program.tensors)).out for i, p in parts], 2
+        [reference.attention(p.defined(some_heads(call, [i]), [i], bound_layer.tensors)).out for i, p in parts], 2
     )
 
 
-def _structures() -> dict[str, CallStructure]:
+def _structures() -> dict[str, MaskStructure]:
     left = torch.ones(2, N, dtype=torch.bool)
     left[1, :77] = False
     documents = torch.arange(N)[None].expand(2, -1) // 140
     return {
-        "causal": CallStructure(2, N, N, causal=True),
-        "left padding": CallStructure(2, N, N, causal=True, key_padding=left),
-        "right padding": CallStructure(2, N, N, causal=True, key_padding=left.flip(1)),
-        "documents": CallStructure(2, N, N, causal=True, q_segments=documents, k_segments=documents),
-        "own window": CallStructure(2, N, N, causal=True, window=100),
-        "bidirectional": CallStructure(2, N, N, key_padding=left),
-        "chunk of a prefill": CallStructure(2, 60, N, causal=True, q_offset=N - 60),
+        "causal": MaskStructure(2, N, N, causal=True),
+        "left padding": MaskStructure(2, N, N, causal=True, key_padding=left),
+        "right padding": MaskStructure(2, N, N, causal=True, key_padding=left.flip(1)),
+        "documents": MaskStructure(2, N, N, causal=True, q_segments=documents, k_segments=documents),
+        "own window": MaskStructure(2, N, N, causal=True, window=100),
+        "bidirectional": MaskStructure(2, N, N, key_padding=left),
+        "chunk of a prefill": MaskStructure(2, 60, N, causal=True, q_offset=N - 60),
     }
 
 
@@ -81,12 +81,12 @@ def _structures() -> dict[str, CallStructure]:
 def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
     structure = _structures()[name]
     query, key, value = _qkv(2)
-    request = AttentionRequest(query[:, :, -structure.q_len :], key, value, structure, D**-0.5)
-    program = _program(choice)
-    found = execute.attend(program, request, ROUNDED.get(precision_of(choice))).out
+    call = AttentionCall(query[:, :, -structure.q_len :], key, value, structure, D**-0.5)
+    bound_layer = _bound_layer(choice)
+    found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
     tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(found.double(), _defined(program, request), atol=tolerance, rtol=tolerance)
-    exact = reference.attention(request).out
+    torch.testing.assert_close(found.double(), _defined(bound_layer, call), atol=tolerance, rtol=tolerance)
+    exact = reference.attention(call).out
     assert (found[:, :, GROUP:].double() - exact[:, :, GROUP:]).abs().max() < 2e-5
     if name == "causal" and (ROUNDS_BF16 or choice.label != "bf16"):  # the approximation is no empty one
         assert not torch.allclose(found[:, :, :GROUP].double(), exact[:, :, :GROUP], atol=1e-6)
@@ -97,31 +97,31 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
 def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
     query, key, value = _qkv()
     more = {"softcap": 3.0} if extra == "softcap" else {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
-    request = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
-    program = _program(choice)
-    found = execute.attend(program, request, ROUNDED.get(precision_of(choice))).out
-    torch.testing.assert_close(found.double(), _defined(program, request), atol=2e-5, rtol=2e-5)
-    plain = AttentionRequest(query, key, value, request.structure, D**-0.5)
-    assert not torch.allclose(found, execute.attend(program, plain).out, atol=1e-3)
+    call = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
+    bound_layer = _bound_layer(choice)
+    found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
+    torch.testing.assert_close(found.double(), _defined(bound_layer, call), atol=2e-5, rtol=2e-5)
+    plain = AttentionCall(query, key, value, call.structure, D**-0.5)
+    assert not torch.allclose(found, execute.attend(bound_layer, plain).out, atol=1e-3)
 
 
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_the_future_changes_nothing(choice: Choice) -> None:
     query, key, value = _qkv()
-    program = _program(choice)
-    before = _run(program, query, key, value)
+    bound_layer = _bound_layer(choice)
+    before = _run(bound_layer, query, key, value)
     for tensor in (query, key, value):
         tensor[:, :, 130:] = tensor[:, :, 130:] * -3 + 1
-    after = _run(program, query, key, value)
+    after = _run(bound_layer, query, key, value)
     torch.testing.assert_close(after[:, :130], before[:, :130], atol=1e-6, rtol=1e-6)
     assert not torch.allclose(after[:, 130:], before[:, 130:], atol=1e-2)
 
 
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
-    program = _program(choice)
+    bound_layer = _bound_layer(choice)
     query, key, value = _qkv(1, N - 80)
-    alone = _run(program, query, key, value)
+    alone = _run(bound_layer, query, key, value)
     others = _qkv(3, N, seed=5)
     padded = [torch.zeros_like(other) for other in others]
     for slot, other, mine in zip(padded, others, (query, key, value), strict=True):
@@ -129,62 +129,66 @@ def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
         slot[1, :, 80:] = mine[0]
     padding = torch.ones(3, N, dtype=torch.bool)
     padding[1, :80] = False
-    together = _run(program, *padded, key_padding=padding)
+    together = _run(bound_layer, *padded, key_padding=padding)
     tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(together[1, 80:], alone[0], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[2]], ids=lambda choice: choice.label)
 def test_decode_steps_equal_the_prefill(choice: Choice) -> None:
-    program = _program(choice)
+    bound_layer = _bound_layer(choice)
     query, key, value = _qkv()
-    whole = _run(program, query, key, value)
+    whole = _run(bound_layer, query, key, value)
     for place in (60, 140, N - 1):
         step = _run(
-            program, query[:, :, place : place + 1], key[:, :, : place + 1], value[:, :, : place + 1], q_offset=place
+            bound_layer,
+            query[:, :, place : place + 1],
+            key[:, :, : place + 1],
+            value[:, :, : place + 1],
+            q_offset=place,
         )
         torch.testing.assert_close(step[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
-        preallocated = _run(program, query[:, :, place : place + 1], key, value, q_offset=torch.tensor(place))
+        preallocated = _run(bound_layer, query[:, :, place : place + 1], key, value, q_offset=torch.tensor(place))
         torch.testing.assert_close(preallocated[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
 
 
 def test_a_decode_step_is_at_least_as_exact_in_precision() -> None:
     query, key, value = _qkv()
-    exact = reference.attention(AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)).out
-    step = _run(_program(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
+    exact = reference.attention(AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)).out
+    step = _run(_bound_layer(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
     torch.testing.assert_close(step[:, 0].double(), exact[:, -1], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_decode_steps_stay_exact_where_the_plan_says_so(choice: Choice) -> None:
-    program = Program(LayerPlan(0, "", (choice, EXACT)), _tensors(), 10**6, exact_steps=True)
+    bound_layer = BoundLayer(LayerPlan(0, "", (choice, EXACT)), _tensors(), 10**6, exact_steps=True)
     query, key, value = _qkv()
-    whole = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
-    assert torch.equal(execute.attend(program, whole).out, execute.attend(_program(choice), whole).out)
-    for rows in (1, PRECISE_ROWS - 1):
+    whole = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)
+    assert torch.equal(execute.attend(bound_layer, whole).out, execute.attend(_bound_layer(choice), whole).out)
+    for rows in (1, MIN_PREFILL_ROWS - 1):
         last = query[:, :, -rows:]
-        structure = CallStructure(1, rows, N, causal=True, q_offset=N - rows)
-        step = AttentionRequest(last, key, value, structure, D**-0.5)
+        structure = MaskStructure(1, rows, N, causal=True, q_offset=N - rows)
+        step = AttentionCall(last, key, value, structure, D**-0.5)
         torch.testing.assert_close(
-            execute.attend(program, step).out.double(), reference.attention(step).out, atol=2e-5, rtol=2e-5
+            execute.attend(bound_layer, step).out.double(), reference.attention(step).out, atol=2e-5, rtol=2e-5
         )
-        weights = execute.weights(program, step)
+        weights = execute.weights(bound_layer, step)
         torch.testing.assert_close(weights, attention_weights(step))
-        part = program.of_heads((0,))
+        part = bound_layer.of_heads((0,))
         assert part.is_exact_for(rows)
-        assert not part.is_exact_for(PRECISE_ROWS)
+        assert not part.is_exact_for(MIN_PREFILL_ROWS)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
 def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
     query, key, value = _qkv()
-    exact = reference.attention(AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)).out
-    free = _run(_program(choice), query, key, value)
-    found = _run(_program(choice, limit=150), query, key, value)
+    exact = reference.attention(AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)).out
+    free = _run(_bound_layer(choice), query, key, value)
+    found = _run(_bound_layer(choice, limit=150), query, key, value)
     torch.testing.assert_close(found[:, 150:].double(), exact[:, 150:], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(found[:, :150], free[:, :150], atol=2e-5, rtol=2e-5)
     assert not torch.allclose(free[:, 150:].double(), exact[:, 150:], atol=1e-4)
-    beyond = _run(_program(choice, limit=10), query[:, :, 100:], key, value, q_offset=100)
+    beyond = _run(_bound_layer(choice, limit=10), query[:, :, 100:], key, value, q_offset=100)
     torch.testing.assert_close(beyond.double(), exact[:, 100:], atol=2e-5, rtol=2e-5)
 
 
@@ -194,15 +198,15 @@ def test_rows_within_and_beyond_are_each_computed_once(choice: Choice, monkeypat
     limit, offset = N // 2, 10
     exact, asked = select.attend, []
 
-    def noting(request: AttentionRequest, *forced: str | None) -> AttentionResult:
-        asked.append((request.query.shape[2], request.structure.q_offset, request.key.shape[2]))
-        return exact(request, *forced)
+    def noting(call: AttentionCall, *forced: str | None) -> AttentionResult:
+        asked.append((call.query.shape[2], call.structure.q_offset, call.key.shape[2]))
+        return exact(call, *forced)
 
     apart = _run(
-        _program(choice, limit), query[:, :, offset:limit], key[:, :, :limit], value[:, :, :limit], q_offset=offset
+        _bound_layer(choice, limit), query[:, :, offset:limit], key[:, :, :limit], value[:, :, :limit], q_offset=offset
     )
     monkeypatch.setattr(select, "attend", noting)
-    found = _run(_program(choice, limit), query[:, :, offset:], key, value, q_offset=offset)
+    found = _run(_bound_layer(choice, limit), query[:, :, offset:], key, value, q_offset=offset)
     torch.testing.assert_close(found[:, : limit - offset], apart, rtol=0, atol=0)
     assert asked[-1] == (N - limit, limit, N), "rows beyond are a call of their own"
     assert all(rows in (N - limit, limit - offset) for rows, _, _ in asked), "no row is computed twice"
@@ -221,21 +225,21 @@ def test_padded_rows_are_computed_twice_only_between(
     late, padding = (60, padding) if side == "left" else (0, padding.flip(1))
     exact, asked = select.attend, []
 
-    def noting(request: AttentionRequest, *forced: str | None) -> AttentionResult:
-        asked.append(request.query.shape[2])
-        return exact(request, *forced)
+    def noting(call: AttentionCall, *forced: str | None) -> AttentionResult:
+        asked.append(call.query.shape[2])
+        return exact(call, *forced)
 
-    program = _program(choice, limit)
+    bound_layer = _bound_layer(choice, limit)
     monkeypatch.setattr(select, "attend", noting)
-    found = _run(program, query, key, value, key_padding=padding)
-    if limit >= PRECISE_ROWS:  # else the later sequence has too few rows within for a call of their own
+    found = _run(bound_layer, query, key, value, key_padding=padding)
+    if limit >= MIN_PREFILL_ROWS:  # else the later sequence has too few rows within for a call of their own
         assert asked[-1] == N - limit, "exactly computed are rows from the first that some sequence has beyond"
         assert max(asked[:-1], default=0) <= min(limit + late, N), "and planned none that all have beyond"
     monkeypatch.undo()
     for row in range(2):
         seen = padding[row].nonzero().flatten()
         mine = slice(int(seen[0]), int(seen[-1]) + 1)
-        alone = _run(program, *(tensor[row : row + 1, :, mine] for tensor in (query, key, value)))
+        alone = _run(bound_layer, *(tensor[row : row + 1, :, mine] for tensor in (query, key, value)))
         torch.testing.assert_close(found[row : row + 1, mine], alone, atol=3e-5, rtol=3e-5)
 
 
@@ -258,19 +262,19 @@ def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.Monkey
     note(execute, "_planned")
     for limit, expected in ((200, {"attend"}), (239, {"attend"}), (250, {"attend", "_planned"})):
         calls.clear()
-        program = _program(CHOICES[0], limit)
-        found = _run(program, query[:, :, -1:], key, value, q_offset=N - 1, key_padding=padding)
+        bound_layer = _bound_layer(CHOICES[0], limit)
+        found = _run(bound_layer, query[:, :, -1:], key, value, q_offset=N - 1, key_padding=padding)
         assert set(calls) == expected
         if limit < 250:
-            structure = CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=padding)
-            exact = reference.attention(AttentionRequest(query[:, :, -1:], key, value, structure, D**-0.5)).out
+            structure = MaskStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=padding)
+            exact = reference.attention(AttentionCall(query[:, :, -1:], key, value, structure, D**-0.5)).out
             torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=2e-5)
 
 
 def test_length_is_counted_from_each_sequence() -> None:
     padding = torch.ones(2, N, dtype=torch.bool)
     padding[1, :80] = False
-    structure = CallStructure(2, N, N, causal=True, key_padding=padding)
+    structure = MaskStructure(2, N, N, causal=True, key_padding=padding)
     within = execute.rows_within(structure, 100, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     assert within[0].tolist() == [place < 100 for place in range(N)]
@@ -281,13 +285,13 @@ def test_length_is_counted_from_each_sequence() -> None:
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
 def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
     query, key, value = _qkv()
-    request = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
-    program = _program(choice)
-    weights = execute.weights(program, request)
+    call = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)
+    bound_layer = _bound_layer(choice)
+    weights = execute.weights(bound_layer, call)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, KV * GROUP, N), atol=1e-5, rtol=1e-5)
     if precision_of(choice) == "model":
         out = weights @ value.repeat_interleave(GROUP, 1)
-        torch.testing.assert_close(out.transpose(1, 2), execute.attend(program, request).out, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(out.transpose(1, 2), execute.attend(bound_layer, call).out, atol=2e-5, rtol=2e-5)
     if isinstance(choice.keys, Window):
         assert weights[0, 0, 150, 10:100].abs().max() == 0
         assert weights[0, GROUP, 150, 10:100].abs().max() > 0
@@ -296,23 +300,23 @@ def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
 @pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[2]], ids=lambda choice: choice.label)
 def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
     tensors = [tensor.double().requires_grad_() for tensor in _qkv(1, 150)]
-    structure = CallStructure(1, 150, 150, causal=True)
-    request = AttentionRequest(*tensors, structure, D**-0.5)  # type: ignore[arg-type]
-    program = _program(choice)
-    out = execute.attend(program, request).out
+    structure = MaskStructure(1, 150, 150, causal=True)
+    call = AttentionCall(*tensors, structure, D**-0.5)  # type: ignore[arg-type]
+    bound_layer = _bound_layer(choice)
+    out = execute.attend(bound_layer, call).out
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = torch.autograd.grad(out, tensors, upstream)
-    wanted = torch.autograd.grad(_defined(program, request), tensors, upstream)
+    wanted = torch.autograd.grad(_defined(bound_layer, call), tensors, upstream)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
 def test_rounding_refuses_gradients_when_they_are_asked_for() -> None:
     query, key, value = _qkv()
-    program = _program(make_choice(precision="int8"))
+    bound_layer = _bound_layer(make_choice(precision="int8"))
     with torch.no_grad():
-        quiet = _run(program, query, key, value)
-    found = _run(program, query.requires_grad_(), key, value)
+        quiet = _run(bound_layer, query, key, value)
+    found = _run(bound_layer, query.requires_grad_(), key, value)
     assert torch.equal(found, quiet), "evaluation without no_grad computes the same"
     with pytest.raises(ValueError, match="int8, which has no gradient"):
         found.sum().backward()
@@ -320,6 +324,6 @@ def test_rounding_refuses_gradients_when_they_are_asked_for() -> None:
 
 def test_a_plan_for_other_heads_is_refused() -> None:
     query, key, value = _qkv()
-    program = Program(LayerPlan(0, "", (EXACT,) * 3), LayerTensors(), 10)
+    bound_layer = BoundLayer(LayerPlan(0, "", (EXACT,) * 3), LayerTensors(), 10)
     with pytest.raises(ValueError, match="made for 3 key/value heads"):
-        _run(program, query, key, value)
+        _run(bound_layer, query, key, value)

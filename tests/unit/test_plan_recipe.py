@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import EXACT
-from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
@@ -36,8 +36,8 @@ def test_flex_attention_computes_what_the_plan_does(layer: int) -> None:
     torch.manual_seed(layer)
     query = torch.randn(1, HEADS, LENGTH, 16)
     key, value = torch.randn(2, 1, 2, LENGTH, 16)
-    request = AttentionRequest(query, key, value, CallStructure(1, LENGTH, LENGTH, causal=True), 0.25)
-    right = execute.attend(Program(rules, LayerTensors(), plan.max_length), request).out.transpose(1, 2)
+    call = AttentionCall(query, key, value, MaskStructure(1, LENGTH, LENGTH, causal=True), 0.25)
+    right = execute.attend(BoundLayer(rules, LayerTensors(), plan.max_length), call).out.transpose(1, 2)
 
     def by_recipe(plan: Any) -> Any:
         seen = create_block_mask(recipe["mask_of"](plan, layer, HEADS), None, HEADS, LENGTH, LENGTH, device="cpu")

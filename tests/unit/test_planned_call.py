@@ -14,10 +14,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from adaattn_hf import load_plan, remove_plan
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.listeners import listening
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import attend
@@ -208,14 +208,14 @@ def test_a_plan_for_other_heads_is_refused(anew: list[int]) -> None:
 @pytest.mark.native
 def test_windows_and_sinks_are_kinds_of_their_own() -> None:
     """A chunk need not hold the first keys of its sequence: kernels that walk runs serve its windows, not its sinks."""
-    structure, query = CallStructure(1, 40, 40, causal=True, chunk=16), torch.zeros(1, 1, 40, 16)
+    structure, query = MaskStructure(1, 40, 40, causal=True, chunk=16), torch.zeros(1, 1, 40, 16)
     rules = [HeadRules((8,), (sinks,), ("model",)) for sinks in (0, 2)]
-    asked = [AttentionRequest(query, query, query, structure, 1.0, per_head=one) for one in rules]
+    asked = [AttentionCall(query, query, query, structure, 1.0, per_head=one) for one in rules]
     assert [one.checked_kind().shape for one in asked] == ["ragged", "irregular"]
     outs = []
     for sinks in (0, 2, 0):
         tensors = [torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-        call = AttentionRequest(*tensors, structure, 0.25, per_head=HeadRules((8,), (sinks,), ("model",)))
+        call = AttentionCall(*tensors, structure, 0.25, per_head=HeadRules((8,), (sinks,), ("model",)))
         outs.append(attend(call).out)
         torch.testing.assert_close(outs[-1].double(), reference.attention(call).out, atol=1e-5, rtol=0)
     assert torch.equal(outs[0], outs[2])

@@ -14,9 +14,9 @@ triton = pytest.importorskip("triton")
 
 from adaattn_hf import load_plan  # noqa: E402  (the others import triton)
 from adaattn_hf.attention import reference  # noqa: E402
+from adaattn_hf.attention.call import AttentionCall  # noqa: E402
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
-from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
-from adaattn_hf.attention.structure import CallStructure  # noqa: E402
+from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
 from adaattn_hf.patches.call.interface import attention_function  # noqa: E402
 from adaattn_hf.patches.mask import structured_mask  # noqa: E402
@@ -89,6 +89,6 @@ def test_each_layer_has_its_own_windows() -> None:
         q, k, v = draw()
         for out, window in zip(attended(model, mask, q, k, v), WINDOWS, strict=True):
             rules = HeadRules((window,) * 2, (2, 2), ("model",) * 2)
-            asked = AttentionRequest(q, k, v, CallStructure(1, N, N, causal=True), 0.2, per_head=rules)
+            asked = AttentionCall(q, k, v, MaskStructure(1, N, N, causal=True), 0.2, per_head=rules)
             truth = reference.attention(asked).out
             torch.testing.assert_close(out.double(), truth, atol=4e-3, rtol=0)

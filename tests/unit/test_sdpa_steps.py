@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import GRAD
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.sdpa import dispatch, kernels
 
@@ -28,8 +28,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     query = torch.empty(3, 8, 1, dim, device="meta", dtype=dtype)
     key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
-    structure = CallStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
-    request = AttentionRequest(query, key, key, structure, 0.125)
+    structure = MaskStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
+    request = AttentionCall(query, key, key, structure, 0.125)
     way = dispatch.way_of(request.checked_kind()._replace(device=torch.device("cuda")))
     with NamedOperators() as noted:
         out = way(request)
@@ -65,8 +65,8 @@ def test_where_torch_takes_flash_by_itself_it_is_asked_plainly() -> None:
 def test_gradients_go_through_the_operator(device: None) -> None:
     query = torch.empty(1, 2, 1, 64, dtype=torch.float16, requires_grad=True)
     key = torch.empty(1, 2, 8, 64, dtype=torch.float16)
-    structure = CallStructure(1, 1, 8, causal=True, q_offset=7)
-    spec = AttentionRequest(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
+    structure = MaskStructure(1, 1, 8, causal=True, q_offset=7)
+    spec = AttentionCall(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
     assert spec.needs_grad
     assert not kernels.steps_by_flash(spec)
     assert kernels.steps_by_flash(spec._replace(features=spec.features & ~GRAD))

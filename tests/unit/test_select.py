@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.kind import (
     BIAS,
@@ -20,10 +21,9 @@ from adaattn_hf.attention.kind import (
     PER_HEAD,
     SINKS,
     SOFTCAP,
-    CallSpec,
+    CallKind,
 )
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import Backend, Kernel
 from adaattn_hf.backends.eager import EagerBackend
@@ -45,16 +45,16 @@ class Picky(Backend):
         self.asked += 1
         return self.lacks
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         return self.reasons
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         return EagerBackend().kernel(kind, rules)
 
 
-def call(head_dim: int = 4) -> AttentionRequest:
+def call(head_dim: int = 4) -> AttentionCall:
     x = torch.zeros(1, 2, 3, head_dim)
-    return AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0)
+    return AttentionCall(x, x, x, MaskStructure(1, 3, 3), scaling=1.0)
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
 
     def first(kv_len: int) -> str:
         query, key = torch.zeros(1, 12, 1, 64), torch.zeros(1, 12, 1, 64).expand(1, 12, kv_len, 64)
-        structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1)
-        return select.order(AttentionRequest(query, key, key, structure, 1.0).checked_kind())[0]
+        structure = MaskStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1)
+        return select.order(AttentionCall(query, key, key, structure, 1.0).checked_kind())[0]
 
     assert [first(64), first(16384)] == ["native", "sdpa"]
     assert select.order(spec(ONE_QUERY, COMPILING, shape="suffix"))[0] == "sdpa"
@@ -211,10 +211,10 @@ def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_f
 
 def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not() -> None:
     documents, padding = torch.tensor([[0] * 5 + [1] * 7]), torch.arange(12)[None] >= 4
-    packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
-    padded = CallStructure(1, 12, 12, causal=True, key_padding=padding)
+    packed = MaskStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
+    padded = MaskStructure(1, 12, 12, causal=True, key_padding=padding)
     x = torch.zeros(1, 2, 12, 4)
-    seen = [AttentionRequest(x, x, x, s, 1.0).checked_kind(named=True).packed for s in (packed, padded)]
+    seen = [AttentionCall(x, x, x, s, 1.0).checked_kind(named=True).packed for s in (packed, padded)]
     assert seen == [4, 0]
 
 

@@ -7,23 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.attention.legible import legible
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.infer import infer_structure
+from adaattn_hf.attention.structure import MaskStructure
 
 from ..support.requests import structures
 
 
 @st.composite
-def drawn(draw: st.DrawFn) -> CallStructure:
+def drawn(draw: st.DrawFn) -> MaskStructure:
     kv_len = draw(st.integers(1, 24))
     return draw(structures(draw(st.integers(1, 3)), draw(st.sampled_from([1, kv_len, max(1, kv_len - 3)])), kv_len))
 
 
-def of_segments(structure: CallStructure) -> torch.Tensor:
+def of_segments(structure: MaskStructure) -> torch.Tensor:
     seen = torch.zeros(structure.batch, structure.q_len, structure.kv_len, dtype=torch.bool)
     for row, q_start, q_len, k_start, k_len, offset in structure.segments() or ():
-        local = CallStructure(
+        local = MaskStructure(
             1, q_len, k_len, causal=structure.causal, q_offset=offset, window=structure.window, sinks=structure.sinks
         )
         seen[row, q_start : q_start + q_len, k_start : k_start + k_len] |= local.visible()[0, 0]
@@ -32,7 +32,7 @@ def of_segments(structure: CallStructure) -> torch.Tensor:
 
 @settings(max_examples=400)
 @given(structure=drawn())
-def test_segments_say_what_visible_defines(structure: CallStructure) -> None:
+def test_segments_say_what_visible_defines(structure: MaskStructure) -> None:
     if structure.segments() is None:
         return
     expected = structure.visible().expand(structure.batch, 1, -1, -1)[:, 0]
@@ -41,7 +41,7 @@ def test_segments_say_what_visible_defines(structure: CallStructure) -> None:
 
 @settings(max_examples=400)
 @given(structure=drawn(), order=st.permutations(range(24)), count=st.integers(1, 24))
-def test_any_rows_see_what_visible_defines(structure: CallStructure, order: list[int], count: int) -> None:
+def test_any_rows_see_what_visible_defines(structure: MaskStructure, order: list[int], count: int) -> None:
     """Also beside a dense mask of heads, and rows in any order."""
     rows = torch.tensor([row for row in order if row < structure.q_len][:count])
     dense = torch.rand(1, 2, structure.q_len, structure.kv_len) < 0.7
@@ -51,7 +51,7 @@ def test_any_rows_see_what_visible_defines(structure: CallStructure, order: list
 
 def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding() -> None:
     documents = torch.tensor([[0] * 6 + [1] * 4])
-    structure = CallStructure(
+    structure = MaskStructure(
         1, 10, 10, causal=True, chunk=4, key_padding=torch.arange(10)[None] >= 3, q_segments=documents,
         k_segments=documents,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding()
 
 @settings(max_examples=200)
 @given(structure=drawn())
-def test_segments_are_inside_and_in_order(structure: CallStructure) -> None:
+def test_segments_are_inside_and_in_order(structure: MaskStructure) -> None:
     last = (-1, 0)
     for row, q_start, q_len, k_start, k_len, _ in structure.segments() or ():
         assert 0 <= row < structure.batch
@@ -73,10 +73,10 @@ def test_segments_are_inside_and_in_order(structure: CallStructure) -> None:
 
 @settings(max_examples=200)
 @given(structure=drawn())
-def test_settling_changes_no_visibility(structure: CallStructure) -> None:
-    settled = structure.settled()
+def test_settling_changes_no_visibility(structure: MaskStructure) -> None:
+    settled = structure.simplified()
     assert isinstance(settled.q_offset, int)
-    assert settled.settled() is settled
+    assert settled.simplified() is settled
     for start, stop in ((0, structure.q_len), (structure.q_len // 2, structure.q_len)):
         mine, theirs = settled.visible(start, stop), structure.visible(start, stop)
         batch = (structure.batch, max(mine.shape[1], theirs.shape[1]), -1, -1)
@@ -103,9 +103,9 @@ def test_each_tensor_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
     there = {name: tensor.as_subclass(Elsewhere) for name, tensor in rules.items()}
     here, structure = (
-        CallStructure(1, 10, 10, causal=True, chunk=4, q_segments=one["k_segments"], **one) for one in (rules, there)
+        MaskStructure(1, 10, 10, causal=True, chunk=4, q_segments=one["k_segments"], **one) for one in (rules, there)
     )
-    settled = structure.settled()
+    settled = structure.simplified()
     assert Elsewhere.copied == [id(tensor) for tensor in there.values()]
     assert settled.segments() == structure.segments() == here.segments()
     assert len(Elsewhere.copied) == len(there)
@@ -114,31 +114,31 @@ def test_each_tensor_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("structure", "kind"),
     [
-        (CallStructure(1, 4, 4), "full"), (CallStructure(1, 4, 4, causal=True), "causal"),
-        (CallStructure(1, 2, 4, causal=True, q_offset=2), "suffix"),
-        (CallStructure(1, 4, 4, causal=True, window=2), "window"),
-        (CallStructure(1, 4, 4, causal=True, window=4), "causal"),
-        (CallStructure(1, 4, 4, window=3, sinks=1), "window"),
-        (CallStructure(1, 4, 4, causal=True, q_offset=torch.tensor(0)), "ragged"),
-        (CallStructure(1, 4, 4, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "irregular"),
+        (MaskStructure(1, 4, 4), "full"), (MaskStructure(1, 4, 4, causal=True), "causal"),
+        (MaskStructure(1, 2, 4, causal=True, q_offset=2), "suffix"),
+        (MaskStructure(1, 4, 4, causal=True, window=2), "window"),
+        (MaskStructure(1, 4, 4, causal=True, window=4), "causal"),
+        (MaskStructure(1, 4, 4, window=3, sinks=1), "window"),
+        (MaskStructure(1, 4, 4, causal=True, q_offset=torch.tensor(0)), "ragged"),
+        (MaskStructure(1, 4, 4, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "irregular"),
     ],
 )  # fmt: skip
-def test_kind(structure: CallStructure, kind: str) -> None:
+def test_kind(structure: MaskStructure, kind: str) -> None:
     assert structure.kind == kind
-    padded = CallStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool))
-    assert (padded.kind, padded.settled().kind) == ("ragged", "causal"), "padding of ones is none"
+    padded = MaskStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool))
+    assert (padded.kind, padded.simplified().kind) == ("ragged", "causal"), "padding of ones is none"
 
 
-def read_back(mask: torch.Tensor) -> CallStructure | None:
+def read_back(mask: torch.Tensor) -> MaskStructure | None:
     batch, _, q_len, kv_len = mask.shape
     query, key = torch.zeros(batch, 2, q_len, 4), torch.zeros(batch, 2, kv_len, 4)
-    found = legible(AttentionRequest(query, key, key, CallStructure(batch, q_len, kv_len, mask=mask), 1.0))
+    found = infer_structure(AttentionCall(query, key, key, MaskStructure(batch, q_len, kv_len, mask=mask), 1.0))
     return None if found is None else found.structure
 
 
 @settings(max_examples=200)
 @given(structure=drawn(), heads=st.sampled_from([1, 2]))
-def test_rules_read_from_a_dense_mask_are_that_mask_or_none(structure: CallStructure, heads: int) -> None:
+def test_rules_read_from_a_dense_mask_are_that_mask_or_none(structure: MaskStructure, heads: int) -> None:
     dense = structure.visible().expand(structure.batch, heads, -1, -1)
     found = read_back(dense)
     if found is not None:
@@ -147,7 +147,7 @@ def test_rules_read_from_a_dense_mask_are_that_mask_or_none(structure: CallStruc
 
 
 def test_one_mask_for_all_heads_is_read_and_one_for_each_is_not() -> None:
-    causal = CallStructure(2, 6, 6, causal=True).visible().expand(2, 2, 6, 6)
+    causal = MaskStructure(2, 6, 6, causal=True).visible().expand(2, 2, 6, 6)
     found = read_back(causal)
     assert found is not None
     assert found.causal

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.sdpa import masked
 
 from ..support.on_device import OnCuda
@@ -13,11 +13,11 @@ from ..support.on_device import OnCuda
 CAP, SCALING = 5.0, 0.25
 
 
-def stock(request: AttentionRequest) -> torch.Tensor:
+def stock(call: AttentionCall) -> torch.Tensor:
     """As Transformers' eager attention writes Gemma 2's scores, in the dtype of the model."""
-    groups = request.query.shape[1] // request.key.shape[1]
-    key, value = (t.repeat_interleave(groups, dim=1) for t in (request.key, request.value))
-    scores = torch.tanh(request.query @ key.transpose(2, 3) * SCALING / CAP) * CAP
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (call.key, call.value))
+    scores = torch.tanh(call.query @ key.transpose(2, 3) * SCALING / CAP) * CAP
     scores = scores + torch.full(scores.shape[2:], float("-inf")).triu(1).to(scores.dtype)
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
@@ -25,8 +25,8 @@ def stock(request: AttentionRequest) -> torch.Tensor:
 def test_err_no_more_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, h, 90, 32, generator=g).bfloat16() for h in (4, 2, 2))
-    structure = CallStructure(2, 90, 90, causal=True)
-    request = AttentionRequest(query, key, value, structure, SCALING, softcap=CAP)
+    structure = MaskStructure(2, 90, 90, causal=True)
+    call = AttentionCall(query, key, value, structure, SCALING, softcap=CAP)
     products: list[torch.dtype] = []
     matmul = torch.matmul
 
@@ -36,11 +36,11 @@ def test_err_no_more_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(torch, "matmul", noted)
-    truth = reference.attention(request).out.transpose(1, 2)
+    truth = reference.attention(call).out.transpose(1, 2)
     products.clear()
     errors = {}
     for where, there in (("device", query.as_subclass(OnCuda)), ("processor", query)):
-        out = masked.masked_call(request, there, key, value, structure.visible())
+        out = masked.masked_call(call, there, key, value, structure.visible())
         errors[where] = (out.double() - truth).abs().max()
     assert products == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
-    assert errors["processor"] <= errors["device"] <= 2 * (stock(request).double() - truth).abs().max()
+    assert errors["processor"] <= errors["device"] <= 2 * (stock(call).double() - truth).abs().max()

@@ -15,11 +15,11 @@ from packaging.version import Version
 from torch import Tensor
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, HEAD_INT8, STORED
-from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.runs import Runs, aligned_runs
-from adaattn_hf.attention.structure import CallStructure, Segment
+from adaattn_hf.attention.structure import MaskStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.on_device import shifted
@@ -40,26 +40,26 @@ DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))
 INPUTS = ("query", "key", "value")
 NOTHING = torch.zeros(1, 4, dtype=torch.bool)
 STRUCTURES = {
-    "full": CallStructure(2, N, N),
-    "cross": CallStructure(2, 17, N),
-    "causal": CallStructure(2, N, N, causal=True),
-    "suffix": CallStructure(2, 20, N, causal=True, q_offset=50),
-    "window": CallStructure(2, N, N, causal=True, window=9),
-    "window both ways": CallStructure(2, N, N, window=9),
-    "few sinks": CallStructure(2, N, N, causal=True, window=9, sinks=3),
-    "many sinks": CallStructure(2, N, N, causal=True, window=9, sinks=40),
-    "sinks both ways": CallStructure(2, N, N, window=9, sinks=3),
-    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT),
-    "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "chunks": CallStructure(2, N, N, causal=True, chunk=16),
-    "decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
-    "padded decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT),
-    "windowed decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1, window=20, sinks=2),
-    "static cache": CallStructure(2, 1, N, causal=True, q_offset=torch.tensor(40)),
-    "one row empty": CallStructure(
+    "full": MaskStructure(2, N, N),
+    "cross": MaskStructure(2, 17, N),
+    "causal": MaskStructure(2, N, N, causal=True),
+    "suffix": MaskStructure(2, 20, N, causal=True, q_offset=50),
+    "window": MaskStructure(2, N, N, causal=True, window=9),
+    "window both ways": MaskStructure(2, N, N, window=9),
+    "few sinks": MaskStructure(2, N, N, causal=True, window=9, sinks=3),
+    "many sinks": MaskStructure(2, N, N, causal=True, window=9, sinks=40),
+    "sinks both ways": MaskStructure(2, N, N, window=9, sinks=3),
+    "left padding": MaskStructure(2, N, N, causal=True, key_padding=LEFT),
+    "documents": MaskStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "chunks": MaskStructure(2, N, N, causal=True, chunk=16),
+    "decode": MaskStructure(2, 1, N, causal=True, q_offset=N - 1),
+    "padded decode": MaskStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT),
+    "windowed decode": MaskStructure(2, 1, N, causal=True, q_offset=N - 1, window=20, sinks=2),
+    "static cache": MaskStructure(2, 1, N, causal=True, q_offset=torch.tensor(40)),
+    "one row empty": MaskStructure(
         2, 1, N, causal=True, q_offset=N - 1, key_padding=torch.stack([LEFT[0] & False, LEFT[1]])
     ),
-    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=NOTHING),
+    "nothing to see": MaskStructure(1, 4, 4, causal=True, key_padding=NOTHING),
     "requests": Runs.of(aligned_runs((0, 5, 25), (0, 30, N), 25, N, True), 1, 25, N, True, 9),
     "steps of requests": Runs.of([Segment(0, 0, 1, 0, 30, 29), Segment(1, 0, 1, 30, 40, 39)], 2, 1, N, True, None),
 }
@@ -70,28 +70,28 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-def attend(request: AttentionRequest) -> AttentionResult:
+def attend(request: AttentionCall) -> AttentionResult:
     """By the Triton kernel of the request's kind."""
     return attended("triton", request)
 
 
 def make(
-    structure: CallStructure,
+    structure: MaskStructure,
     heads: int,
     kv_heads: int,
     dim: int,
     dim_v: int,
     dtype: torch.dtype = torch.half,
     **extra: Any,
-) -> AttentionRequest:
+) -> AttentionCall:
     g = torch.Generator().manual_seed(0)
     q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).to(dtype).transpose(1, 2)
     k = torch.randn(structure.batch, kv_heads, structure.kv_len, dim, generator=g).to(dtype)
     v = torch.randn(structure.batch, kv_heads, structure.kv_len, dim_v, generator=g).to(dtype)
-    return AttentionRequest(q, k, v, structure, scaling=0.3, **{"need_lse": True, **extra})
+    return AttentionCall(q, k, v, structure, scaling=0.3, **{"need_lse": True, **extra})
 
 
-def check(request: AttentionRequest, atol: float = 4e-3) -> None:
+def check(request: AttentionCall, atol: float = 4e-3) -> None:
     result, truth = attend(request), reference.attention(request)
     torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
     assert result.lse is not None
@@ -140,7 +140,7 @@ def test_the_kernel_itself_writes_rows_that_see_nothing(name: str, monkeypatch: 
 @interpreted
 def test_many_shares_are_merged() -> None:
     """One sequence and key/value head cut into more shares than one step of the merge holds."""
-    request = make(CallStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False)
+    request = make(MaskStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False)
     out = attend(request).out
     torch.testing.assert_close(out.double(), reference.attention(request).out, atol=4e-6, rtol=0)
 
@@ -148,7 +148,7 @@ def test_many_shares_are_merged() -> None:
 @interpreted
 def test_calls_over_one_structure_may_differ() -> None:
     """What is remembered with a structure belongs to the sizes, strides and numbers of the call that made it."""
-    structure = CallStructure(2, N, N, causal=True)
+    structure = MaskStructure(2, N, N, causal=True)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     calls = [
         make(structure, 4, 2, 32, 32), make(structure, 4, 4, 32, 64), make(structure, 4, 2, 32, 32, softcap=1.5),
@@ -177,7 +177,7 @@ def test_small_calls_have_no_descriptors(monkeypatch: pytest.MonkeyPatch, least:
     monkeypatch.setattr(forward, "forward", noted)
     monkeypatch.setattr(forward, "_LEAST_PRODUCTS", least)
     for length in (70, 500):
-        call = make(CallStructure(1, length, length, causal=True), 4, 2, 32, 32)
+        call = make(MaskStructure(1, length, length, causal=True), 4, 2, 32, 32)
         torch.testing.assert_close(attend(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
     # 4 heads, 500 queries of 250 keys in the middle and 64 channels are 3e7 products, 70 queries 6e5
     assert seen == [(not least, bool(least)), (True, False)]
@@ -201,7 +201,7 @@ def test_on_a_device_calls_have_a_kind_by_which_variants_are_kept(monkeypatch: p
     windows = HeadRules((9, 0), (3, 0), ("model", "model"))
     structure = STRUCTURES["left padding"].with_changes()  # which has met no kernel yet
     call = make(structure, 4, 2, 32, 32, need_lse=False, per_head=windows)
-    shorter = make(CallStructure(2, N - 1, N - 1, causal=True), 4, 2, 32, 32, need_lse=False)
+    shorter = make(MaskStructure(2, N - 1, N - 1, causal=True), 4, 2, 32, 32, need_lse=False)
     calls = [
         call, replace(call, scaling=0.1), *(replace(call, **{name: shifted(getattr(call, name))}) for name in INPUTS),
         replace(call, need_lse=True), replace(call, sink_logits=torch.zeros(4)), shorter,
@@ -240,7 +240,7 @@ def test_very_many_documents_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> 
     # interpreted, tables of so many documents would take hours
     monkeypatch.setattr(Launcher, "__call__", lambda self, grid, *_: grids.append(grid))
     documents = torch.arange(count)[None]
-    structure = CallStructure(1, count, count, causal=True, q_segments=documents, k_segments=documents)
+    structure = MaskStructure(1, count, count, causal=True, q_segments=documents, k_segments=documents)
     attend(make(structure, 2, 1, 16, 16))
     assert grids == [(count,), (-(-count // tables._SQUARE),), (2 * count,)]
 
@@ -251,17 +251,17 @@ def test_heads_may_begin_beyond_what_32_bits_say() -> None:
     code = """
 import torch
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.triton import TritonBackend
 
 apart = (1 << 30) + 64  # of no use but to lie between the heads: that memory is never touched
 room = torch.empty(2 * apart + 20 * 16, dtype=torch.half)
 far = room.as_strided((1, 3, 20, 16), (3 * apart, apart, 16, 1)).copy_(torch.randn(1, 3, 20, 16))
 near = torch.randn(1, 3, 20, 16).half()
-for structure in (CallStructure(1, 20, 20, causal=True), CallStructure(1, 1, 20)):
+for structure in (MaskStructure(1, 20, 20, causal=True), MaskStructure(1, 1, 20)):
     for query, key, value in ((near, far, near), (near, near, far), (far, near, near)):
-        request = AttentionRequest(query[:, :, : structure.q_len], key, value, structure, 0.3)
+        request = AttentionCall(query[:, :, : structure.q_len], key, value, structure, 0.3)
         kernel = TritonBackend().kernel(request.checked_kind(), None)
         error = (kernel(request).out.double() - reference.attention(request).out).abs().amax()
         assert error < 4e-3, (structure, error)
@@ -274,12 +274,12 @@ for structure in (CallStructure(1, 20, 20, causal=True), CallStructure(1, 1, 20)
 @pytest.mark.parametrize(
     "structure",
     [
-        CallStructure(1, 40, 40, causal=True, key_padding=torch.arange(40)[None] != 1),
-        CallStructure(1, 40, 40, causal=True, chunk=8, window=4, sinks=1),
+        MaskStructure(1, 40, 40, causal=True, key_padding=torch.arange(40)[None] != 1),
+        MaskStructure(1, 40, 40, causal=True, chunk=8, window=4, sinks=1),
     ],
     ids=["holes", "sinks and chunks"],
 )
-def test_what_is_not_made_of_runs_is_an_error(structure: CallStructure) -> None:
+def test_what_is_not_made_of_runs_is_an_error(structure: MaskStructure) -> None:
     """Sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know."""
     with pytest.raises(ValueError, match="expected runs"):
         attend(make(structure, 2, 2, 16, 16))

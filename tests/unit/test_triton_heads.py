@@ -9,7 +9,7 @@ import torch
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
 from adaattn_hf.attention.runs import Runs
-from adaattn_hf.attention.structure import CallStructure, Segment
+from adaattn_hf.attention.structure import MaskStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.head_rules import rules
@@ -17,8 +17,8 @@ from .test_triton import STRUCTURES, attend, check, interpreted, make
 
 pytestmark = pytest.mark.usefixtures("bulk_always")
 
-LONG = CallStructure(1, 3000, 3000, causal=True)
-STEP = CallStructure(3, 1, 3000, causal=True, q_offset=2999)
+LONG = MaskStructure(1, 3000, 3000, causal=True)
+STEP = MaskStructure(3, 1, 3000, causal=True, q_offset=2999)
 RULES = {
     "every second head": rules((0, 8), (0, 3)),
     "all heads": rules((5, 30), (2, 0)),
@@ -62,10 +62,10 @@ def test_windows_and_sinks_may_be_longer_than_a_table_can_say() -> None:
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_tiles_by_tma(width: int) -> None:
     """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""
-    request = make(CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4)))
-    check(request)
-    key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (request.key, request.value))
-    turned = replace(request, key=key, value=value)
+    call = make(MaskStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4)))
+    check(call)
+    key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (call.key, call.value))
+    turned = replace(call, key=key, value=value)
     check(turned)
 
 
@@ -122,12 +122,12 @@ def test_a_step_in_a_static_cache_does_not_look_at_its_offset() -> None:
             raise AssertionError("the host read the offset")
 
     for at in (40, 69):
-        structure = CallStructure(2, 1, 70, causal=True, q_offset=torch.tensor(at))
-        request = make(structure, 4, 2, 32, 32, per_head=rules((9, 0), (2, 0)))
-        expected = reference.attention(request).out
+        structure = MaskStructure(2, 1, 70, causal=True, q_offset=torch.tensor(at))
+        call = make(structure, 4, 2, 32, 32, per_head=rules((9, 0), (2, 0)))
+        expected = reference.attention(call).out
         unread = structure.with_changes(q_offset=torch.tensor(at).as_subclass(Unread))
-        kernel = TritonBackend().kernel(request.checked_kind(), request.per_head)
-        out = kernel(replace(request, structure=unread)).out
+        kernel = TritonBackend().kernel(call.checked_kind(), call.per_head)
+        out = kernel(replace(call, structure=unread)).out
         torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
 
 
@@ -136,8 +136,8 @@ def test_steps_over_padding_with_holes() -> None:
     """One query reads the padding key by key: holes cost nothing."""
     real = torch.rand(3, 70, generator=torch.Generator().manual_seed(2)) > 0.3
     real[:, -1] = True
-    request = make(CallStructure(3, 1, 70, causal=True, q_offset=69, key_padding=real), 4, 2, 32, 32)
-    torch.testing.assert_close(attend(request).out.double(), reference.attention(request).out, atol=4e-3, rtol=0)
+    call = make(MaskStructure(3, 1, 70, causal=True, q_offset=69, key_padding=real), 4, 2, 32, 32)
+    torch.testing.assert_close(attend(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
 
 
 def test_what_a_call_asks_for_is_in_its_kind() -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 
 from .test_triton import attend, interpreted, make
 
@@ -25,27 +25,27 @@ NONE[2] = False
 UNREAL = LEFT.clone()
 UNREAL[1, 2700] = False
 STRUCTURES = {
-    "static cache": CallStructure(3, 1, ROOM, causal=True, q_offset=AT),
-    "left padding and holes": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=LEFT),
-    "a row of padding": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=NONE),
-    "a query that is padding": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=UNREAL),
-    "window": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, window=300),
-    "window and sinks behind padding": CallStructure(
+    "static cache": MaskStructure(3, 1, ROOM, causal=True, q_offset=AT),
+    "left padding and holes": MaskStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=LEFT),
+    "a row of padding": MaskStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=NONE),
+    "a query that is padding": MaskStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=UNREAL),
+    "window": MaskStructure(3, 1, ROOM, causal=True, q_offset=AT, window=300),
+    "window and sinks behind padding": MaskStructure(
         3, 1, ROOM, causal=True, q_offset=AT, window=300, sinks=5, key_padding=LEFT
     ),
-    "encoder's padding": CallStructure(3, 1, ROOM, key_padding=LEFT),
-    "plain": CallStructure(3, 1, ROOM, causal=True, q_offset=ROOM - 1),
+    "encoder's padding": MaskStructure(3, 1, ROOM, key_padding=LEFT),
+    "plain": MaskStructure(3, 1, ROOM, causal=True, q_offset=ROOM - 1),
 }
 RULES = HeadRules((300, 0), (5, 0), ("model", "model"))
 ALIKE = HeadRules((300, 300), (5, 5), ("model", "model"))
 
 
-def asked(structure: CallStructure, **extra: Any) -> AttentionRequest:
+def asked(structure: MaskStructure, **extra: Any) -> AttentionCall:
     return make(structure, 4, 2, 16, 16, need_lse=False, **extra)
 
 
-def near(out: Tensor, request: AttentionRequest) -> bool:
-    return torch.allclose(out.double(), reference.attention(request).out, atol=4e-3, rtol=0)
+def near(out: Tensor, call: AttentionCall) -> bool:
+    return torch.allclose(out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
 
 
 @interpreted
@@ -54,8 +54,8 @@ def near(out: Tensor, request: AttentionRequest) -> bool:
 def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
     from adaattn_hf.backends.triton.ops import traced_step
 
-    request = asked(STRUCTURES[name], **extra)
-    assert near(traced_step(request), request)
+    call = asked(STRUCTURES[name], **extra)
+    assert near(traced_step(call), call)
 
 
 @interpreted
@@ -67,7 +67,7 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
     structure = STRUCTURES[name]
     if rules is not None and structure.window is not None:
         structure = structure.with_changes(window=400)
-    request = asked(structure, per_head=rules)
+    call = asked(structure, per_head=rules)
     nodes: list[str] = []
 
     def kept(graph: Any, inputs: Any) -> Any:
@@ -75,13 +75,13 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
         return graph.forward
 
     def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return traced_step(replace(request, query=query, key=key, value=value))
+        return traced_step(replace(call, query=query, key=key, value=value))
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend=kept, fullgraph=True)
-    out = compiled(request.query, request.key, request.value)
+    out = compiled(call.query, call.key, call.value)
     torch._dynamo.reset()
-    assert near(out, request)
+    assert near(out, call)
     assert nodes == ["adaattn_hf.triton_step.default"]
 
 
@@ -93,10 +93,10 @@ def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules
     """Of the padded rows the first one's query stands at 400, the others' at 2,700."""
     from adaattn_hf.backends.triton.ops import traced_step
 
-    request = asked(STRUCTURES[name], per_head=replace(rules, until=until))
-    out = traced_step(request)
-    assert near(out, request)
-    ruled, exact = (reference.attention(replace(request, per_head=r)).out for r in (rules, None))
+    call = asked(STRUCTURES[name], per_head=replace(rules, until=until))
+    out = traced_step(call)
+    assert near(out, call)
+    ruled, exact = (reference.attention(replace(call, per_head=r)).out for r in (rules, None))
     beyond = torch.tensor([name == "static cache", True, True])[:, None, None, None] & (until <= 2700)
     torch.testing.assert_close(out.double(), torch.where(beyond, exact, ruled), atol=4e-3, rtol=0)
     assert not torch.allclose(ruled, exact, atol=4e-3)

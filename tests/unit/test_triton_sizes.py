@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import GRAD, LOOKED, ONE_QUERY, STORED
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 from adaattn_hf.backends.capability import of_sm
@@ -16,7 +16,7 @@ from adaattn_hf.backends.triton.tiling import SIZES, tile_of
 
 X = torch.zeros(1, 2, 8, 128)
 KIND = (
-    AttentionRequest(X, X, X, CallStructure(1, 8, 8, causal=True), 0.25)
+    AttentionCall(X, X, X, MaskStructure(1, 8, 8, causal=True), 0.25)
     .checked_kind()
     ._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
 )

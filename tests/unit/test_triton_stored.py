@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadWindows
-from adaattn_hf.attention.kind import HEAD_WINDOWS, PER_HEAD, CallSpec
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.kind import HEAD_WINDOWS, PER_HEAD, CallKind
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import order
 from adaattn_hf.backends.triton import TritonBackend
 
@@ -19,32 +19,32 @@ from ..support.head_rules import rules
 from ..support.operators import NamedOperators
 from .test_triton import LEFT, STRUCTURES, N, attend, interpreted, make
 
-LONG = CallStructure(2, 1, 1500, causal=True, q_offset=1499)
+LONG = MaskStructure(2, 1, 1500, causal=True, q_offset=1499)
 STEPS = [name for name, structure in STRUCTURES.items() if structure.q_len == 1]
 
 
-def stored(request: AttentionRequest, bits: int, *, mean: bool = True, first: bool = True, turned: bool = True) -> Any:
+def stored(call: AttentionCall, bits: int, *, mean: bool = True, first: bool = True, turned: bool = True) -> Any:
     """The request over codes of its keys, as a cache makes them; itself for 0 bits."""
     if not bits:
-        return request
-    key, value = request.key.float(), request.value.float()
+        return call
+    key, value = call.key.float(), call.value.float()
     middle = key.mean(dim=2) * 3
     own = (middle @ hadamard(key.shape[3]) if turned else middle).contiguous() if mean else None
     keys, key_scale = quantise(key, mean=own, rotated=turned)
     values, value_scale = quantise(value, bits=bits, rotated=turned)
     record = StoredKV(key_scale, value_scale, own, key[:, :, 0].contiguous() if first else None, turned)
-    return AttentionRequest(
-        request.query, keys, values, request.structure, request.scaling, softcap=request.softcap,
-        sink_logits=request.sink_logits, need_lse=True, per_head=request.per_head, stored=record,
+    return AttentionCall(
+        call.query, keys, values, call.structure, call.scaling, softcap=call.softcap,
+        sink_logits=call.sink_logits, need_lse=True, per_head=call.per_head, stored=record,
     )  # fmt: skip
 
 
-def check(request: AttentionRequest, bits: int, atol: float = 2e-5, **how: bool) -> None:
-    asked = stored(request, bits, **how)
-    result, truth = attend(asked), reference.attention(asked.widened())
+def check(call: AttentionCall, bits: int, atol: float = 2e-5, **how: bool) -> None:
+    asked = stored(call, bits, **how)
+    result, truth = attend(asked), reference.attention(asked.dequantised())
     torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
     assert result.lse is not None
-    assert result.out.dtype is request.query.dtype
+    assert result.out.dtype is call.query.dtype
     torch.testing.assert_close(result.lse.double(), truth.lse, atol=atol, rtol=0)
 
 
@@ -92,7 +92,7 @@ def test_without_a_mean_a_first_key_or_a_turn(how: dict[str, bool], bits: int) -
 @pytest.mark.parametrize("seen", [1500, 769, 60])
 def test_rows_that_adjoin_are_read_in_whole_tiles(seen: int, bits: int, dtype: torch.dtype) -> None:
     """The last tile of a share goes back over keys that were read before, or ends behind the last of too few."""
-    asked = CallStructure(2, 1, 1500, causal=True, q_offset=torch.tensor(seen - 1))
+    asked = MaskStructure(2, 1, 1500, causal=True, q_offset=torch.tensor(seen - 1))
     check(make(asked, 8, 2, 64, 64, dtype), bits, 2e-5 if dtype is torch.float32 else 4e-3)
 
 
@@ -152,7 +152,7 @@ def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch
     monkeypatch.setattr(step, "combine", noting)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
     for keys in (1500, 200):
-        structure = CallStructure(1, 1, keys, causal=True, q_offset=keys - 1)
+        structure = MaskStructure(1, 1, keys, causal=True, q_offset=keys - 1)
         asked = stored(make(structure, 4, 2, 32, 64, torch.float32, per_head=per_head, sink_logits=sink), bits)
         torch.testing.assert_close(ops.traced_step(asked), attend(asked).out, atol=2e-6, rtol=0)
     assert launches == [(1, 4)]
@@ -174,7 +174,7 @@ def test_half_precision(bits: int) -> None:
 @interpreted
 def test_no_bit_of_a_query_or_a_key_is_lost() -> None:
     """The score of the only key seen, in half precision: a query errs by half of 2^-15 of its largest channel."""
-    alone = CallStructure(16, 1, N, causal=True, q_offset=0)
+    alone = MaskStructure(16, 1, N, causal=True, q_offset=0)
     asked = stored(make(alone, 4, 2, 32, 64), 8, first=False, turned=False)
     own = asked.stored.keys(asked.key, torch.float32)[:, :, 0].double().repeat_interleave(2, dim=1)
     query = asked.query[:, :, 0].double()
@@ -191,11 +191,11 @@ def test_no_bit_of_a_query_or_a_key_is_lost() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_bit_of_a_value_is_lost(bits: int, size: float) -> None:
     """The output of the only key seen is its value, far within the step between two codes, however large values are."""
-    alone = CallStructure(16, 1, N, causal=True, q_offset=0)
-    request = make(alone, 4, 2, 32, 64, torch.half)
-    request.value = request.value.float() * size
-    asked = stored(request, bits, turned=False)
-    value = asked.widened().value[:, :, 0].double().repeat_interleave(2, dim=1)
+    alone = MaskStructure(16, 1, N, causal=True, q_offset=0)
+    call = make(alone, 4, 2, 32, 64, torch.half)
+    call.value = call.value.float() * size
+    asked = stored(call, bits, turned=False)
+    value = asked.dequantised().value[:, :, 0].double().repeat_interleave(2, dim=1)
     step = value.abs().amax(2, keepdim=True) / (127 if bits == 8 else 15)
     assert ((attend(asked).out[:, 0].double() - value).abs() <= step / 8).all()
 
@@ -203,10 +203,10 @@ def test_no_bit_of_a_value_is_lost(bits: int, size: float) -> None:
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy says so of what is tested
 def test_a_query_that_is_no_number_gives_none() -> None:
-    request = make(STRUCTURES["decode"], 4, 2, 32, 64)
-    request.query[0, 1, 0, 3] = torch.inf
-    request.query[1, 2, 0, 5] = torch.nan
-    out = attend(stored(request, 8)).out[:, 0]
+    call = make(STRUCTURES["decode"], 4, 2, 32, 64)
+    call.query[0, 1, 0, 3] = torch.inf
+    call.query[1, 2, 0, 5] = torch.nan
+    out = attend(stored(call, 8)).out[:, 0]
     lost = out.isnan().any(2)
     assert lost.tolist() == [[False, True, False, False], [False, False, True, False]]
 
@@ -246,7 +246,7 @@ def test_a_kernel_serves_every_length_of_its_kind(bits: int) -> None:
 def test_counters_are_left_as_they_were_found(bits: int) -> None:
     from adaattn_hf.backends.triton import step
 
-    asked = stored(make(CallStructure(1, 1, 1500, causal=True, q_offset=1499), 2, 1, 32, 32), bits)
+    asked = stored(make(MaskStructure(1, 1, 1500, causal=True, q_offset=1499), 2, 1, 32, 32), bits)
     first, again = attend(asked).out, attend(asked).out
     assert torch.equal(first, again)
     (_, counters) = step._buffers[torch.device("cpu"), 0]
@@ -254,16 +254,16 @@ def test_counters_are_left_as_they_were_found(bits: int) -> None:
 
 
 def test_what_is_served_and_what_is_refused() -> None:
-    def kind_of(structure: CallStructure, bits: int = 8) -> CallSpec:
-        asked: AttentionRequest = replace(stored(make(structure, 4, 2, 32, 32), bits), need_lse=False)
+    def kind_of(structure: MaskStructure, bits: int = 8) -> CallKind:
+        asked: AttentionCall = replace(stored(make(structure, 4, 2, 32, 32), bits), need_lse=False)
         return asked.checked_kind()._replace(device=torch.device("cuda"))
 
-    def reasons(kind: CallSpec) -> str:
+    def reasons(kind: CallKind) -> str:
         return " ".join(TritonBackend().refusals(kind))
 
     step = kind_of(STRUCTURES["decode"])
     assert reasons(step) == ""
     assert order(step)[0] == order(step._replace(features=step.features | HEAD_WINDOWS | PER_HEAD))[0] == "triton"
-    assert reasons(kind_of(CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4)) == ""
+    assert reasons(kind_of(MaskStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4)) == ""
     assert "stored as int8 for one query" in reasons(kind_of(STRUCTURES["suffix"]))
     assert "two channels at a time, got a value head size of 33" in reasons(step._replace(head_dim_v=33))

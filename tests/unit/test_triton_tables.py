@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from adaattn_hf.attention.heads import ALL, HeadWindows
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import base
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.launch import Launcher
@@ -29,7 +29,7 @@ WINDOWS = st.tuples(st.integers(1, 50), st.integers(0, 9)) | st.just((ALL, 0))
 @given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 20), WINDOWS)
 def test_pairs_are_counted_as_they_are_seen(n: int, past: int, behind: int, rule: tuple[int, int]) -> None:
     window, sinks = rule
-    structure = CallStructure(2, n, past + n + behind, causal=True, q_offset=past, window=window, sinks=sinks)
+    structure = MaskStructure(2, n, past + n + behind, causal=True, q_offset=past, window=window, sinks=sinks)
     seen = structure.with_changes(sinks=min(sinks, past + n)).visible()
     assert tables.pairs_seen(structure, (rule, (ALL, 0))) == 2 * (
         int(seen.sum()) + int(structure.with_changes(window=None).visible().sum())
@@ -42,7 +42,7 @@ def test_runs_hold_every_query_once(name: str) -> None:
     structure = STRUCTURES[name]
     runs = tables.find_runs(structure, CPU, 0, False)
     assert runs.dtype == torch.int32
-    assert runs.tolist() == [list(run) for run in structure.derived(tables.runs_of)]
+    assert runs.tolist() == [list(run) for run in structure.cached(tables.runs_of)]
     rows = sorted((run[0], run[1] + i) for run in runs.tolist() for i in range(run[2]))
     assert rows == [(row, i) for row in range(structure.batch) for i in range(structure.q_len)]
 
@@ -58,7 +58,7 @@ def test_every_block_is_an_entry_once_those_with_most_to_do_first(
     monkeypatch.setattr(tables, "_LINE", line)
     structure = STRUCTURES[name]
     table, entries = tables.find_entries(structure, CPU, Cut(of, block), 2)
-    runs = structure.derived(tables.runs_of)
+    runs = structure.cached(tables.runs_of)
     assert table.tolist() == [list(run) for run in runs]
     blocks = [
         (number, first)
@@ -80,7 +80,7 @@ def test_every_block_is_an_entry_once_those_with_most_to_do_first(
 
 
 def test_no_runs_have_no_entries() -> None:
-    structure = CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool))
+    structure = MaskStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool))
     assert tables.find_entries(structure, CPU, Cut("keys", 16), 2)[1].shape == (0, 3)
 
 
@@ -100,7 +100,7 @@ def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest
 @interpreted
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
-    structure = CallStructure(1, 100, 100, causal=True)
+    structure = MaskStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
     before = base.derived_on(*asked)
     monkeypatch.setattr(base, "capturing", lambda device: True)
@@ -111,7 +111,7 @@ def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatc
 
 def test_another_stream_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not wait for the one that computes them."""
-    structure, there, current = CallStructure(1, 100, 100, causal=True), torch.device("cuda", 0), [1]
+    structure, there, current = MaskStructure(1, 100, 100, causal=True), torch.device("cuda", 0), [1]
     monkeypatch.setattr(base, "capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=current[0]))
 
@@ -125,7 +125,7 @@ def test_another_stream_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) ->
     assert base.derived_on(structure, there, make, 2) is not first
 
 
-def dealt(structure: CallStructure, warps: Warps, windows: HeadWindows, most: int) -> list[list[list[int]]]:
+def dealt(structure: MaskStructure, warps: Warps, windows: HeadWindows, most: int) -> list[list[list[int]]]:
     _, items, programs = tables.find_items(structure, CPU, warps, windows, most)
     turns = items.view(-1, programs, 3)
     found = []
@@ -155,7 +155,7 @@ def test_every_item_is_dealt_out_once_and_programs_end_together(
 ) -> None:
     """No program has more than an average one and its longest item; the longest come first."""
     warps, rules = Warps(1, 1, 128, 2, False, False, 64, parts, True), tuple(windows)
-    structure = CallStructure(1, n, n, causal=True)
+    structure = MaskStructure(1, n, n, causal=True)
     found = dealt(structure, warps, rules, programs)
     items = [item for program in found for item in program]
     heads = len(rules) * parts
@@ -170,6 +170,6 @@ def test_every_item_is_dealt_out_once_and_programs_end_together(
 def test_uneven_heads_are_dealt_out_evenly() -> None:
     """Three heads of 8,192 queries, of which two have windows: rows turned round alone leave columns a third more."""
     rules, warps = ((ALL, 0), (4096, 0), (2048, 0)), Warps(1, 1, 64, 2, False, False, 64, 1, False)
-    found = dealt(CallStructure(1, 8192, 8192, causal=True), warps, rules, 132)
+    found = dealt(MaskStructure(1, 8192, 8192, causal=True), warps, rules, 132)
     loads = [sum(cost(8192, item, warps, rules) for item in program) for program in found]
     assert max(loads) * 132 <= 1.06 * sum(loads)

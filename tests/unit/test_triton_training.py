@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 
 from ..support.head_rules import rules
 from .test_triton import STRUCTURES, attend, interpreted, make
 
-LONG = CallStructure(3, 301, 301, causal=True)
+LONG = MaskStructure(3, 301, 301, causal=True)
 
 
-def gradients(request: AttentionRequest, compute: Any, with_lse: bool) -> list[Tensor]:
-    leaves = [t.detach().clone().requires_grad_() for t in (request.query, request.key, request.value)]
-    sink = request.sink_logits
+def gradients(call: AttentionCall, compute: Any, with_lse: bool) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in (call.query, call.key, call.value)]
+    sink = call.sink_logits
     if sink is not None:
         sink = sink.detach().clone().requires_grad_()
         leaves.append(sink)
-    result = compute(replace(request, query=leaves[0], key=leaves[1], value=leaves[2], sink_logits=sink))
+    result = compute(replace(call, query=leaves[0], key=leaves[1], value=leaves[2], sink_logits=sink))
     g = torch.Generator().manual_seed(3)
     total = (result.out.double() * torch.randn(result.out.shape, generator=g)).sum()
     if with_lse:
@@ -31,9 +31,9 @@ def gradients(request: AttentionRequest, compute: Any, with_lse: bool) -> list[T
     return [grad.double() for grad in torch.autograd.grad(total, leaves)]
 
 
-def check(request: AttentionRequest, with_lse: bool = False) -> None:
-    wide = replace(request, query=request.query.double(), key=request.key.double(), value=request.value.double())
-    ours = gradients(request, attend, with_lse)
+def check(call: AttentionCall, with_lse: bool = False) -> None:
+    wide = replace(call, query=call.query.double(), key=call.key.double(), value=call.value.double())
+    ours = gradients(call, attend, with_lse)
     true = gradients(wide, reference.attention, with_lse)
     for a, b in zip(ours, true, strict=True):
         assert (a - b).norm() <= 2e-3 * b.norm()
@@ -61,9 +61,9 @@ def test_gradients_of_the_log_sum_exp() -> None:
 
 @interpreted
 def test_second_derivatives_are_refused() -> None:
-    request = make(STRUCTURES["causal"], 4, 2, 16, 16, need_lse=False)
-    query = request.query.requires_grad_()
-    out = attend(replace(request, query=query)).out
+    call = make(STRUCTURES["causal"], 4, 2, 16, 16, need_lse=False)
+    query = call.query.requires_grad_()
+    out = attend(replace(call, query=query)).out
     (first,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives of attention"):
         torch.autograd.grad(first.square().sum(), query)
@@ -85,5 +85,5 @@ def test_nothing_to_see_has_no_gradient() -> None:
 @pytest.mark.parametrize("scaling", [0.0, -0.3])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}], ids=["plain", "softcap"])
 def test_gradients_of_a_scaling_that_is_not_positive(scaling: float, extra: dict[str, Any]) -> None:
-    request = make(STRUCTURES["causal"], 4, 2, 16, 16, **extra)
-    check(replace(request, scaling=scaling), with_lse=True)
+    call = make(STRUCTURES["causal"], 4, 2, 16, 16, **extra)
+    check(replace(call, scaling=scaling), with_lse=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...attention.call import AttentionCall, AttentionResult
 from ...attention.kind import (
     COMPILING,
     GRAD,
@@ -19,9 +20,8 @@ from ...attention.kind import (
     SOFTCAP,
     WINDOW,
     WINDOW_SINKS,
-    CallSpec,
+    CallKind,
 )
-from ...attention.request import AttentionRequest, AttentionResult
 from ..base import Backend, Kernel, Supports, derived_on, installed, run_refusals
 from .variants import attend_runs
 
@@ -61,7 +61,7 @@ class Flash4Backend(Backend):
                 return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
         return ()
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What flash-attn 4's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
@@ -87,68 +87,68 @@ class Flash4Backend(Backend):
         reasons += run_refusals(kind, "flash-attn 4's packed kernels")
         return tuple(reasons)
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One launch: dense, over packed segments, or over lists of blocks."""
         return attend
 
 
-def attend(request: AttentionRequest) -> AttentionResult:
+def attend(call: AttentionCall) -> AttentionResult:
     """By packed or dense kernels where one window serves all heads, else by lists of blocks."""
     # its kernels and those that make lists are launched on the current device; see `triton.launch.Launcher`
-    device = request.query.get_device()
+    device = call.query.get_device()
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return attend(request)
+            return attend(call)
     from ...attention.heads import head_windows
 
-    windows = head_windows(request.structure, request.per_head, request.key.shape[1])
+    windows = head_windows(call.structure, call.per_head, call.key.shape[1])
     if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
-        return _attend_by_lists(request, windows)
-    return attend_runs(request, importlib.import_module("flash_attn.cute"), _arguments(request, windows))
+        return _attend_by_lists(call, windows)
+    return attend_runs(call, importlib.import_module("flash_attn.cute"), _arguments(call, windows))
 
 
-def _attend_by_lists(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
+def _attend_by_lists(call: AttentionCall, windows: HeadWindows) -> AttentionResult:
     """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
     fa4_lists = importlib.import_module(f"{__package__}.fa4_lists")
-    structure, groups = request.structure, request.query.shape[1] // request.key.shape[1]
+    structure, groups = call.structure, call.query.shape[1] // call.key.shape[1]
     # where every query sees one run the mask needs no table, and the kernels align causality to the last key
     plain, kv_len = structure.plain and (structure.causal or structure.offset() == 0), structure.kv_len
     if plain and structure.causal:
         kv_len = min(kv_len, structure.offset() + structure.q_len)
-    made = derived_on(structure, request.query.device, fa4_lists.make_lists, windows, groups, kv_len, plain)
-    grad = request.query.requires_grad or request.key.requires_grad or request.value.requires_grad
+    made = derived_on(structure, call.query.device, fa4_lists.make_lists, windows, groups, kv_len, plain)
+    grad = call.query.requires_grad or call.key.requires_grad or call.value.requires_grad
     mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
     blocks = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     size = fa4_lists.BLOCK, fa4_lists.BLOCK
     more = {}
     if grad:
-        by_keys = derived_on(structure, request.query.device, fa4_lists.turned_lists, windows, groups, kv_len, plain)
+        by_keys = derived_on(structure, call.query.device, fa4_lists.turned_lists, windows, groups, kv_len, plain)
         more["block_sparse_tensors_bwd"] = blocks(*by_keys, block_size=size)
     out, lse = importlib.import_module("flash_attn.cute").flash_attn_func(
-        request.query.transpose(1, 2),
-        request.key[:, :, :kv_len].transpose(1, 2),
-        request.value[:, :, :kv_len].transpose(1, 2),
+        call.query.transpose(1, 2),
+        call.key[:, :, :kv_len].transpose(1, 2),
+        call.value[:, :, :kv_len].transpose(1, 2),
         mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
         aux_tensors=made.tables,
         block_sparse_tensors=blocks(*made.lists, block_size=size),
-        **_arguments(request, None) | {"causal": False, "pack_gqa": False} | more,
+        **_arguments(call, None) | {"causal": False, "pack_gqa": False} | more,
     )
-    return AttentionResult(out, lse if request.need_lse else None)
+    return AttentionResult(out, lse if call.need_lse else None)
 
 
-def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:
+def _arguments(call: AttentionCall, windows: HeadWindows | None) -> dict[str, Any]:
     """Keywords that the dense and the packed kernel share; `windows` are alike and without sinks."""
     from ...attention.heads import ALL
 
-    causal = request.structure.causal
+    causal = call.structure.causal
     left = right = None
     if windows is not None and windows[0][0] < ALL:
         left, right = windows[0][0] - 1, 0 if causal else windows[0][0] - 1
     return {
-        "softmax_scale": request.scaling,
+        "softmax_scale": call.scaling,
         "causal": causal,
         "window_size": (left, right),
-        "softcap": request.softcap or 0.0,
-        "learnable_sink": request.sink_logits,
-        "return_lse": request.need_lse,
+        "softcap": call.softcap or 0.0,
+        "learnable_sink": call.sink_logits,
+        "return_lse": call.need_lse,
     }

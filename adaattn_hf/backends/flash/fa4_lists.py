@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.heads import HeadWindows
-from ...attention.structure import CallStructure
+from ...attention.structure import MaskStructure
 from ..base import derived_on
 
 BLOCK = 128
@@ -152,7 +152,7 @@ class BlockLists(NamedTuple):
 
 
 def make_lists(
-    structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int, kv_len: int, plain: bool
+    structure: MaskStructure, device: torch.device, windows: HeadWindows, groups: int, kv_len: int, plain: bool
 ) -> BlockLists:
     """Lists the blocks by one launch: `kv_len` keys, of which each query sees all if `plain`, and `groups` share each.
 
@@ -168,7 +168,7 @@ def make_lists(
 
 
 def turned_lists(
-    structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int, kv_len: int, plain: bool
+    structure: MaskStructure, device: torch.device, windows: HeadWindows, groups: int, kv_len: int, plain: bool
 ) -> Lists:
     """For every block of keys the blocks of queries; made when a gradient asks for them."""
     made = derived_on(structure, device, make_lists, windows, groups, kv_len, plain)
@@ -178,7 +178,7 @@ def turned_lists(
 
 
 def _listed(
-    structure: CallStructure,
+    structure: MaskStructure,
     windows: Tensor,
     bounds: Tensor,
     runs: Tensor | None,
@@ -200,7 +200,7 @@ def _listed(
     return lists
 
 
-def _runs(structure: CallStructure, device: torch.device) -> Tensor:
+def _runs(structure: MaskStructure, device: torch.device) -> Tensor:
     """Int32 `[3, batch, q_len]`, as the last tables; a query that sees nothing has a run that begins behind all keys."""
     segments = structure.segments()
     if segments is None:

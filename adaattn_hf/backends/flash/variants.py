@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...attention.kind import COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SOFTCAP, WINDOW, WINDOW_SINKS, CallSpec
-from ...attention.request import AttentionRequest, AttentionResult
-from ...attention.structure import CallStructure
+from ...attention.call import AttentionCall, AttentionResult
+from ...attention.kind import COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SOFTCAP, WINDOW, WINDOW_SINKS, CallKind
+from ...attention.structure import MaskStructure
 from ..base import Backend, Kernel, Supports, installed, run_refusals
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FlashBackend(Backend):
         """The package is looked for without being imported."""
         return () if installed(self.module) else (f"{self.product} is not installed (no module {self.module})",)
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
@@ -85,27 +85,27 @@ class FlashBackend(Backend):
             reasons.append("the segments of a padded batch cannot be read while a graph is traced")
         return tuple(reasons)
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
         kernels = importlib.import_module(self.module)
-        return lambda request: attend_runs(request, kernels, self._arguments(request))
+        return lambda call: attend_runs(call, kernels, self._arguments(call))
 
-    def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
-        structure = request.structure
+    def _arguments(self, call: AttentionCall) -> dict[str, Any]:
+        structure = call.structure
         window = (-1, -1)
         if structure.windowed and structure.window is not None:
             window = (structure.window - 1, 0 if structure.causal else structure.window - 1)
         arguments: dict[str, Any] = {
-            "softmax_scale": request.scaling,
+            "softmax_scale": call.scaling,
             "causal": structure.causal,
             "window_size": window,
-            "softcap": request.softcap or 0.0,
+            "softcap": call.softcap or 0.0,
         }
         if self.version == 2:
-            arguments["dropout_p"] = request.dropout
+            arguments["dropout_p"] = call.dropout
         else:
             arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
-        if request.need_lse:
+        if call.need_lse:
             arguments["return_attn_probs"] = True
         return arguments
 
@@ -116,30 +116,30 @@ FA3 = FlashBackend("fa3", 3, "flash_attn_interface", "flash-attn 3", ((9, 0), (1
 FA3_FWD = FlashBackend("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", ((9, 0), (10, 0)), "fa3_fwd_config")
 
 
-def attend_runs(request: AttentionRequest, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:
+def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:
     """One dense call, or one variable-length call over the segments; `arguments` are keywords of both.
 
     Where the two functions of `kernels` answer with several tensors, these are the output and the log-sum-exp.
     """
-    structure = request.structure
+    structure = call.structure
     if structure.kind == "ragged":
-        return AttentionResult(attend_packed(request, kernels.flash_attn_varlen_func, arguments))
+        return AttentionResult(attend_packed(call, kernels.flash_attn_varlen_func, arguments))
     kv_len = structure.kv_len
     if structure.causal:
         # the kernels align causality to the last key: cut the keys behind the last query
         kv_len = min(kv_len, structure.offset() + structure.q_len)
     answer = kernels.flash_attn_func(
-        request.query.transpose(1, 2),
-        request.key[:, :, :kv_len].transpose(1, 2),
-        request.value[:, :, :kv_len].transpose(1, 2),
+        call.query.transpose(1, 2),
+        call.key[:, :, :kv_len].transpose(1, 2),
+        call.value[:, :, :kv_len].transpose(1, 2),
         **arguments,
     )
     out, lse = answer[:2] if isinstance(answer, tuple) else (answer, None)
-    return AttentionResult(out, lse if request.need_lse else None)
+    return AttentionResult(out, lse if call.need_lse else None)
 
 
 def attend_packed(
-    request: AttentionRequest, kernel: Callable[..., Tensor | tuple[Tensor, ...]], arguments: dict[str, Any]
+    call: AttentionCall, kernel: Callable[..., Tensor | tuple[Tensor, ...]], arguments: dict[str, Any]
 ) -> Tensor:
     """Segments as one row of tokens; gathered unless they are the batch itself. Rows of no segment are zero.
 
@@ -147,23 +147,23 @@ def attend_packed(
     """
     from ...attention.packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
 
-    structure = request.structure
-    batch, heads, q_len, _ = request.query.shape
+    structure = call.structure
+    batch, heads, q_len, _ = call.query.shape
     segments = structure.segments()
     if segments is None:
         raise ValueError(
             "attention_mask: the padding has holes, which flash-attn cannot serve; pad on one side, or use "
             'attn_implementation="adaattn_sdpa"'
         )
-    shape = (batch, q_len, heads, request.value.shape[3])
+    shape = (batch, q_len, heads, call.value.shape[3])
     if not segments:
-        return request.query.new_zeros(shape)
+        return call.query.new_zeros(shape)
     flat: Tensor | None = None
-    for packed in structure.derived(packings_of, request.query.device):
+    for packed in structure.cached(packings_of, call.query.device):
         answer = kernel(
-            tokens_of(request.query, packed.queries),
-            tokens_of(request.key, packed.keys),
-            tokens_of(request.value, packed.keys),
+            tokens_of(call.query, packed.queries),
+            tokens_of(call.key, packed.keys),
+            tokens_of(call.value, packed.keys),
             cu_seqlens_q=packed.q_borders,
             cu_seqlens_k=packed.k_borders,
             max_seqlen_q=packed.q_longest,
@@ -179,7 +179,7 @@ def attend_packed(
     return flat.view(shape)
 
 
-def packings_of(structure: CallStructure, device: torch.device) -> list[Packed]:
+def packings_of(structure: MaskStructure, device: torch.device) -> list[Packed]:
     """The segments of a structure as packed rows, a launch for each.
 
     The kernels let the last query stand at the last key. Causal queries behind it, those of right padding, see all keys

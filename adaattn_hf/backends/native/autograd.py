@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.gradients import first_order, sink_gradient
-from . import call
+from . import entry
 from .rules import Rules
 
 
@@ -27,7 +27,7 @@ class Differentiable(torch.autograd.Function):
         rules: Rules,
     ) -> tuple[Tensor, Tensor]:
         """Computes the output and the log-sum-exp; `rules` already hold `bias` and `sinks`."""
-        out, lse = call.forward(q, k, v, scaling, rules, need_lse=True)
+        out, lse = entry.forward(q, k, v, scaling, rules, need_lse=True)
         assert lse is not None
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
         ctx.scaling, ctx.rules = scaling, rules
@@ -40,7 +40,7 @@ class Differentiable(torch.autograd.Function):
         """Gradients of query, key, value, bias and learned sinks."""
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
         need_bias, need_sinks = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
-        found = call.backward(grad, q, k, v, out, lse, ctx.scaling, ctx.rules, need_bias=need_bias)
+        found = entry.backward(grad, q, k, v, out, lse, ctx.scaling, ctx.rules, need_bias=need_bias)
         dbias = None if found.bias is None else found.bias.sum_to_size(bias.shape).to(bias.dtype)
         dsinks = sink_gradient(grad, out, lse, sinks) if need_sinks else None
         return found.q, found.k, found.v, dbias, dsinks, None, None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...attention.call import AttentionResult
 from ...attention.kind import (
     BIAS,
     COMPILING,
@@ -19,9 +20,8 @@ from ...attention.kind import (
     SINKS,
     SOFTCAP,
     STORED,
-    CallSpec,
+    CallKind,
 )
-from ...attention.request import AttentionResult
 from ..base import Backend, Kernel, Supports
 from .ops import traced
 
@@ -56,7 +56,7 @@ class NativeBackend(Backend):
 
         return missing()
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """Other devices and dtypes, dropout, and rules per head where gradients or a graph are wanted of them."""
         reasons = super().refusals(kind)
         if kind.compiling and torch.onnx.is_in_onnx_export():
@@ -76,14 +76,14 @@ class NativeBackend(Backend):
         """One call of the library for each precision."""
         return tuple(f"{precision} products" for precision in rules.precisions)
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One call of the library, whatever the structure; with rules per head one for each precision.
 
         Without a gradient the library is called directly: the dispatcher of an operator would cost more than a small
         call.
         """
         if kind.compiling:
-            return lambda request: AttentionResult(*traced(request))
+            return lambda call: AttentionResult(*traced(call))
         from . import launch
 
         if kind.needs_grad:

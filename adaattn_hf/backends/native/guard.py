@@ -1,7 +1,7 @@
 """Checks in front of the C interface: tensors whose memory can be read, and rules that cover the call.
 
 The kernels read raw memory, so nothing may reach them unchecked. That queries, keys and values belong together an
-`AttentionRequest` has seen to. A call asks a few cheap questions more (`lies`); only where one is answered with no does
+`AttentionCall` has seen to. A call asks a few cheap questions more (`lies`); only where one is answered with no does
 it come here, to be put right or refused in words.
 """
 

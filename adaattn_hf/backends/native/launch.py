@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...attention.call import AttentionCall, AttentionResult, narrowed
 from ...attention.heads import HeadRules
-from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallSpec
-from ...attention.request import AttentionRequest, AttentionResult, narrowed
+from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallKind
 from ...attention.slicing import joined_heads, some_heads
-from ...attention.structure import CallStructure
+from ...attention.structure import MaskStructure
 from ..base import Kernel
-from . import call
+from . import entry
 from .autograd import Differentiable
 from .guard import FLOATS, OFFSETS
 from .library import CALL, DTYPES, HEADS, LAYOUT, loaded
@@ -27,19 +27,19 @@ _new = tuple.__new__
 _EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 
 
-def kernel_of(kind: CallSpec, rules: HeadRules | None) -> Kernel:
+def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
     """Calls of one kind as one call of the library each, without a gradient; one for each precision of their heads."""
     groups = [] if rules is None else groups_of(rules, kind.dtype)
     if len(groups) > 1 or (groups and groups[0].key_mean is not None):
-        return lambda request: by_groups(request, groups)
+        return lambda call: by_groups(call, groups)
     if kind.features & _EXTRAS:
-        return (lambda request: by_groups(request, groups)) if groups else computed
+        return (lambda call: by_groups(call, groups)) if groups else computed
     native, heads = loaded(), groups[0].packed if groups else ALL_ALIKE
 
-    def launch(request: AttentionRequest) -> AttentionResult:
-        query, key, value, structure = request.query, request.key, request.value, request.structure
-        told = structure.made.get(_FIND_RULES) or structure.derived(find_rules)
-        end = NOTHING_ELSE if request.stored is None else codes_packed(request.stored, key)
+    def launch(call: AttentionCall) -> AttentionResult:
+        query, key, value, structure = call.query, call.key, call.value, call.structure
+        told = structure.made.get(_FIND_RULES) or structure.cached(find_rules)
+        end = NOTHING_ELSE if call.stored is None else codes_packed(call.stored, key)
         try:
             # as `guard.lies` asks of each, without a call for each in every layer
             readable = (
@@ -55,8 +55,8 @@ def kernel_of(kind: CallSpec, rules: HeadRules | None) -> Kernel:
             readable = False  # sparse tensors and the like have no storage to ask for
         if end is None or not readable or (rules is not None and not at_runs(rules, told)):
             # tensors that must be written out first, and masks
-            request.check()
-            return by_groups(request, groups) if groups else computed(request)
+            call.check()
+            return by_groups(call, groups) if groups else computed(call)
         batch, q_heads, q_len, dim = query.shape
         _, kv_heads, kv_len, dim_v = value.shape
         if value.dtype is torch.uint8:
@@ -64,27 +64,27 @@ def kernel_of(kind: CallSpec, rules: HeadRules | None) -> Kernel:
         width = q_heads * dim_v
         out = query.new_empty(batch, q_len, q_heads, dim_v)
         if type(out) is not Tensor:
-            raise call.without_memory()
+            raise entry.without_memory()
         layout = LAYOUT.pack(
             DTYPES[query.dtype], DTYPES[key.dtype], DTYPES[value.dtype],
             batch, q_heads, kv_heads, q_len, kv_len, dim, dim_v,
             *query.stride(), *key.stride(), *value.stride(), q_len * width, dim_v, width, 1,
         )  # fmt: skip
         asked = CALL.pack(
-            q_at, k_at, v_at, out.data_ptr(), 0, layout, request.scaling,
-            torch.get_num_threads(), native.level, told.visible + heads + end, call.NO_BACKWARD,
+            q_at, k_at, v_at, out.data_ptr(), 0, layout, call.scaling,
+            torch.get_num_threads(), native.level, told.visible + heads + end, entry.NO_BACKWARD,
         )  # fmt: skip
         if status := native.forward(asked):
-            raise call.error_of(status)
+            raise entry.error_of(status)
         return _new(AttentionResult, (out, None))  # without a call of Python for each layer
 
     return launch
 
 
-def asked_of(request: AttentionRequest, rules: Rules | None = None) -> Rules:
+def asked_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
     """All that a request asks for beside its tensors; `rules` stand for those of its structure."""
-    rules = request.structure.derived(find_rules) if rules is None else rules
-    stored, bias, sink_logits = request.stored, request.bias, request.sink_logits
+    rules = call.structure.cached(find_rules) if rules is None else rules
+    stored, bias, sink_logits = call.stored, call.bias, call.sink_logits
     if stored is not None:
         rules = replace(
             rules,
@@ -94,28 +94,28 @@ def asked_of(request: AttentionRequest, rules: Rules | None = None) -> Rules:
             first_key=stored.first_key,
             rotated=3 if stored.rotated else 0,
         )
-    if bias is None and sink_logits is None and request.softcap is None:
+    if bias is None and sink_logits is None and call.softcap is None:
         return rules
     if bias is not None:
         bias = bias.detach()
         bias = (bias if bias.dtype in FLOATS else narrowed(bias, torch.float32)).resolve_neg()
         if bias.shape[3] == 1:
-            bias = bias.expand(*bias.shape[:3], request.key.shape[2])
+            bias = bias.expand(*bias.shape[:3], call.key.shape[2])
     if sink_logits is not None:
         sink_logits = sink_logits.detach().float().resolve_neg().contiguous()
-    return replace(rules, bias=bias, sink_logits=sink_logits, softcap=request.softcap or 0.0)
+    return replace(rules, bias=bias, sink_logits=sink_logits, softcap=call.softcap or 0.0)
 
 
-def computed(request: AttentionRequest, rules: Rules | None = None) -> AttentionResult:
+def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult:
     """The library's answer to any request whose heads all do the same, without a gradient; `rules` as in `asked_of`."""
-    tensors, asked = (request.query, request.key, request.value), asked_of(request, rules)
-    return AttentionResult(*call.forward(*tensors, request.scaling, asked, need_lse=request.need_lse))
+    tensors, asked = (call.query, call.key, call.value), asked_of(call, rules)
+    return AttentionResult(*entry.forward(*tensors, call.scaling, asked, need_lse=call.need_lse))
 
 
-def differentiated(request: AttentionRequest) -> AttentionResult:
+def differentiated(call: AttentionCall) -> AttentionResult:
     """The same with gradients."""
-    inputs = request.query, request.key, request.value, request.bias, request.sink_logits
-    return AttentionResult(*Differentiable.apply(*inputs, request.scaling, asked_of(request)))  # type: ignore[no-untyped-call]
+    inputs = call.query, call.key, call.value, call.bias, call.sink_logits
+    return AttentionResult(*Differentiable.apply(*inputs, call.scaling, asked_of(call)))  # type: ignore[no-untyped-call]
 
 
 class Group(NamedTuple):
@@ -156,21 +156,21 @@ def at_runs(rules: HeadRules, told: Rules) -> bool:
     return told.mask is None and (told.sinks_at_runs or not any(rules.sinks))
 
 
-def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionResult:
+def by_groups(call: AttentionCall, groups: Sequence[Group]) -> AttentionResult:
     """Any request whose heads have rules of their own.
 
     Where a mask says what queries see, or sinks count from elsewhere than where runs begin, each head's window becomes
     part of a mask: there heads of one window share a call.
     """
-    rules, structure = request.per_head, request.structure
+    rules, structure = call.per_head, call.structure
     assert rules is not None
-    told = structure.derived(find_rules)
+    told = structure.cached(find_rules)
     dense = not at_runs(rules, told)
     if dense:
         groups = [part for group in groups for part in _by_window(group, rules, structure)]
     results = []
     for group in groups:
-        part = some_heads(request, group.heads)
+        part = some_heads(call, group.heads)
         if dense:
             window, sinks = rules.window_in(structure, group.heads[0])
             asked = find_rules(part.structure.with_changes(window=window, sinks=sinks))
@@ -179,13 +179,13 @@ def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionRe
         asked = replace(asked, compute=group.precision, key_mean=group.key_mean)
         results.append(computed(part, asked))
     order = [head for group in groups for head in group.heads]
-    repeats = request.query.shape[1] // request.key.shape[1]
+    repeats = call.query.shape[1] // call.key.shape[1]
     out = joined_heads([one.out for one in results], order, repeats, dim=2)
     lses = [one.lse for one in results if one.lse is not None]
     return AttentionResult(out, joined_heads(lses, order, repeats, dim=1) if lses else None)
 
 
-def _by_window(group: Group, rules: HeadRules, structure: CallStructure) -> list[Group]:
+def _by_window(group: Group, rules: HeadRules, structure: MaskStructure) -> list[Group]:
     parts: dict[tuple[int | None, int], list[int]] = {}
     for head in group.heads:
         parts.setdefault(rules.window_in(structure, head), []).append(head)

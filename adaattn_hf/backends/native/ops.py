@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
-from ...attention.structure import OPERANDS, CallStructure
-from ..base import nothing_seen
+from ...attention.call import AttentionCall
+from ...attention.structure import OPERANDS, MaskStructure
+from ..base import zero_output
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
 _INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float? softcap, {OPERANDS}"
 
 
-def _request(inputs: Sequence[Any]) -> AttentionRequest:
+def _request(inputs: Sequence[Any]) -> AttentionCall:
     q, k, v, bias, sink_logits, scaling, softcap, *operands = inputs
-    structure = CallStructure.of_operands(q, k, *operands)
-    request = AttentionRequest(
+    structure = MaskStructure.of_operands(q, k, *operands)
+    call = AttentionCall(
         q, k, v, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, need_lse=True
     )
-    request.check()
-    return request
+    call.check()
+    return call
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -36,8 +36,8 @@ def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
     from .launch import computed
 
-    request = _request(inputs)
-    out, lse = nothing_seen(request) if request.asks_nothing else computed(request)
+    call = _request(inputs)
+    out, lse = zero_output(call) if call.is_empty else computed(call)
     assert lse is not None
     return out, lse
 
@@ -57,12 +57,12 @@ def backward_op(
     need_bias: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
-    from . import call
+    from . import entry
     from .launch import asked_of
 
-    request, bias = _request(inputs), inputs[3]
-    tensors = request.query, request.key, request.value
-    found = call.backward(grad, *tensors, out, lse, request.scaling, asked_of(request), need_bias=need_bias)
+    call, bias = _request(inputs), inputs[3]
+    tensors = call.query, call.key, call.value
+    found = entry.backward(grad, *tensors, out, lse, call.scaling, asked_of(call), need_bias=need_bias)
     if bias is None or found.bias is None:
         return found.q, found.k, found.v, grad.new_empty(0)
     return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)
@@ -101,16 +101,16 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 attend_op.register_autograd(_gradients, setup_context=_save)
 
 
-def traced(request: AttentionRequest) -> tuple[Tensor, Tensor]:
+def traced(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The request as one operator, for a graph that is being traced."""
     out, lse = attend_op(
-        request.query,
-        request.key,
-        request.value,
-        request.bias,
-        request.sink_logits,
-        request.scaling,
-        request.softcap,
-        *request.structure.operands(),
+        call.query,
+        call.key,
+        call.value,
+        call.bias,
+        call.sink_logits,
+        call.scaling,
+        call.softcap,
+        *call.structure.operands(),
     )
     return out, lse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...attention.structure import CallStructure
+from ...attention.structure import MaskStructure
 from .guard import Form, check_rule, lies
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
@@ -49,7 +49,7 @@ class Rules:
     """What a call asks for beyond its tensors; see `src/adaattn.h`. Nobody changes one.
 
     Attributes:
-        causal, window, sinks, offset: As in `CallStructure`; a window below 0 is none.
+        causal, window, sinks, offset: As in `MaskStructure`; a window below 0 is none.
         segments: int64 `[n, 6]` of (row, q_start, q_len, k_start, k_len, offset), or None for one segment per row.
         head_windows, head_sinks: int64 `[num_kv_heads]`: narrower windows, below 0 for none, and their sinks, which
             count where there is no `window`.
@@ -139,14 +139,14 @@ def _broadcast(t: Tensor) -> tuple[int, ...]:
 NO_RULES = Rules()
 
 
-def find_rules(structure: CallStructure) -> Rules:
-    """The rules of a structure; `structure.derived(find_rules)` makes them once for the layers of a pass."""
+def find_rules(structure: MaskStructure) -> Rules:
+    """The rules of a structure; `structure.cached(find_rules)` makes them once for the layers of a pass."""
     rules = _rules_of(structure)
     rules.visible = rules.see()
     return rules
 
 
-def _rules_of(structure: CallStructure) -> Rules:
+def _rules_of(structure: MaskStructure) -> Rules:
     window = -1 if structure.window is None else min(structure.window, _FAR)
     sinks = min(structure.sinks, _FAR)
     if structure.one_run_a_row and structure.key_padding is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import error_of
+from .entry import error_of
 from .guard import FLOATS, lies
 from .library import DTYPES, STORE, library, loaded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...attention.kind import BIAS, COMPILING, DROPOUT, GRAD, OPAQUE, SINKS, SOFTCAP, CallSpec
+from ...attention.kind import BIAS, COMPILING, DROPOUT, GRAD, OPAQUE, SINKS, SOFTCAP, CallKind
 from ..base import Backend, Kernel, Supports
 
 if TYPE_CHECKING:
@@ -17,14 +17,14 @@ class SdpaBackend(Backend):
     name = "sdpa"
     supports = Supports("torch's kernels", DROPOUT | SOFTCAP | SINKS | BIAS | GRAD | COMPILING | OPAQUE)
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What it cannot compute."""
         reasons = super().refusals(kind)
         if kind.device.type == "meta" and kind.shape == "ragged" and not kind.compiling:
             reasons += ("meta tensors have no padding to read, by which calls of torch's kernels are made",)
         return reasons
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """As few calls of the operator as the structure allows."""
         from .dispatch import kernel_of
 

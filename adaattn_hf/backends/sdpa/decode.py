@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
-from ...attention.structure import CallStructure
+from ...attention.call import AttentionCall
+from ...attention.structure import MaskStructure
 from .kernels import additive, operator, wants_gradient
 
 # Sizes from which another way of calling torch's operator is faster, measured on two AVX-512 cores.
@@ -20,16 +20,16 @@ PADDING_SHARE = 0.25
 """Share of padding among the keys of a decode step from which batch rows are walked one by one."""
 
 
-def attend_few(request: AttentionRequest) -> Tensor | None:
+def attend_few(call: AttentionCall) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row; None where its keys are no range, or there are none.
 
     The structure is settled.
     """
-    query, key, value, structure = request.query, request.key, request.value, request.structure
-    scaling = request.scaling
+    query, key, value, structure = call.query, call.key, call.value, call.structure
+    scaling = call.scaling
     batch, heads, _, dim = query.shape
     kv_heads = key.shape[1]
-    spans = structure.derived(_ranges)
+    spans = structure.cached(_ranges)
     if spans is None or value.shape[3] != dim or wants_gradient(query, key, value):
         return None
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
@@ -71,7 +71,7 @@ def _two_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
 
 
 def _folded(
-    structure: CallStructure, folded: Tensor, key: Tensor, value: Tensor, scaling: float, spans: list[tuple[int, int]]
+    structure: MaskStructure, folded: Tensor, key: Tensor, value: Tensor, scaling: float, spans: list[tuple[int, int]]
 ) -> Tensor:
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
@@ -82,11 +82,11 @@ def _folded(
                 one = slice(row, row + 1)
                 out[one] = operator(folded[one], key[one, :, a:b], value[one, :, a:b], scaling)
         return out
-    mask = None if total == most else structure.derived(_mask, low, high, folded.dtype)
+    mask = None if total == most else structure.cached(_mask, low, high, folded.dtype)
     return operator(folded, key[:, :, low:high], value[:, :, low:high], scaling, mask)
 
 
-def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
+def _ranges(structure: MaskStructure) -> list[tuple[int, int]] | None:
     if structure.windowed and structure.sinks:
         return None
     if structure.plain:
@@ -114,5 +114,5 @@ def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
     return [span if span[1] > span[0] else (seen[0][0], seen[0][0]) for span in spans]
 
 
-def _mask(structure: CallStructure, low: int, high: int, dtype: torch.dtype) -> Tensor:
+def _mask(structure: MaskStructure, low: int, high: int, dtype: torch.dtype) -> Tensor:
     return additive(structure.visible()[..., low:high], dtype)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...attention.kind import BIAS, COMPILING, DROPOUT, OPAQUE, SINKS, SOFTCAP, CallSpec
+from ...attention.call import AttentionCall, AttentionResult
+from ...attention.kind import BIAS, COMPILING, DROPOUT, OPAQUE, SINKS, SOFTCAP, CallKind
 from ...attention.packing import FROM_FIRST
-from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.tracing import transform_at_work
 from ..base import Kernel
 from .decode import SHORT_KEYS, attend_few
@@ -18,59 +18,59 @@ from .kernels import bare_operator, dense_last, operator, steps_by_flash
 from .masked import added, additive_mask, in_bands, masked_call
 from .packed import layout_for, packed_attention, walks_runs
 
-Way = Callable[[AttentionRequest], "Tensor | None"]
+Way = Callable[[AttentionCall], "Tensor | None"]
 """Maps a call of a settled structure to the output `[batch, q_len, heads, head_dim_v]`; None where it needs bands."""
 
 
-def kernel_of(kind: CallSpec) -> Kernel:
+def kernel_of(kind: CallKind) -> Kernel:
     """The cheapest exact way for calls of a kind."""
     if kind.features & (COMPILING | OPAQUE):
         return _traced
     way = way_of(kind)
 
-    def attend(request: AttentionRequest) -> AttentionResult:
+    def attend(call: AttentionCall) -> AttentionResult:
         if transform_at_work():
-            return _traced(request)
-        structure = request.structure
+            return _traced(call)
+        structure = call.structure
         if structure.key_padding is not None or type(structure.q_offset) is not int:
-            request = replace(request, structure=structure.settled())
-        if request.scaling <= 0:
-            request = _positive(request)
-        out = way(request)
-        return AttentionResult(in_bands(request) if out is None else out)
+            call = replace(call, structure=structure.simplified())
+        if call.scaling <= 0:
+            call = _positive(call)
+        out = way(call)
+        return AttentionResult(in_bands(call) if out is None else out)
 
     return attend
 
 
-def _positive(request: AttentionRequest) -> AttentionRequest:
+def _positive(call: AttentionCall) -> AttentionCall:
     """torch's causal CPU kernel hides keys by an infinity times the factor, which must be above 0."""
-    query, scaling = request.query, request.scaling
+    query, scaling = call.query, call.scaling
     query, scaling = (-query, -scaling) if scaling < 0 else (query * 0.0, 1.0)
-    return replace(request, query=query, scaling=scaling)
+    return replace(call, query=query, scaling=scaling)
 
 
-def _traced(request: AttentionRequest) -> AttentionResult:
+def _traced(call: AttentionCall) -> AttentionResult:
     """For graphs, transforms and tensors without memory: nothing may be read, and only fixed numbers may decide."""
-    if isinstance(request.scaling, (int, float)) and request.scaling <= 0:
-        request = _positive(request)
-    query, key, value, structure = request.query, request.key, request.value, request.structure
-    simple = request.bias is None and request.softcap is None and request.sink_logits is None
+    if isinstance(call.scaling, (int, float)) and call.scaling <= 0:
+        call = _positive(call)
+    query, key, value, structure = call.query, call.key, call.value, call.structure
+    simple = call.bias is None and call.softcap is None and call.sink_logits is None
     shape = structure.kind
     if simple and shape in ("full", "causal"):
         causal = shape == "causal"
-        out = bare_operator(query, key, value, request.scaling, causal=causal, dropout=request.dropout)
+        out = bare_operator(query, key, value, call.scaling, causal=causal, dropout=call.dropout)
     elif simple and shape == "suffix" and structure.q_len == 1:
         stop = structure.offset() + 1
-        out = masked_call(request, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
+        out = masked_call(call, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
     else:
         mask = structure.visible(device=query.device)
-        if request.bias is not None:
-            mask = added(request.bias, query).masked_fill(~mask, float("-inf"))
-        out = masked_call(request, query, key, value, mask, bare_operator)
+        if call.bias is not None:
+            mask = added(call.bias, query).masked_fill(~mask, float("-inf"))
+        out = masked_call(call, query, key, value, mask, bare_operator)
     return AttentionResult(out.transpose(1, 2))
 
 
-def way_of(kind: CallSpec) -> Way:
+def way_of(kind: CallKind) -> Way:
     """How calls of a kind are served outside of graphs."""
     one_product = kind.shape in ("full", "causal")
     if kind.features & (BIAS | SOFTCAP | SINKS) or (kind.features & DROPOUT and not one_product):
@@ -86,52 +86,52 @@ def way_of(kind: CallSpec) -> Way:
     return _over_runs(walks_runs(kind.device, kind.dtype, kind.head_dim, kind.head_dim_v))
 
 
-def _full(request: AttentionRequest) -> Tensor:
-    query, key, value = request.query, request.key, request.value
-    return operator(query, key, value, request.scaling, dropout=request.dropout).transpose(1, 2)
+def _full(call: AttentionCall) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    return operator(query, key, value, call.scaling, dropout=call.dropout).transpose(1, 2)
 
 
-def _causal(request: AttentionRequest) -> Tensor:
-    query, key, value = request.query, request.key, request.value
-    return operator(query, key, value, request.scaling, causal=True, dropout=request.dropout).transpose(1, 2)
+def _causal(call: AttentionCall) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    return operator(query, key, value, call.scaling, causal=True, dropout=call.dropout).transpose(1, 2)
 
 
-def _step(kind: CallSpec) -> Way:
+def _step(kind: CallKind) -> Way:
     """One query: the operator's own CUDA kernels split the keys among programs and read grouped heads once."""
     flash, cpu = steps_by_flash(kind), kind.device.type == "cpu"
     folds = cpu and not (kind.groups == 1 and kind.dtype == torch.float32)
 
-    def step(request: AttentionRequest) -> Tensor | None:
-        query, key, value, structure = request.query, request.key, request.value, request.structure
+    def step(call: AttentionCall) -> Tensor | None:
+        query, key, value, structure = call.query, call.key, call.value, call.structure
         kv_len = structure.kv_len
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
         if stop < 1:
             return None
         if folds and stop > SHORT_KEYS:
-            return attend_few(request)
+            return attend_few(call)
         if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
         if flash and torch.backends.cuda.flash_sdp_enabled():  # the user may have switched it off
             query, key, value = dense_last(query), dense_last(key), dense_last(value)
-            scale = request.scaling
+            scale = call.scaling
             out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
             return out.transpose(1, 2)
-        return operator(query, key, value, request.scaling).transpose(1, 2)
+        return operator(query, key, value, call.scaling).transpose(1, 2)
 
     return step
 
 
-def _masked(request: AttentionRequest) -> Tensor:
-    query = request.query
-    mask = request.structure.derived(additive_mask, query.dtype, query.device)
-    return operator(query, request.key, request.value, request.scaling, mask).transpose(1, 2)
+def _masked(call: AttentionCall) -> Tensor:
+    query = call.query
+    mask = call.structure.cached(additive_mask, query.dtype, query.device)
+    return operator(query, call.key, call.value, call.scaling, mask).transpose(1, 2)
 
 
 def _over_runs(fused: bool) -> Way:
-    def runs(request: AttentionRequest) -> Tensor | None:
-        layout = layout_for(request.structure, request.query.device)
+    def runs(call: AttentionCall) -> Tensor | None:
+        layout = layout_for(call.structure, call.query.device)
         if layout is None or not (fused or layout.rule <= FROM_FIRST):
             return None
-        return packed_attention(request.query, request.key, request.value, layout, request.scaling)
+        return packed_attention(call.query, call.key, call.value, layout, call.scaling)
 
     return runs

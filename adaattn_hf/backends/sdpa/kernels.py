@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention.kind import CallSpec
+from ...attention.kind import CallKind
 from ..capability import capability
 
 VECTOR_KEYS = 16
@@ -101,7 +101,7 @@ def _cudnn_comes_first(index: int | None) -> bool:
     return flash and device is not None and device.sm in ((9, 0), (10, 0))
 
 
-def steps_by_flash(kind: CallSpec) -> bool:
+def steps_by_flash(kind: CallKind) -> bool:
     """Whether a decode step goes to torch's flash kernel by name.
 
     Left to itself torch takes cuDNN on datacentre devices, which plans a kernel for every number of keys that it has

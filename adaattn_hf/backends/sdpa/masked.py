@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention.request import AttentionRequest, narrowed
+from ...attention.call import AttentionCall, narrowed
 from ...attention.softmax import softmax_parts, weighted
-from ...attention.structure import CallStructure
-from ..base import nothing_seen
+from ...attention.structure import MaskStructure
+from ..base import zero_output
 from .kernels import additive, operator
 
 # Sizes of bands, measured on two AVX-512 cores.
@@ -26,7 +26,7 @@ KEPT_BYTES = 1 << 28
 """Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
 
 
-def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
+def additive_mask(structure: MaskStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`."""
     return additive(structure.visible(device=device), dtype)
 
@@ -38,12 +38,12 @@ def added(bias: Tensor, query: Tensor) -> Tensor:
 
 
 def masked_call(
-    request: AttentionRequest,
+    call: AttentionCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    call: Callable[..., Tensor] = operator,
+    kernel: Callable[..., Tensor] = operator,
 ) -> Tensor:
     """One call, `[batch, heads, q_len, head_dim_v]`; a single query takes its group's heads as rows on processors.
 
@@ -51,25 +51,25 @@ def masked_call(
     """
     batch, heads, q_len, _ = query.shape
     groups = heads // key.shape[1]
-    if request.softcap is not None or request.sink_logits is not None:
-        return _written_out(request, query, key, value, mask)
+    if call.softcap is not None or call.sink_logits is not None:
+        return _written_out(call, query, key, value, mask)
     # a CUDA device shares work out by heads: folded into rows, they would leave most of it idle
     folded = groups > 1 and q_len == 1 and (mask is None or mask.shape[1] == 1) and not query.is_cuda
     if folded:
         query = query.reshape(batch, heads // groups, groups, -1)
-    out = call(query, key, value, request.scaling, mask, dropout=request.dropout)
+    out = kernel(query, key, value, call.scaling, mask, dropout=call.dropout)
     return out.reshape(batch, heads, 1, value.shape[3]) if folded else out
 
 
-def _written_out(request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _written_out(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
     # the matrix units of a device compute many times as fast.
     own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
     weights, _, _ = softmax_parts(
-        query, key, request.scaling,
-        softcap=request.softcap, sinks=request.sink_logits, mask=mask, work=query.dtype if own else None,
+        query, key, call.scaling,
+        softcap=call.softcap, sinks=call.sink_logits, mask=mask, work=query.dtype if own else None,
     )  # fmt: skip
-    return weighted(weights, value, request.dropout)
+    return weighted(weights, value, call.dropout)
 
 
 class Band(NamedTuple):
@@ -92,32 +92,32 @@ class Band(NamedTuple):
     count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs
 
 
-def in_bands(request: AttentionRequest) -> Tensor:
+def in_bands(call: AttentionCall) -> Tensor:
     """Attention under any settled structure, `[batch, q_len, heads, head_dim_v]`, without a tensor of all scores."""
-    query, bias, structure = request.query, request.bias, request.structure
+    query, bias, structure = call.query, call.bias, call.structure
     seen = structure.kv_len if structure.window is None else min(structure.kv_len, structure.window)
     rows = BAND_ROWS // (1 if structure.plain else structure.batch)
-    if request.softcap is not None or request.sink_logits is not None or (bias is not None and bias.requires_grad):
+    if call.softcap is not None or call.sink_logits is not None or (bias is not None and bias.requires_grad):
         rows = min(rows, SCORES // (query.shape[0] * query.shape[1] * seen))  # no kernel spares them
     rows = max(LEAST_ROWS, rows)
     # masks are made once for all layers, unless that would take too much memory
     heads = 1 if structure.mask is None else structure.mask.shape[1]
     kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= KEPT_BYTES
     asked = rows if structure.window is None else min(rows, WINDOW_ROWS), query.dtype, query.device
-    bands = structure.derived(_all_bands, *asked) if kept else _bands(structure, *asked)
-    pieces = [piece for band in bands for piece in _pieces(band, request)]
+    bands = structure.cached(_all_bands, *asked) if kept else _bands(structure, *asked)
+    pieces = [piece for band in bands for piece in _pieces(band, call)]
     if all(piece is None for _, piece in pieces):
-        return nothing_seen(request).out
-    size = request.value.shape[3]
+        return zero_output(call).out
+    size = call.value.shape[3]
     whole = [query.new_zeros(*query.shape[:2], n, size) if piece is None else piece for n, piece in pieces]
     return torch.cat(whole, dim=2).transpose(1, 2)
 
 
-def _all_bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device) -> tuple[Band, ...]:
+def _all_bands(structure: MaskStructure, step: int, dtype: torch.dtype, device: torch.device) -> tuple[Band, ...]:
     return tuple(_bands(structure, step, dtype, device))
 
 
-def _bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device) -> Iterator[Band]:
+def _bands(structure: MaskStructure, step: int, dtype: torch.dtype, device: torch.device) -> Iterator[Band]:
     """The bands of a structure; equal neighbours, as those of a window, are one with a count."""
     before: Band | None = None
     place: tuple[int, int, int, int] | None = None
@@ -140,7 +140,7 @@ def _bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torc
         yield before
 
 
-def _reach(structure: CallStructure, start: int, rows: int) -> tuple[int, int, int]:
+def _reach(structure: MaskStructure, start: int, rows: int) -> tuple[int, int, int]:
     """First key that one of some rows may see, the one behind the last, and the number of sinks in front of these."""
     low, high = 0, structure.kv_len
     if structure.spans is not None or not structure.one_offset:  # spans: whatever the other rules say
@@ -160,7 +160,7 @@ def _reach(structure: CallStructure, start: int, rows: int) -> tuple[int, int, i
 
 
 def _mask_of_place(
-    structure: CallStructure, rows: int, keys: int, offset: int, sinks: int, dtype: torch.dtype, device: torch.device
+    structure: MaskStructure, rows: int, keys: int, offset: int, sinks: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """The mask of a band whose first query stands at one of its keys; None where all keys are seen."""
     own = structure.with_changes(
@@ -173,34 +173,34 @@ def _mask_of_place(
     return additive(visible.to(device, non_blocking=True), dtype)
 
 
-def _pieces(band: Band, request: AttentionRequest) -> Iterator[tuple[int, Tensor | None]]:
+def _pieces(band: Band, call: AttentionCall) -> Iterator[tuple[int, Tensor | None]]:
     if not band.sinks + band.keys:
         yield band.rows * band.count, None
     elif band.count == 1:
-        yield band.rows, _one_band(band, request)
-    elif request.bias is None:
-        yield band.rows * band.count, _repeated_band(band, request)
+        yield band.rows, _one_band(band, call)
+    elif call.bias is None:
+        yield band.rows * band.count, _repeated_band(band, call)
     else:
         for away in range(0, band.count * band.rows, band.rows):
-            yield band.rows, _one_band(band._replace(start=band.start + away, low=band.low + away), request)
+            yield band.rows, _one_band(band._replace(start=band.start + away, low=band.low + away), call)
 
 
-def _one_band(band: Band, request: AttentionRequest) -> Tensor:
+def _one_band(band: Band, call: AttentionCall) -> Tensor:
     def among_keys(t: Tensor, dim: int) -> Tensor:
         own = t.narrow(dim, band.low, band.keys)
         return torch.cat([t.narrow(dim, 0, band.sinks), own], dim) if band.sinks else own
 
-    query = request.query.narrow(2, band.start, band.rows)
-    mask, bias = band.mask, request.bias
+    query = call.query.narrow(2, band.start, band.rows)
+    mask, bias = band.mask, call.bias
     if bias is not None:
         bias = bias if bias.shape[2] == 1 else bias.narrow(2, band.start, band.rows)
         bias = added(bias if bias.shape[3] == 1 else among_keys(bias, 3), query)
         bias = bias.expand(-1, -1, band.rows, band.sinks + band.keys)
         mask = bias if mask is None else bias + mask
-    return masked_call(request, query, among_keys(request.key, 2), among_keys(request.value, 2), mask)
+    return masked_call(call, query, among_keys(call.key, 2), among_keys(call.value, 2), mask)
 
 
-def _repeated_band(band: Band, request: AttentionRequest) -> Tensor:
+def _repeated_band(band: Band, call: AttentionCall) -> Tensor:
     """One call per batch row, in which the repetitions are the batch: overlapping views of the row's keys."""
 
     def views(t: Tensor, start: int, length: int) -> Tensor:
@@ -208,9 +208,9 @@ def _repeated_band(band: Band, request: AttentionRequest) -> Tensor:
         return own.unfold(1, length, band.rows).permute(1, 0, 3, 2)
 
     rows = []
-    for query, key, value in zip(request.query, request.key, request.value, strict=True):
+    for query, key, value in zip(call.query, call.key, call.value, strict=True):
         out = masked_call(
-            request,
+            call,
             views(query, band.start, band.rows),
             views(key, band.low, band.keys),
             views(value, band.low, band.keys),

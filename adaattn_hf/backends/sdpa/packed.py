@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from ...attention.packing import FROM_FIRST, FULL, TO_LAST, Packed, pack, tokens_of
-from ...attention.structure import CallStructure, Segment
+from ...attention.structure import MaskStructure, Segment
 from ..capability import capability
 from .kernels import operator, repeated, suits_efficient, wants_gradient
 
 
-def layout_for(structure: CallStructure, device: torch.device) -> Packed | None:
+def layout_for(structure: MaskStructure, device: torch.device) -> Packed | None:
     """The layout of a structure's runs, None where it is not made of such; found once per forward pass."""
-    return structure.derived(_layout, device)
+    return structure.cached(_layout, device)
 
 
-def _layout(structure: CallStructure, device: torch.device) -> Packed | None:
+def _layout(structure: MaskStructure, device: torch.device) -> Packed | None:
     if structure.windowed:
         return None
     segments, keys = structure.segments(), None
@@ -35,7 +35,7 @@ def _layout(structure: CallStructure, device: torch.device) -> Packed | None:
 
 
 @torch.inference_mode(False)  # as `pack`
-def _without_holes(structure: CallStructure, device: torch.device) -> tuple[tuple[Segment, ...], Tensor | None]:
+def _without_holes(structure: MaskStructure, device: torch.device) -> tuple[tuple[Segment, ...], Tensor | None]:
     """One run per batch row of padding with holes, and the places of its keys; none where order matters.
 
     A causal query that is padding stands between real ones, at no place among real keys.
@@ -48,7 +48,7 @@ def _without_holes(structure: CallStructure, device: torch.device) -> tuple[tupl
     return tuple(segments), real.flatten().nonzero().squeeze(1).to(device)
 
 
-def _rule(structure: CallStructure, segments: Sequence[Segment]) -> int | None:
+def _rule(structure: MaskStructure, segments: Sequence[Segment]) -> int | None:
     if not structure.causal:
         return FULL
     if all(s.offset == 0 for s in segments):

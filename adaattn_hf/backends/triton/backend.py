@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...attention.call import AttentionResult
 from ...attention.kind import (
     COMPILING,
     GRAD,
@@ -22,9 +23,8 @@ from ...attention.kind import (
     SOFTCAP,
     STORED,
     WINDOW,
-    CallSpec,
+    CallKind,
 )
-from ...attention.request import AttentionResult
 from ..base import Backend, Kernel, Supports, installed
 from .ops import traced_step
 
@@ -53,7 +53,7 @@ class TritonBackend(Backend):
         """The package is looked for without being imported, and what it builds its launchers with."""
         return cannot_build() if installed("triton") else ("triton is not installed",)
 
-    def refusals(self, kind: CallSpec) -> tuple[str, ...]:
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What the kernels cannot compute."""
         from ..capability import capability  # only of CUDA: registering names does not ask for devices
         from .tiling import LEAST_SM, refusals
@@ -92,7 +92,7 @@ class TritonBackend(Backend):
             reasons += refusals(kind, facts.shared_memory)
         return tuple(reasons)
 
-    def specialised(self, kind: CallSpec) -> bool:
+    def specialised(self, kind: CallKind) -> bool:
         """Whether heavy calls of this kind run on the kernel for Hopper, if their tensors lie as models make them."""
         from ..capability import capability
         from .tiling import warps_of
@@ -108,10 +108,10 @@ class TritonBackend(Backend):
         served = plain and warps_of(kind.head_dim, kind.groups, windows) is not None
         return served and device_facts(torch.device("cuda", index)).specialised
 
-    def kernel(self, kind: CallSpec, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One launch over all segments; few queries share the keys among many programs."""
         if kind.compiling:
-            return lambda request: AttentionResult(traced_step(request))
+            return lambda call: AttentionResult(traced_step(call))
         if kind.needs_grad:
             from .backward import attend_with_gradients
 
@@ -125,7 +125,7 @@ class TritonBackend(Backend):
 
         bits = 0 if kind.stored is None else BITS[kind.stored]
         constants = constants_of(kind.groups, kind.head_dim, kind.head_dim_v, kind.dtype, bits, kind.device)
-        return lambda request: attend_step(request, constants)
+        return lambda call: attend_step(call, constants)
 
 
 def cannot_build() -> tuple[str, ...]:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention.call import AttentionCall, AttentionResult
 from ...attention.gradients import first_order
 from ...attention.heads import head_windows
-from ...attention.request import AttentionRequest, AttentionResult
 from ..base import derived_on
 from .forward import attend_forward
 from .launch import Launcher, aligned, descriptor_of, device_facts
@@ -218,25 +218,25 @@ def of_queries(  # type: ignore[no-untyped-def]
     )
 
 
-def attend_with_gradients(request: AttentionRequest) -> AttentionResult:
+def attend_with_gradients(call: AttentionCall) -> AttentionResult:
     """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
-    if request.scaling <= 0:
+    if call.scaling <= 0:
         # the kernels divide by it, and take the largest score by the largest product
-        query = -request.query if request.scaling else request.query * 0
-        request = replace(request, query=query, scaling=-request.scaling or 1.0)
-    tensors = request.query, request.key, request.value, request.sink_logits
-    out, lse = _Attention.apply(*tensors, request)  # type: ignore[no-untyped-call]
-    return AttentionResult(out, lse if request.need_lse else None)
+        query = -call.query if call.scaling else call.query * 0
+        call = replace(call, query=query, scaling=-call.scaling or 1.0)
+    tensors = call.query, call.key, call.value, call.sink_logits
+    out, lse = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
+    return AttentionResult(out, lse if call.need_lse else None)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *asked: Any) -> tuple[Tensor, Tensor | None]:
-        *tensors, request = asked
-        out, lse = attend_forward(request, keep_lse=True)
+        *tensors, call = asked
+        out, lse = attend_forward(call, keep_lse=True)
         ctx.save_for_backward(*tensors, out, lse)
-        windows = head_windows(request.structure, request.per_head, request.key.shape[1])
-        ctx.call = request.structure, request.scaling, request.softcap, windows
+        windows = head_windows(call.structure, call.per_head, call.key.shape[1])
+        ctx.parts = call.structure, call.scaling, call.softcap, windows
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -244,7 +244,7 @@ class _Attention(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
-        structure, scaling, softcap, windows = ctx.call
+        structure, scaling, softcap, windows = ctx.parts
         grad = torch.zeros_like(out) if grad is None else grad
         batch, heads, q_len, dim = query.shape
         kv_heads, kv_len, dim_v = key.shape[1], key.shape[2], value.shape[3]

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention.call import AttentionCall, AttentionResult
 from ...attention.heads import ALL, HeadWindows, head_windows
-from ...attention.request import AttentionRequest, AttentionResult
-from ...attention.structure import CallStructure
+from ...attention.structure import MaskStructure
 from ..base import derived_on
 from .launch import Launcher, aligned, descriptor_of, device_facts
 from .tables import Cut, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
@@ -141,18 +141,18 @@ class Part(NamedTuple):
     specialised: bool = False
 
 
-def attend_forward(request: AttentionRequest, keep_lse: bool = False) -> AttentionResult:
+def attend_forward(call: AttentionCall, keep_lse: bool = False) -> AttentionResult:
     """Attention of many queries, in one launch over all runs and heads, or two.
 
     `keep_lse` makes the log-sum-exp for the backward pass.
     """
-    query, key, value, structure = request.query, request.key, request.value, request.structure
-    windows = head_windows(structure, request.per_head, key.shape[1])
-    scaling, softcap, sink = request.scaling, request.softcap, request.sink_logits
+    query, key, value, structure = call.query, call.key, call.value, call.structure
+    windows = head_windows(structure, call.per_head, key.shape[1])
+    scaling, softcap, sink = call.scaling, call.softcap, call.sink_logits
     if scaling < 0:
         query, scaling = -query, -scaling  # the kernels take the largest score by the largest product
     batch, heads, q_len, dim = query.shape
-    dim_v, with_lse = value.shape[3], request.need_lse or keep_lse
+    dim_v, with_lse = value.shape[3], call.need_lse or keep_lse
     out = query.new_empty((batch, q_len, heads, dim_v))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
     shape = Shape(heads, key.shape[1], dim, dim_v, query.dtype, softcap is not None, sink is not None, with_lse)
@@ -189,7 +189,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
 
 
 def find_parts(
-    structure: CallStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, on_hopper: bool
+    structure: MaskStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, on_hopper: bool
 ) -> tuple[Part, ...]:
     """The launches of all calls of a shape over a structure; one that is not made of runs is refused.
 
@@ -210,7 +210,7 @@ def _is_heavy(shape: Shape, pairs: int) -> bool:
 
 
 def _plain_part(
-    structure: CallStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, heavy: bool, cut: Cut
+    structure: MaskStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, heavy: bool, cut: Cut
 ) -> tuple[Part, ...]:
     """The launch of the kernel for all devices over the runs of a cut; none where there are no queries."""
     pad, pad_v = padded(shape.dim), padded(shape.dim_v)
@@ -234,7 +234,7 @@ def _plain_part(
 
 
 def _parts_on_hopper(
-    structure: CallStructure, device: torch.device, shape: Shape, windows: HeadWindows | None
+    structure: MaskStructure, device: torch.device, shape: Shape, windows: HeadWindows | None
 ) -> tuple[Part, ...]:
     """The launch of the kernel for Hopper, and one for runs of fewer keys than a tile; empty where it does not pay.
 
@@ -245,7 +245,7 @@ def _parts_on_hopper(
     if warps is None:
         return ()
     keys = warps.part
-    runs = structure.derived(runs_of, keys)
+    runs = structure.cached(runs_of, keys)
     pairs, queries = pairs_seen(structure, every, keys), sum(run.q_len for run in runs) * shape.kv_heads
     # as many programs as are resident at once compute all items, which hides how each begins and ends
     programs = device_facts(device).processors
@@ -263,6 +263,6 @@ def _parts_on_hopper(
         "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
     part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64), True)
-    if not structure.derived(runs_of, keys, True):
+    if not structure.cached(runs_of, keys, True):
         return (part,)
     return (part, *_plain_part(structure, device, shape, windows, False, Cut("queries", 0, keys, short=True)))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...attention.call import AttentionCall, head_dim_of
 from ...attention.kind import format_of
-from ...attention.request import AttentionRequest, head_dim_of
-from ...attention.structure import OPERANDS, CallStructure
+from ...attention.structure import OPERANDS, MaskStructure
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadWindows
@@ -40,16 +40,14 @@ def step_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     from .step import attend_step, constants_of
 
     sink_logits, scaling, softcap, windows, until, key_scale, value_scale, mean, first, *operands = inputs
-    structure = CallStructure.of_operands(query, key, *operands)
+    structure = MaskStructure.of_operands(query, key, *operands)
     stored = None if key_scale is None else StoredKV(key_scale, value_scale, mean, first)
-    request = AttentionRequest(
-        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, stored=stored
-    )
+    call = AttentionCall(query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, stored=stored)
     pairs = None if windows is None else tuple(zip(windows[::2], windows[1::2], strict=True))
     bits = 0 if stored is None else BITS[format_of(value.dtype)]
     groups = query.shape[1] // key.shape[1]
     constants = constants_of(groups, query.shape[3], head_dim_of(value), query.dtype, bits, query.device)
-    return attend_step(request, constants, pairs, graph=True, until=until).out
+    return attend_step(call, constants, pairs, graph=True, until=until).out
 
 
 @step_op.register_fake
@@ -66,21 +64,21 @@ def _make_window_table(windows: HeadWindows, device: torch.device) -> bool:
     return window_table(windows, device).numel() > 0
 
 
-def traced_step(request: AttentionRequest) -> Tensor:
+def traced_step(call: AttentionCall) -> Tensor:
     """The step as one operator, for a graph that is being traced."""
-    query, key, value, structure = request.query, request.key, request.value, request.structure
+    query, key, value, structure = call.query, call.key, call.value, call.structure
     windows: list[int] | None = None
     until = None
-    if request.per_head is not None:
+    if call.per_head is not None:
         from ...attention.heads import windows_and_reach
 
-        pairs, reach = windows_and_reach(structure, request.per_head)
+        pairs, reach = windows_and_reach(structure, call.per_head)
         if reach < structure.kv_len:
-            until = request.per_head.until
+            until = call.per_head.until
             _make_window_table(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
-    asked = request.sink_logits, request.scaling, request.softcap, windows, until
-    stored = request.stored
+    asked = call.sink_logits, call.scaling, call.softcap, windows, until
+    stored = call.stored
     record: tuple[Tensor | None, ...] = (None, None, None, None)
     if stored is not None:
         record = stored.key_scale, stored.value_scale, stored.key_mean, stored.first_key

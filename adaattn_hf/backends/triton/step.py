@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.call import AttentionCall, AttentionResult
 from ...attention.heads import ALL, HeadWindows, head_windows
-from ...attention.request import AttentionRequest, AttentionResult
-from ...attention.structure import CallStructure
+from ...attention.structure import MaskStructure
 from ..base import capturing, derived_on
 from .codes import decode_codes
 from .decode import combine, decode
@@ -54,7 +54,7 @@ def constants_of(
 
 
 def attend_step(
-    request: AttentionRequest,
+    call: AttentionCall,
     constants: dict[str, Any],
     windows: HeadWindows | None = None,
     graph: bool = False,
@@ -66,12 +66,12 @@ def attend_step(
     rules and the structure where none are given. Nothing may be kept in the memory of a traced `graph`, and nothing but
     padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no end.
     """
-    query, key, value, structure = request.query, request.key, request.value, request.structure
-    stored, softcap, sink = request.stored, request.softcap, request.sink_logits
+    query, key, value, structure = call.query, call.key, call.value, call.structure
+    stored, softcap, sink = call.stored, call.softcap, call.sink_logits
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], constants["DIM_V"]
     offset, device = structure.q_offset, query.device
-    windows = windows or head_windows(structure, request.per_head, kv_heads)
+    windows = windows or head_windows(structure, call.per_head, kv_heads)
     if stored is not None:
         stored.check_device(device)
     if graph:
@@ -81,7 +81,7 @@ def attend_step(
         rows, real, covered, sequences = _rows(structure, device)
     out = (torch.empty if covered else torch.zeros)((batch, 1, heads, value_dim), dtype=query.dtype, device=device)
     lse = None
-    if request.need_lse:
+    if call.need_lse:
         lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
         if not covered:
             lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[None, :, None])
@@ -96,7 +96,7 @@ def attend_step(
     least = max(constants["BLOCK_N"], _LEAST_KEYS)
     spans: Spans = ((-(-kv_len // least), sequences),)
     if rows is not None and real is None:
-        spans = structure.derived(_spans_of_runs, least)
+        spans = structure.cached(_spans_of_runs, least)
     most, span = split(windows, kv_heads, spans, waves * processors, least, until is not None)
     last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
     part, done = _scratch(
@@ -116,7 +116,7 @@ def attend_step(
         done if real is None else real, done if rules is None else rules,
         strides[0][0], strides[0][1], strides[0][3], *strides[1], *strides[2],
         kv_len, offset if moving is None else 0, kv_heads, most, span, window, sinks,
-        ALL if until is None else until, scale_of(request.scaling, softcap), float(softcap or 0.0),
+        ALL if until is None else until, scale_of(call.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
     constants = {
         **constants, "CAUSAL": structure.causal, "WINDOW": windows is not None, "PER_HEAD": per_head,
@@ -157,7 +157,7 @@ def attend_step(
     return AttentionResult(out, lse)
 
 
-def _spans_of_runs(structure: CallStructure, least: int) -> Spans:
+def _spans_of_runs(structure: MaskStructure, least: int) -> Spans:
     return tuple(sorted(Counter(-(-run.k_len // least) for run in structure.segments() or ()).items()))
 
 
@@ -214,7 +214,7 @@ def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tup
     return part, done
 
 
-def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None, Tensor | None, bool, int]:
+def _rows(structure: MaskStructure, device: torch.device) -> tuple[Tensor | None, Tensor | None, bool, int]:
     """Sequences `[n, 4]` or None for whole batch rows, which keys are real, whether all rows are covered, how many."""
     if structure.kind == "irregular":
         raise ValueError("structure: a dense mask, expected runs; use the sdpa backend")
@@ -229,14 +229,14 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
     return rows, None, len(segments) == structure.batch, len(segments)
 
 
-def _rows_of_runs(structure: CallStructure, device: torch.device) -> Tensor:
+def _rows_of_runs(structure: MaskStructure, device: torch.device) -> Tensor:
     """Batch row, first key, number of keys and offset of each run."""
     rows = [(run.row, run.k_start, run.k_len, run.offset) for run in structure.segments() or ()]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
     return table.to(device, non_blocking=True)
 
 
-def _rows_of_padding(structure: CallStructure, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rows_of_padding(structure: MaskStructure, device: torch.device) -> tuple[Tensor, Tensor]:
     """The same of padded batch rows, up to their last real key, and the padding; made on the device."""
     padding = structure.key_padding
     assert padding is not None

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.heads import HeadWindows
-from ...attention.structure import CallStructure, Segment
+from ...attention.structure import MaskStructure, Segment
 from ..base import derived_on
 from .launch import Launcher
 from .tiling import Warps
@@ -213,7 +213,7 @@ def ends_with_tiles(run: Segment, columns: int, kv_len: int) -> bool:
     return run.k_len % columns == 0 or run.k_start + run.k_len == kv_len
 
 
-def silent_runs(structure: CallStructure) -> list[Segment]:
+def silent_runs(structure: MaskStructure) -> list[Segment]:
     """The runs of queries between all segments and around them: they see no key, and stand before the first."""
     found, n = [], structure.q_len
     taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
@@ -226,9 +226,9 @@ def silent_runs(structure: CallStructure) -> list[Segment]:
     return found
 
 
-def runs_of(structure: CallStructure, least: int = 0, short: bool = False) -> tuple[Segment, ...]:
+def runs_of(structure: MaskStructure, least: int = 0, short: bool = False) -> tuple[Segment, ...]:
     """The runs that a `Cut` is of; those without keys belong to the short ones where there are any."""
-    segments, silent = structure.segments() or (), structure.derived(silent_runs)
+    segments, silent = structure.segments() or (), structure.cached(silent_runs)
     if not least:
         return (*segments, *silent)
     parts: tuple[list[Segment], list[Segment]] = ([], [])
@@ -238,7 +238,7 @@ def runs_of(structure: CallStructure, least: int = 0, short: bool = False) -> tu
     return tuple(parts[short])
 
 
-def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -> int:
+def pairs_seen(structure: MaskStructure, windows: HeadWindows, least: int = 0) -> int:
     """Pairs of queries and keys that key/value heads with these windows see, of the runs that `runs_of` says.
 
     Of windows that look both ways it counts no end of a run.
@@ -249,7 +249,7 @@ def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -
 
     total = 0
     for (window, sinks), heads in Counter(windows).items():
-        for run in structure.derived(runs_of, least):
+        for run in structure.cached(runs_of, least):
             if structure.causal:
                 # a query at p sees keys from 0 to p, less those before its window, of which sinks stay
                 behind = (0, run.k_len, window + sinks, window + run.k_len)
@@ -264,9 +264,9 @@ def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -
 # The kernels' tensors are made here, and lengths are not compiled in: constants alone tell variants, all of kind ().
 
 
-def find_runs(structure: CallStructure, device: torch.device, least: int, short: bool) -> Tensor:
+def find_runs(structure: MaskStructure, device: torch.device, least: int, short: bool) -> Tensor:
     """int32 `[runs, 6]`, as kernels take them; those of a structure without tensors are not copied from the host."""
-    runs = structure.derived(runs_of, least, short)
+    runs = structure.cached(runs_of, least, short)
     if structure.plain and len(runs) == structure.batch:
         table = torch.empty((structure.batch, 6), dtype=torch.int32, device=device)
         repeat_run((structure.batch,), (table, *runs[0][1:]), {}, ())
@@ -275,13 +275,13 @@ def find_runs(structure: CallStructure, device: torch.device, least: int, short:
     return table.to(device, non_blocking=True)
 
 
-def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor]:
+def find_blocks(structure: MaskStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor]:
     """Runs, and int32 `[blocks, 3]`: run, first row in that and class of work of each of their blocks.
 
     Windows are left out: of each head those with most to do have most under any window, or as much as all others.
     """
     lengths = 2 if cut.of == "queries" else 4
-    count = sum(-(-run[lengths] // cut.block) for run in structure.derived(runs_of, cut.least, cut.short))
+    count = sum(-(-run[lengths] // cut.block) for run in structure.cached(runs_of, cut.least, cut.short))
     runs = derived_on(structure, device, find_runs, cut.least, cut.short)
     blocks = runs.new_empty((count, 3))
     if count:
@@ -293,7 +293,7 @@ def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tup
     return runs, blocks
 
 
-def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_heads: int) -> tuple[Tensor, Tensor]:
+def find_entries(structure: MaskStructure, device: torch.device, cut: Cut, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Runs, and int32 `[entries, 3]`: run, first row and key/value head of each block, those with most to do first."""
     runs, blocks = derived_on(structure, device, find_blocks, cut)
     count = len(blocks)
@@ -305,7 +305,7 @@ def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_he
 
 
 def find_items(
-    structure: CallStructure, device: torch.device, warps: Warps, windows: HeadWindows, most: int
+    structure: MaskStructure, device: torch.device, warps: Warps, windows: HeadWindows, most: int
 ) -> tuple[Tensor, Tensor, int]:
     """Runs, the table of items that `deal_items` makes, and for how many programs, `most` if there are so many items.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...attention.kind import CallSpec
+from ...attention.kind import CallKind
 from ...attention.stored import BITS
 
 LEAST_SM = (8, 0)
@@ -111,7 +111,7 @@ def fitting_tile(kernel: str, width: int, memory: int, rows: int = 16) -> Tile:
     return tile
 
 
-def refusals(kind: CallSpec, memory: int) -> list[str]:
+def refusals(kind: CallKind, memory: int) -> list[str]:
     """What a call launches that does not fit a device whose programs may have so much shared memory."""
     kernels: tuple[str, ...] = ("forward", "forward of windows")
     if kind.needs_grad:

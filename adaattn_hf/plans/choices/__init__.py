@@ -1,7 +1,7 @@
 """The choices of a plan, one file a kind."""
 
 from .base import EXACT, Choice
-from .part import KINDS, PRECISE_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
+from .part import KINDS, MIN_PREFILL_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
 from .precision import Precision
 from .rank import Rank
 from .window import Window
@@ -9,7 +9,7 @@ from .window import Window
 __all__ = [
     "EXACT",
     "KINDS",
-    "PRECISE_ROWS",
+    "MIN_PREFILL_ROWS",
     "Choice",
     "Colour",
     "Keys",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.call import AttentionCall, AttentionResult
 from ...backends import select
 from ...errors import unknown
 from ..record import PlanError, checked_keys
@@ -105,39 +105,39 @@ class Choice:
             return self
         return Choice(None, self.operands)
 
-    def over_stored(self) -> Choice | None:
+    def for_quantised_cache(self) -> Choice | None:
         """Returns the choice for a quantised cache, None if a part of it needs unquantised keys."""
-        if any(part.over_stored == "refused" for part in self.parts):
+        if any(part.for_quantised_cache == "refused" for part in self.parts):
             return None
-        return Choice.of(*(part for part in self.parts if part.over_stored == "kept"))
+        return Choice.of(*(part for part in self.parts if part.for_quantised_cache == "kept"))
 
     # ------------------------------------------------------------------ what it computes
-    def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Returns the request of these key/value heads with the operands as they are computed."""
         for part in self.operands:
-            request, layer = part.running(request, heads, layer), part.left(layer)
-        return request
+            call, layer = part.running(call, heads, layer), part.left(layer)
+        return call
 
-    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Returns the request whose exact attention is what the choice computes for these key/value heads.
 
         It may hold a dense mask, and serves tests, `output_attentions` and calibration. The request is of these heads
         alone (`attention.slicing.some_heads`); `heads` are their indices in `layer`.
         """
-        changed = request
+        changed = call
         for part in self.operands:
             changed, layer = part.defined(changed, heads, layer), part.left(layer)
-        return changed if self.keys is None else replace(changed, structure=self.keys.structure(request))
+        return changed if self.keys is None else replace(changed, structure=self.keys.structure(call))
 
     def attend(
-        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors, backend: str | None
+        self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors, backend: str | None
     ) -> AttentionResult:
         """What the choice computes for these key/value heads, in the query's dtype, by a request of its own."""
-        changed = self.running(request, heads, layer)
+        changed = self.running(call, heads, layer)
         if self.keys is not None:  # selected by the request as it came, not by projected or rounded operands
-            changed = replace(changed, structure=self.keys.structure(request))
+            changed = replace(changed, structure=self.keys.structure(call))
         result = select.attend(changed, backend)
-        return AttentionResult(result.out.to(request.query.dtype), result.lse)
+        return AttentionResult(result.out.to(call.query.dtype), result.lse)
 
     # ------------------------------------------------------------------ as data
     def to_dict(self) -> dict[str, Any]:

@@ -15,31 +15,31 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
+from ...attention.call import AttentionCall
 from ...attention.runs import own_rows
-from ...attention.structure import CallStructure
+from ...attention.structure import MaskStructure
 from ..tensors import LayerTensors
 
 Colour = tuple[int, int, int]
 
-PRECISE_ROWS = 16
+MIN_PREFILL_ROWS = 16
 """Sequences of fewer query rows than this are computed in the model's precision: a decode step reads the cache once,
 and rounding it anew would cost more than it saves. It is never less exact."""
 
 
-def few_rows(structure: CallStructure) -> bool | Tensor:
-    """Whether the sequences of a call have fewer than `PRECISE_ROWS` query rows; `[batch or 1, q_len]` where some have.
+def is_decode(structure: MaskStructure) -> bool | Tensor:
+    """Whether sequences of a call have fewer than `MIN_PREFILL_ROWS` query rows; `[batch or 1, q_len]` where some do.
 
     Each sequence counts its own: what else is in the call must not decide how it is rounded.
     """
-    if structure.q_len < PRECISE_ROWS or (structure.key_padding is None and structure.k_segments is None):
-        return structure.q_len < PRECISE_ROWS
-    return structure.derived(_few_rows)
+    if structure.q_len < MIN_PREFILL_ROWS or (structure.key_padding is None and structure.k_segments is None):
+        return structure.q_len < MIN_PREFILL_ROWS
+    return structure.cached(_few_rows)
 
 
-def _few_rows(structure: CallStructure) -> bool | Tensor:
+def _few_rows(structure: MaskStructure) -> bool | Tensor:
     rows = own_rows(structure)
-    few = rows < PRECISE_ROWS
+    few = rows < MIN_PREFILL_ROWS
     kinds = few[rows > 0].unique().tolist()  # where no query is real, none has to be computed
     return few if len(kinds) == 2 else kinds == [True]
 
@@ -66,8 +66,8 @@ class Part(ABC):
         families: Names by which users ask for its candidates.
         by_default: Whether its families are considered when none are named.
         on_cuda: Whether they are so on a GPU, too.
-        over_stored: What happens to it over a quantised cache: `kept`, `dropped` (operands are rounded already), or
-            `refused` if it needs unquantised keys.
+        for_quantised_cache: What happens to it over a quantised cache: `kept`, `dropped` (operands are rounded
+            already), or `refused` if it needs unquantised keys.
     """
 
     name: ClassVar[str]
@@ -75,7 +75,7 @@ class Part(ABC):
     families: ClassVar[tuple[str, ...]]
     by_default: ClassVar[bool] = False
     on_cuda: ClassVar[bool] = True
-    over_stored: ClassVar[str] = "refused"
+    for_quantised_cache: ClassVar[str] = "refused"
 
     @property
     @abstractmethod
@@ -95,7 +95,7 @@ class Part(ABC):
         """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `precision`.
 
         Args:
-            few: Whether sequences have fewer than `PRECISE_ROWS` query rows in the call.
+            few: Whether sequences have fewer than `MIN_PREFILL_ROWS` query rows in the call.
 
         Returns:
             None if `HeadRules` cannot express it; such heads get a request of their own.
@@ -122,7 +122,7 @@ class Keys(Part):
     aspect = "sparsity"
 
     @abstractmethod
-    def structure(self, request: AttentionRequest) -> CallStructure:
+    def structure(self, call: AttentionCall) -> MaskStructure:
         """The definition: the structure of the call with the keys that are left. May build a dense mask."""
 
     @abstractmethod
@@ -148,12 +148,12 @@ class Operands(Part):
     crosses: ClassVar[bool] = True
 
     @abstractmethod
-    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """The definition: the request of these key/value heads with other operands in their own dtype."""
 
-    def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """The same as it runs, in the dtype that it is computed in."""
-        return self.defined(request, heads, layer)
+        return self.defined(call, heads, layer)
 
     def left(self, layer: LayerTensors) -> LayerTensors:
         """The calibrated tensors that still fit the operands behind this part."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
+from ...attention.call import AttentionCall
 from ...attention.rounding import through_dtype, through_int8
 from ...errors import unknown
 from ..record import PlanError
 from ..tensors import LayerTensors
-from .part import Colour, Operands, Setting, few_rows, register
+from .part import Colour, Operands, Setting, is_decode, register
 
 _NAMES = ("bf16", "int8")
 
@@ -22,7 +22,7 @@ _NAMES = ("bf16", "int8")
 @register
 @dataclass(frozen=True)
 class Precision(Operands):
-    """Products in fewer bits (`bf16`, `int8`: see `HeadRules`) of sequences with at least `PRECISE_ROWS` query rows."""
+    """Products in fewer bits (`bf16`, `int8`: see `HeadRules`) of sequences with `MIN_PREFILL_ROWS` query rows."""
 
     precision: str
 
@@ -30,7 +30,7 @@ class Precision(Operands):
     aspect = "precision"
     families = _NAMES
     by_default = True
-    over_stored = "dropped"
+    for_quantised_cache = "dropped"
     blank = "model"
     order = 1
 
@@ -79,33 +79,33 @@ class Precision(Operands):
             return None
         return f"key_mean is {mean.dtype} {shape}, expected floating-point [{kv_heads}, {head_dim or 'head_dim'}]"
 
-    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Queries, keys and values rounded, in their own dtype."""
-        query, key, value = request.query, request.key, request.value
-        if few_rows(request.structure) is True:
-            return request
+        query, key, value = call.query, call.key, call.value
+        if is_decode(call.structure) is True:
+            return call
         if self.precision == "bf16":
             query, key, value = (through_dtype(tensor, torch.bfloat16) for tensor in (query, key, value))
-            return replace(request, query=query, key=key, value=value)
+            return replace(call, query=query, key=key, value=value)
         smooth = through_int8(key)
         if layer.key_mean is not None:
             mean = layer.key_mean[list(heads)].to(key)[None, :, None]
             # Adding the mean back keeps softcapped scores and learned sinks right, which a shift of all scores
             # would move.
             smooth = through_int8(key - mean) + mean
-        return replace(request, query=through_int8(query), key=smooth, value=through_int8(value))
+        return replace(call, query=through_int8(query), key=smooth, value=through_int8(value))
 
-    def running(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Cast where torch computes in it, rounded where it does not."""
-        if self.precision != "bf16" or few_rows(request.structure) is True:
-            return self.defined(request, heads, layer)
+        if self.precision != "bf16" or is_decode(call.structure) is True:
+            return self.defined(call, heads, layer)
         low = torch.bfloat16
         return replace(
-            request,
-            query=request.query.to(low),
-            key=request.key.to(low),
-            value=request.value.to(low),
-            bias=None if request.bias is None else request.bias.to(low),
+            call,
+            query=call.query.to(low),
+            key=call.key.to(low),
+            value=call.value.to(low),
+            bias=None if call.bias is None else call.bias.to(low),
         )
 
     @classmethod

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest
+from ...attention.call import AttentionCall
 from ..record import whole
 from ..tensors import LayerTensors
-from .part import Colour, Operands, Setting, few_rows, register
+from .part import Colour, Operands, Setting, is_decode, register
 
 
 @register
@@ -74,20 +74,20 @@ class Rank(Operands):
                 )
         return None
 
-    def defined(self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors) -> AttentionRequest:
+    def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Queries and keys in the columns that keep most of the scores.
 
         One query, or a few, is folded back to the head's width instead: the same scores without touching the cached
         keys.
         """
-        query, key = request.query, request.key
+        query, key = call.query, call.key
         groups = query.shape[1] // key.shape[1]
         query_basis = torch.stack([layer.query_basis[head][:, : self.rank] for head in heads]).to(query)
         key_basis = torch.stack([layer.key_basis[head][:, : self.rank] for head in heads]).to(query)
-        if few_rows(request.structure) is True:
+        if is_decode(call.structure) is True:
             fold = (query_basis @ key_basis.mT).repeat_interleave(groups, dim=0)
-            return replace(request, query=query @ fold)
-        return replace(request, query=query @ query_basis.repeat_interleave(groups, dim=0), key=key @ key_basis)
+            return replace(call, query=query @ fold)
+        return replace(call, query=query @ query_basis.repeat_interleave(groups, dim=0), key=key @ key_basis)
 
     def left(self, layer: LayerTensors) -> LayerTensors:
         """Mean keys are of the unprojected ones."""

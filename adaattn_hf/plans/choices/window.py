@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.request import AttentionRequest
-from ...attention.structure import CallStructure
+from ...attention.call import AttentionCall
+from ...attention.structure import MaskStructure
 from ..record import whole
 from .part import Colour, Keys, Setting, register
 
@@ -32,7 +32,7 @@ class Window(Keys):
     name = "window"
     families = ("window",)
     by_default = True
-    over_stored = "kept"
+    for_quantised_cache = "kept"
 
     def __post_init__(self) -> None:
         """Refuse extents out of bounds."""
@@ -57,9 +57,9 @@ class Window(Keys):
         """A window with sinks."""
         return {"window": self.window, "sinks": self.sinks}
 
-    def structure(self, request: AttentionRequest) -> CallStructure:
+    def structure(self, call: AttentionCall) -> MaskStructure:
         """The call's structure with this window, never wider than the model's own."""
-        structure = request.structure
+        structure = call.structure
         if structure.window is None:
             return structure.with_changes(window=self.window, sinks=self.sinks)
         return structure if self.idle_beside(structure.window) else structure.with_changes(window=self.window)

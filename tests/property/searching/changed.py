@@ -59,7 +59,7 @@ LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
     "sorted inside": lambda layers, a, b: layers._modules.update({str(a): layers[b], str(b): layers[a]}),
 }  # fmt: skip
 """What is done to a list of layers in two places; what is returned takes its place, if it is a list."""
-HARMLESS = ("nothing", "adapter")
+IGNORED_KEYWORDS = ("nothing", "adapter")
 ASKED_BY_LOAD = ("columns unseen", "settings", "dtype")
 """Changes that no forward pass sees: in the weights' data, or of a model that was loaded anew and is not bound yet."""
 
@@ -234,7 +234,7 @@ def judge(call: Changed) -> str:
     try:
         found = planned(call, model)
     except PlanError as error:
-        if call.change in HARMLESS:
+        if call.change in IGNORED_KEYWORDS:
             raise AssertionError(f"refused, though nothing changed: {error}") from error
         return "refused"
     assert moved < 1e-6, f"served, though the model computes otherwise, by {moved:.2e}"

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support.doors import HUB, door
 from tests.support.malformed import Layer, Shown, refused
@@ -34,7 +34,7 @@ Function = Callable[..., Tensor]
 class Way(Shown):
     """A request, the door and the way that it takes, and what is said beside it."""
 
-    request: AttentionRequest
+    request: AttentionCall
     door: str | None
     form: str  # how the mask is handed over: structure, boolean, additive, none; or made, as `mask`
     way: str  # one of WAYS
@@ -58,9 +58,9 @@ def ways(draw: st.DrawFn) -> Way:
     form = draw(st.sampled_from(["structure", "boolean", "additive"]))
     if said in ("window without mask", "lengths"):
         length = min(request.query.shape[2], request.key.shape[2])
-        plain = CallStructure(1, length, length, causal=True)
+        plain = MaskStructure(1, length, length, causal=True)
         query, key, value = (t[:1, :, :length] for t in (request.query, request.key, request.value))
-        request, form = AttentionRequest(query, key, value, plain, request.scaling), "none"
+        request, form = AttentionCall(query, key, value, plain, request.scaling), "none"
         if said == "lengths":
             starts = sorted({0, *(draw(st.integers(0, length - 1)) for _ in range(2))})
             borders = torch.tensor([*starts, length], dtype=torch.int32)
@@ -89,7 +89,7 @@ def beside_a_cache(draw: st.DrawFn) -> Way:
     length = draw(st.integers(1, min(given.query.shape[2], kv_len - 1)))
     past, said = kv_len - length, draw(st.sampled_from(TOLD))
     window = draw(st.sampled_from([None, None, max(1, kv_len // 2)]))
-    plain = CallStructure(1, length, kv_len, causal=True, q_offset=past, window=window)
+    plain = MaskStructure(1, length, kv_len, causal=True, q_offset=past, window=window)
     starts = sorted({0, *(draw(st.integers(0, length - 1)) for _ in range(2))})
     cu_q = torch.tensor([*starts, length], dtype=torch.int32)
     more = torch.full_like(cu_q, past if said == "the first continues" else 0)
@@ -102,7 +102,7 @@ def beside_a_cache(draw: st.DrawFn) -> Way:
     keys = torch.cat([torch.full((1, past), int(said == "the first continues")), queries], 1)[:, None, None]
     own = plain.with_changes(mask=(queries[:, None, :, None] == keys) | (keys == 0))
     parts = given.query[:1, :, :length], given.key[:1], given.value[:1]
-    request, told = AttentionRequest(*parts, own, given.scaling), {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
+    request, told = AttentionCall(*parts, own, given.scaling), {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
     # in a traced graph nobody reads whether lengths fit
     door, way = draw(st.sampled_from(DOORS)), draw(st.sampled_from(WAYS if said != TOLD[3] else WAYS[:2]))
     return Way(request, door, "made", way, said, told, draw(st.sampled_from(DEFAULTS)), plain)
@@ -119,12 +119,12 @@ def blind(draw: st.DrawFn) -> Way:
         mask = torch.ones(rules.batch, rules.kv_len, dtype=draw(st.sampled_from([torch.bool, torch.int64, dtype])))
         mask[row, : draw(st.integers(0, rules.kv_len))] = 0
         at = rules.kv_len - rules.q_len if rules.q_len > 1 else 0
-        rules = CallStructure(rules.batch, rules.q_len, rules.kv_len, rules.q_len > 1, at, key_padding=mask.bool())
+        rules = MaskStructure(rules.batch, rules.q_len, rules.kv_len, rules.q_len > 1, at, key_padding=mask.bool())
         given: Any = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
         return Way(replace(request, structure=rules), *given, mask)
     seen = rules.visible().expand(rules.batch, -1, -1, -1).clone()
     seen[row, :, rows:] = False
-    whole = CallStructure(rules.batch, rules.q_len, rules.kv_len)
+    whole = MaskStructure(rules.batch, rules.q_len, rules.kv_len)
     if form == "bool":
         mask, request = seen, replace(request, structure=whole.with_changes(mask=seen))
     else:
@@ -143,7 +143,7 @@ def function(call: Way) -> Function:
     request = call.request
     mask: Any = {"made": call.mask, "structure": request.structure}.get(call.form)
     named = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
-    if isinstance(mask, CallStructure):
+    if isinstance(mask, MaskStructure):
         mask = StructuredMask(mask, torch.device("cpu"))
     elif call.form == "made" and mask.dim() == 4 and mask.is_floating_point():
         mask = named.pop("position_bias")
@@ -154,7 +154,7 @@ def function(call: Way) -> Function:
     return lambda *tensors: door(call.door)(Layer(1), *tensors, mask, scaling=request.scaling, **more)[0]
 
 
-def other(request: AttentionRequest) -> AttentionRequest:
+def other(request: AttentionCall) -> AttentionCall:
     source = generator(11)
     drawn = (torch.randn(t.shape, generator=source).to(t.dtype) for t in (request.query, request.key, request.value))
     return replace(request, **dict(zip(("query", "key", "value"), drawn, strict=True)))

@@ -12,8 +12,8 @@ from .patches.plans.bound import BoundPlan, carried_by, checked_layer, unbind
 from .patches.plans.hashes import base_of
 from .patches.plans.layers import running_model
 from .patches.plans.slots import LAYER, PLAN
+from .plans.bound_layer import BoundLayer
 from .plans.plan import Plan, PlanError
-from .plans.program import Program
 from .plans.store import CONFIG_KEY
 
 
@@ -26,12 +26,12 @@ class ConfiguredPlan(BoundPlan):
             super().check_pass(trunk)
 
 
-def layer_by(module: nn.Module, data: Mapping[str, Any]) -> Program | None:
+def layer_by(module: nn.Module, data: Mapping[str, Any]) -> BoundLayer | None:
     """Returns a module's part of the plan in its configuration, None if it is exact; PlanError if it is another's.
 
     Nobody hands the model to a kernel that goes by its name: the first layer that is called binds the plan for all.
     """
-    layer: Program | None = module.__dict__.get(LAYER)
+    layer: BoundLayer | None = module.__dict__.get(LAYER)
     if torch.compiler.is_compiling():
         if LAYER not in module.__dict__:
             raise PlanError("the plan was not read before compiling; call the model once before torch.compile")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention.request import AttentionRequest, check_tensors
-from .attention.structure import CallStructure
+from .attention.call import AttentionCall, check_tensors
+from .attention.structure import MaskStructure
 from .attention.tracing import transform_at_work
 from .backends import select
 from .bind import layer_by
@@ -96,12 +96,12 @@ def flash_attn_forward(
         check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     if attention_mask is None:
         # without a mask stock attention aligns causality to the first key, and a single query stands at the last one
-        structure = CallStructure(batch, q_len, kv_len, causal, kv_len - 1 if q_len == 1 else 0)
+        structure = MaskStructure(batch, q_len, kv_len, causal, kv_len - 1 if q_len == 1 else 0)
     elif attention_mask.dtype.is_floating_point:
-        structure = CallStructure(batch, q_len, kv_len)
+        structure = MaskStructure(batch, q_len, kv_len)
         bias = attention_mask if bias is None else with_bias(attention_mask, bias, query, kv_len)
     elif compiling or transform is not None:
-        structure = CallStructure(batch, q_len, kv_len, mask=attention_mask.bool())
+        structure = MaskStructure(batch, q_len, kv_len, mask=attention_mask.bool())
     else:
         structure = structure_of(attention_mask, batch, kv_len, causal, sliding_window)
     if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
@@ -111,12 +111,12 @@ def flash_attn_forward(
         structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
     structure = with_selected_keys(module, structure, heads, kwargs)
     scaling = (head_dim or 1) ** -0.5 if scaling is None else scaling
-    request = AttentionRequest(
+    request = AttentionCall(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
     request.check()
-    program = None if settings.plan is None else layer_by(module, settings.plan)
-    if program is None:
+    bound_layer = None if settings.plan is None else layer_by(module, settings.plan)
+    if bound_layer is None:
         out = select.attend(request, backend).out
     else:
         if structure.mask is not None or (attention_mask is not None and attention_mask.dtype.is_floating_point):
@@ -125,6 +125,6 @@ def flash_attn_forward(
                 "plan in config.adaattn, which needs to know where sequences start; install adaattn-hf and load the "
                 "model with attn_implementation='adaattn', or remove the plan"
             )
-        out = execute.attend(program, request, backend).out
+        out = execute.attend(bound_layer, request, backend).out
     # AFMoE takes a view of it
     return restored(out, out_dtype), None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention.structure import CallStructure
+from .attention.structure import MaskStructure
 
 __all__ = ["structure_of"]
 
 _KNOWN = "_adaattn_structure"
 
 
-def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: int | None) -> CallStructure:
+def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: int | None) -> MaskStructure:
     """The rules of a boolean mask: padding, causality and window where they say exactly it, else the mask itself.
 
     Every guess is compared with the whole mask before it is taken. Found once for all layers that are handed the same
@@ -28,7 +28,7 @@ def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: in
     # tensors made in inference mode do not count writes: such a mask is taken to be made anew for every forward pass
     version = 0 if mask.is_inference() else mask._version
     asked = (version, batch, kv_len, causal, window)
-    known: tuple[tuple[object, ...], CallStructure] | None = getattr(mask, _KNOWN, None)
+    known: tuple[tuple[object, ...], MaskStructure] | None = getattr(mask, _KNOWN, None)
     if known is not None and known[0] == asked:
         return known[1]
     found = _find(mask[..., :kv_len], batch, causal, window)
@@ -36,26 +36,26 @@ def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: in
     return found
 
 
-def _find(mask: Tensor, batch: int, causal: bool, window: int | None) -> CallStructure:
+def _find(mask: Tensor, batch: int, causal: bool, window: int | None) -> MaskStructure:
     q_len, kv_len = mask.shape[-2:]
-    dense = CallStructure(batch, q_len, kv_len, mask=mask.bool())
+    dense = MaskStructure(batch, q_len, kv_len, mask=mask.bool())
     if mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or not q_len or not kv_len:
         return dense
     rows = mask[:, 0].bool().expand(batch, -1, -1)
     for structure in _guesses(rows, causal, window):
         if torch.equal(structure.visible(device=mask.device)[:, 0].expand(batch, -1, -1), rows):
-            return structure.settled()
+            return structure.simplified()
     return dense
 
 
-def _guesses(rows: Tensor, causal: bool, window: int | None) -> list[CallStructure]:
+def _guesses(rows: Tensor, causal: bool, window: int | None) -> list[MaskStructure]:
     """Structures that may have made `[batch, q_len, kv_len]`, likeliest first."""
     batch, q_len, kv_len = rows.shape
     seen_by_some = rows.any(1)
     if not causal:
         # Transformers counts the distance of a window that looks both ways inclusively
         windows = dict.fromkeys((None if window is None else window + 1, None))
-        return [CallStructure(batch, q_len, kv_len, window=w, key_padding=seen_by_some) for w in windows]
+        return [MaskStructure(batch, q_len, kv_len, window=w, key_padding=seen_by_some) for w in windows]
     columns = torch.arange(kv_len, device=rows.device)
     last = seen_by_some.any(0).nonzero()
     guesses = []
@@ -65,5 +65,5 @@ def _guesses(rows: Tensor, causal: bool, window: int | None) -> list[CallStructu
         for w in dict.fromkeys((window, None)):
             # of keys behind the last query and before every window no query tells; they count as real
             untold = (columns >= end) if w is None else (columns >= end) | (columns <= offset - w)
-            guesses.append(CallStructure(batch, q_len, kv_len, True, offset, w, key_padding=seen_by_some | untold))
+            guesses.append(MaskStructure(batch, q_len, kv_len, True, offset, w, key_padding=seen_by_some | untold))
     return guesses

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_tensors, options
-from .attention.structure import CallStructure
+from .attention.structure import MaskStructure
 from .attention.tracing import transform_at_work
 from .operators import within
 from .run import attend, lse_of
@@ -68,15 +68,15 @@ def flash_attn_func(
         # of operations on tensors: a graph that torch.jit.trace records may be run with other lengths
         places = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
         mask = within(places, torch.arange(kv_len, device=q.device)[None], asked)
-        structure = CallStructure(batch, q_len, kv_len, mask=mask[None, None])
+        structure = MaskStructure(batch, q_len, kv_len, mask=mask[None, None])
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     result = attend(structure, query, key, value, asked, need_lse=return_attn_probs)
     return (result.out, lse_of(result), None) if return_attn_probs else result.out
 
 
-def _structure(batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> CallStructure:
+def _structure(batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> MaskStructure:
     """The last query stands at the last key."""
-    return CallStructure(batch, q_len, kv_len, causal, kv_len - q_len, window)
+    return MaskStructure(batch, q_len, kv_len, causal, kv_len - q_len, window)
 
 
 # The layers of a forward pass, and passes of like shape, share what was found out for the first of them.

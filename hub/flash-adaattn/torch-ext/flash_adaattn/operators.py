@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .arguments import Options
+from .attention.call import AttentionCall, AttentionResult
 from .attention.gradients import sink_gradient
-from .attention.request import AttentionRequest, AttentionResult
-from .attention.structure import CallStructure
+from .attention.structure import MaskStructure
 from .backends import select
-from .backends.base import nothing_seen
-from .backends.native import call
+from .backends.base import zero_output
+from .backends.native import entry
 from .backends.native.launch import asked_of, computed
 from .backends.native.library import missing
 from .run import packed_runs
@@ -35,12 +35,12 @@ def _request(
     softcap: float,
     causal: bool,
     window: int | None,
-) -> AttentionRequest:
+) -> AttentionCall:
     """The call of packed sequences."""
     structure = packed_runs(tuple(cu_q.tolist()), tuple(cu_k.tolist()), q.shape[0], k.shape[0], causal, window)
     query, key, value = map(_heads_first, (q, k, v))
     cap = softcap or None
-    request = AttentionRequest(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
+    request = AttentionCall(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
     request.check()
     return request
 
@@ -65,7 +65,7 @@ def varlen(
 ) -> tuple[Tensor, Tensor]:
     """Output `[q_tokens, heads, head_dim_v]` and log-sum-exp `[heads, q_tokens]` of packed sequences."""
     request = _request(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
-    out, lse = nothing_seen(request) if request.asks_nothing else computed(request)
+    out, lse = zero_output(request) if request.is_empty else computed(request)
     assert lse is not None
     return out[0], lse[0]
 
@@ -94,7 +94,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     asked = _request(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
-    of = call.backward(grad[None], asked.query, asked.key, asked.value, out[None], lse[None], scaling, asked_of(asked))
+    of = entry.backward(grad[None], asked.query, asked.key, asked.value, out[None], lse[None], scaling, asked_of(asked))
     dq, dk, dv = (t[0].transpose(0, 1).contiguous() for t in (of.q, of.k, of.v))
     return dq, dk, dv
 
@@ -156,9 +156,9 @@ def masked_varlen(
 ) -> AttentionResult:
     """Packed attention by a mask made of operations on tensors alone, so that whoever traces sees all of them."""
     mask = _mask(cu_q, cu_k, q.shape[0], k.shape[0], asked)
-    structure = CallStructure(1, q.shape[0], k.shape[0], mask=mask)
+    structure = MaskStructure(1, q.shape[0], k.shape[0], mask=mask)
     query, key, value = map(_heads_first, (q, k, v))
-    request = AttentionRequest(
+    request = AttentionCall(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
     )  # fmt: skip

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .arguments import Options
-from .attention.request import AttentionRequest, AttentionResult
+from .attention.call import AttentionCall, AttentionResult
 from .attention.runs import Runs, aligned_runs
-from .attention.structure import CallStructure
+from .attention.structure import MaskStructure
 from .attention.tracing import transform_at_work
 from .backends import select
 from .patches.call.refusals import check_transform
@@ -19,7 +19,7 @@ __all__ = ["attend", "lse_of", "packed_runs"]
 
 
 def attend(
-    structure: CallStructure,
+    structure: MaskStructure,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -38,8 +38,8 @@ def attend(
     """
     transform = None if torch.compiler.is_compiling() else transform_at_work()
     if not torch.compiler.is_compiling() and transform is None:
-        structure = structure.settled()
-    request = AttentionRequest(
+        structure = structure.simplified()
+    request = AttentionCall(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Options, check_tensors, options
-from .attention.request import AttentionResult
+from .attention.call import AttentionResult
 from .attention.tracing import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered

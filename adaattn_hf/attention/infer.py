@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .request import AttentionRequest
-from .structure import CallStructure
+from .call import AttentionCall
+from .structure import MaskStructure
 
 
-def legible(request: AttentionRequest, window: int | None = None) -> AttentionRequest | None:
+def infer_structure(call: AttentionCall, window: int | None = None) -> AttentionCall | None:
     """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
@@ -21,28 +21,28 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
     at data. `window` is that which the layer says it has:
     one row of a mask cannot tell it from padding.
     """
-    structure, bias = request.structure, request.bias
+    structure, bias = call.structure, call.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
         hides = bias <= torch.finfo(bias.dtype).min / 2
-        if not bool((hides | (bias == 0)).all()) or numbers_alone(request):
-            return request
+        if not bool((hides | (bias == 0)).all()) or numbers_alone(call):
+            return call
         structure = structure.with_changes(mask=~hides[(None,) * (4 - hides.dim())])
-        request = replace(request, structure=structure, bias=None)
+        call = replace(call, structure=structure, bias=None)
     if structure.mask is None or structure.spans is not None:
-        return request
-    found = structure.derived(_read, window)
-    return None if found is None else replace(request, structure=found)
+        return call
+    found = structure.cached(_read, window)
+    return None if found is None else replace(call, structure=found)
 
 
-def numbers_alone(request: AttentionRequest) -> tuple[Tensor, AttentionRequest] | None:
+def numbers_alone(call: AttentionCall) -> tuple[Tensor, AttentionCall] | None:
     """Which rows `[…, q_len or 1, 1]` see large negative numbers alone, and the request without them; None for none."""
-    if (bias := request.bias) is None:
+    if (bias := call.bias) is None:
         return None
     rows = (bias <= torch.finfo(bias.dtype).min / 2).all(3, keepdim=True) & ~bias.isneginf().all(3, keepdim=True)
-    return (rows, replace(request, bias=bias.masked_fill(rows, -torch.inf))) if bool(rows.any()) else None
+    return (rows, replace(call, bias=bias.masked_fill(rows, -torch.inf))) if bool(rows.any()) else None
 
 
-def _read(structure: CallStructure, window: int | None) -> CallStructure | None:
+def _read(structure: MaskStructure, window: int | None) -> MaskStructure | None:
     visible = structure.visible(device=structure.mask.device if structure.mask is not None else "cpu")
     if visible.shape[1] > 1:
         if not bool((visible == visible[:, :1]).all()):
@@ -55,7 +55,7 @@ def _read(structure: CallStructure, window: int | None) -> CallStructure | None:
     return None
 
 
-def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -> Iterator[CallStructure]:
+def _candidates(structure: MaskStructure, visible: Tensor, window: int | None) -> Iterator[MaskStructure]:
     batch, q_len, kv_len = visible.shape
     square = q_len == kv_len
     if structure.key_padding is not None:
@@ -72,10 +72,10 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     last = torch.where(visible, index, -1).amax(2)
     offset = int((last - torch.arange(q_len, device=visible.device))[rows].max())
     padding = None if bool(seen.all()) else seen
-    causal = CallStructure(
+    causal = MaskStructure(
         batch, q_len, kv_len, causal=True, q_offset=offset, key_padding=padding, dropped=structure.dropped
     )
-    both = CallStructure(batch, q_len, kv_len, key_padding=padding)
+    both = MaskStructure(batch, q_len, kv_len, key_padding=padding)
     if q_len > 1 and bool((last == last[:, :1])[rows].all()):
         yield both  # no query sees a key that another one does not
     if window is not None:
@@ -87,11 +87,11 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
         yield from _documents(visible, window, None)
 
 
-def _documents(visible: Tensor, window: int | None, padding: Tensor | None) -> Iterator[CallStructure]:
+def _documents(visible: Tensor, window: int | None, padding: Tensor | None) -> Iterator[MaskStructure]:
     batch, length, _ = visible.shape
     sees = visible.diagonal(offset=-1, dim1=1, dim2=2)
     numbers = torch.cat([sees.new_zeros(batch, 1), ~sees], 1).cumsum(1)
-    both = CallStructure(
+    both = MaskStructure(
         batch, length, length, window=window, key_padding=padding, q_segments=numbers, k_segments=numbers
     )
     yield both.with_changes(causal=True)

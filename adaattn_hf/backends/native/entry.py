@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.request import head_dim_of
+from ...attention.call import head_dim_of
 from .guard import check_rule, readable
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
 from .rules import NO_RULES, NONE4, Rules, pointer
@@ -75,7 +75,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention without autograd: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`.
 
-    Its tensors are those of an `AttentionRequest` that asks for something.
+    Its tensors are those of an `AttentionCall` that asks for something.
 
     Args:
         q: `[batch, heads, q_len, head_dim]`, any strides.

@@ -23,11 +23,11 @@ from .kind import (
     STORED,
     SUBCLASS,
     SYMBOLIC,
-    CallSpec,
+    CallKind,
     facts_in_graph,
     facts_of,
 )
-from .structure import CallStructure
+from .structure import MaskStructure
 from .tracing import holds_no_memory
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _new = tuple.__new__
 
 # Not frozen, and nothing is checked as it is made: one is made in every layer.
 @dataclass(eq=False, slots=True)
-class AttentionRequest:
+class AttentionCall:
     """What a backend is asked to compute. Nobody but `check` changes one.
 
     Attributes:
@@ -62,7 +62,7 @@ class AttentionRequest:
     query: Tensor
     key: Tensor
     value: Tensor
-    structure: CallStructure
+    structure: MaskStructure
     scaling: float
     dropout: float = 0.0
     softcap: float | None = None
@@ -151,11 +151,11 @@ class AttentionRequest:
             )
 
     @property
-    def asks_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is no row, no query, no key or no channel: kernels divide by each of them."""
         return not (self.query.numel() and self.key.numel() and self.value.numel())
 
-    def kind(self, named: bool = False, compiling: bool | None = None) -> CallSpec | None:
+    def kind(self, named: bool = False, compiling: bool | None = None) -> CallKind | None:
         """The kind of the call; None where its tensors do not fit one another and the structure as kernels take them.
 
         `check` then puts that right, or refuses it. Padding is looked at where that is worth it, and where a backend
@@ -187,7 +187,7 @@ class AttentionRequest:
             shape, features, packed, keys = facts_in_graph(structure, device.type)
         else:
             asked = facts_of, device.type, named
-            shape, features, packed, keys = structure.made.get(asked) or structure.derived(*asked)
+            shape, features, packed, keys = structure.made.get(asked) or structure.cached(*asked)
         rules, bias, sinks = self.per_head, self.bias, self.sink_logits
         if rules is not None:
             features |= rules.features
@@ -233,17 +233,17 @@ class AttentionRequest:
             device, query.dtype, key.dtype, value.dtype, heads, kv_heads, dim, dim_v,
             shape, features, packed, keys, pairs, kv_bytes,
         )  # fmt: skip
-        # made as `CallSpec(*fields)` is, but for a call of Python that each layer would pay for
-        return CallSpec(*fields) if compiling else _new(CallSpec, fields)
+        # made as `CallKind(*fields)` is, but for a call of Python that each layer would pay for
+        return CallKind(*fields) if compiling else _new(CallKind, fields)
 
-    def checked_kind(self, named: bool = False) -> CallSpec:
+    def checked_kind(self, named: bool = False) -> CallKind:
         """The kind of the call, after `check`."""
         self.check()
         kind = self.kind(named)
         assert kind is not None, "what was checked fits"
         return kind
 
-    def widened(self) -> AttentionRequest:
+    def dequantised(self) -> AttentionCall:
         """The same request with keys and values as numbers: itself, unless they are codes of a cache."""
         if self.stored is None:
             return self

@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from ..attention.heads import HeadRules
-from ..attention.structure import CallStructure
-from .choices import PRECISE_ROWS, Choice
-from .choices.part import few_rows
+from ..attention.structure import MaskStructure
+from .choices import MIN_PREFILL_ROWS, Choice
+from .choices.part import is_decode
 from .plan import LayerPlan
 from .tensors import LayerTensors
 
@@ -31,12 +31,12 @@ class Requests:
     apart: tuple[tuple[Choice, tuple[int, ...]], ...]
 
 
-PROGRAMS: WeakValueDictionary[int, Program] = WeakValueDictionary()
+BOUND_LAYERS: WeakValueDictionary[int, BoundLayer] = WeakValueDictionary()
 """The programs of this process by handle."""
 
 
 @dataclass(eq=False)
-class Program:
+class BoundLayer:
     """A layer's plan with its tensors, ready to run; all that follows from it is worked out when it is made.
 
     Attributes:
@@ -45,13 +45,13 @@ class Program:
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
         own: Key/value heads of this process under tensor parallelism; empty without it.
-        exact_steps: Whether decode steps, sequences of fewer than `PRECISE_ROWS` query rows, are exact.
+        exact_steps: Whether decode steps, sequences of fewer than `MIN_PREFILL_ROWS` query rows, are exact.
         dtype: Name of the dtype that it was verified in.
         owner: A weak reference to what bound the plan to a model, None where no model runs by it. Copies have none, as
             a copied layer is part of no model that was checked.
-        handle: Number by which traced graphs refer to the program.
+        handle: Number by which traced graphs refer to the bound_layer.
         launches: The choices with the key/value heads that take each, in order of first appearance.
-        few, many: The requests of sequences with fewer than `PRECISE_ROWS` query rows, and of all others.
+        few, many: The requests of sequences with fewer than `MIN_PREFILL_ROWS` query rows, and of all others.
         counts_rows: Whether it depends on the query rows of a sequence what is computed.
         has_gradient: Whether gradients flow through every choice.
     """
@@ -81,34 +81,34 @@ class Program:
         self.has_gradient = all(choice.has_gradient for choice in groups)
         split = self.own and len(self.own) != len(choices)
         self._part = self.with_choices((choices[head] for head in self.own), self.own) if split else None
-        stored = [choice.over_stored() for choice in choices]
+        stored = [choice.for_quantised_cache() for choice in choices]
         kept = [choice for choice in stored if choice is not None]
         self._over_codes = self.with_choices(kept) if len(kept) == len(stored) and kept != [*choices] else None
-        self._some: dict[tuple[tuple[int, ...], bool], Program] = {}
-        PROGRAMS[self.handle] = self
+        self._some: dict[tuple[tuple[int, ...], bool], BoundLayer] = {}
+        BOUND_LAYERS[self.handle] = self
 
-    def __reduce__(self) -> tuple[type[Program], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[BoundLayer], tuple[object, ...]]:
         """Copies and pickles a program without its handle and owner."""
-        return Program, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps, self.dtype)
+        return BoundLayer, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps, self.dtype)
 
-    def of_call(self, kv_heads: int) -> Program:
+    def of_call(self, kv_heads: int) -> BoundLayer:
         """Returns the program for a call with so many key/value heads: this process's part under tensor parallelism."""
         return self._part if self._part is not None and kv_heads == len(self.own) else self
 
-    def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> Program:
+    def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> BoundLayer:
         """Returns the program with other choices, which are those of some key/value heads where `heads` names them."""
         tensors = self.tensors if heads is None else self.tensors.of_heads(heads)
         return replace(self, plan=replace(self.plan, choices=tuple(choices)), tensors=tensors)
 
     @property
-    def over_stored(self) -> Program:
+    def for_quantised_cache(self) -> BoundLayer:
         """The program for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
         A choice that needs unquantised keys is a ValueError.
         """
         if self._over_codes is not None:
             return self._over_codes
-        lost = [choice.label for choice, _ in self.launches if choice.over_stored() is None]
+        lost = [choice.label for choice, _ in self.launches if choice.for_quantised_cache() is None]
         if lost:
             raise ValueError(
                 f"plan of layer {self.plan.layer}: {', '.join(lost)} looks at the keys themselves, and the cache "
@@ -116,7 +116,7 @@ class Program:
             )
         return self
 
-    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Program:
+    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> BoundLayer:
         """Returns the program of some key/value heads; with `all_keys` they read all keys that they are given."""
         known = self._some.get((heads, all_keys))
         if known is None:
@@ -128,14 +128,14 @@ class Program:
 
     def is_exact_for(self, q_len: int) -> bool:
         """Whether a call of so many query rows is a decode step that the plan leaves exact."""
-        return self.exact_steps and q_len < PRECISE_ROWS
+        return self.exact_steps and q_len < MIN_PREFILL_ROWS
 
-    def speaks_for(self, structure: CallStructure) -> tuple[bool | Tensor, bool | None]:
+    def speaks_for(self, structure: MaskStructure) -> tuple[bool | Tensor, bool | None]:
         """Whether sequences have few query rows (by row where they differ), and whether it speaks for all rows or none.
 
         None where that differs by row, or only data tell.
         """
-        few = few_rows(structure) if self.counts_rows else structure.q_len < PRECISE_ROWS
+        few = is_decode(structure) if self.counts_rows else structure.q_len < MIN_PREFILL_ROWS
         return few, False if self.exact_steps and few is True else all_within(structure, self.max_length)
 
     @property
@@ -156,11 +156,11 @@ class Program:
         return Requests(tuple(heads), found, replace(found, until=self.max_length), apart)
 
 
-def all_within(structure: CallStructure, limit: int) -> bool | None:
+def all_within(structure: MaskStructure, limit: int) -> bool | None:
     """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
     if structure.longest <= limit:
         return True
-    if structure.causal and (places := structure.places) is not None:
+    if structure.causal and (places := structure.query_positions) is not None:
         first, last = places
         return True if last <= limit else False if first >= limit else None
     return None
