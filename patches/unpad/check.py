@@ -98,7 +98,8 @@ def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
     ids = ids[ids != (-1 if pad is None else pad)].repeat(22)[:21].view(3, 7).to(device)
     last = [1] * 5 + [0] * 2 if unpadding.pools == "first" else [0] * 2 + [1] * 5
     mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], dtype=torch.int64, device=device)
-    pools, unpadding.pools = unpadding.pools, ""  # all tokens of the base model, whatever its head reads
+    # all tokens of the base model, whatever its head reads, and packed, however few they are
+    pools, least, unpadding.pools, unpadding.least = unpadding.pools, unpadding.least, "", 0
     training = {module: module.training for module in target.modules()}
     target.eval()
     try:
@@ -109,7 +110,7 @@ def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
             packed = target(input_ids=ids, attention_mask=mask, **keywords)
     finally:
         unpadding.remove()
-        unpadding.pools = pools
+        unpadding.pools, unpadding.least = pools, least
         for module, was in training.items():
             module.training = was
         unpadding.calls.clear()

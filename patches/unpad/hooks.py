@@ -23,7 +23,7 @@ from adaattn_hf.attention.tracing import tracing
 
 from ..models.cache_keyword import arguments_of, cache_keyword
 from .layout import PackedLayout, PackedPrefill
-from .packing import NotPacked, has_cache, pack_call, position_rule, read_layout, scored_padding
+from .packing import LEAST_STATES, NotPacked, has_cache, pack_call, position_rule, read_layout, scored_padding
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -82,6 +82,7 @@ class Unpadding:
         self.config: Any = trunk.config
         self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
         self._rule = position_rule(trunk, self.config)
+        self.least = LEAST_STATES // trunk.config.get_text_config().hidden_size
         self._handles: list[RemovableHandle] = []
         self._said: set[str] = set()
         head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None
@@ -148,7 +149,7 @@ class Unpadding:
             frame.blocked = blocked
             if blocked or not self.token_wise or not whole:
                 return None
-        layout = read_layout(arguments, self.config, self.pools)
+        layout = read_layout(arguments, self.config, self.pools, self.least)
         if not isinstance(layout, NotPacked):
             layout = blocked or layout
         if isinstance(layout, NotPacked):

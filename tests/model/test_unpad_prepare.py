@@ -13,17 +13,45 @@ import transformers as tf
 from torch import Tensor, nn
 
 import adaattn_hf
-from adaattn_hf.patches.unpad import hooks
+from adaattn_hf.patches.unpad import hooks, packing
 from adaattn_hf.patches.unpad.hooks import PaddedCallError
 
 from ..support.families import LISTED, configured, models
-from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
+from ..support.models import (
+    BATCH,
+    HIDDEN,
+    VOCABULARY,
+    assert_same,
+    build,
+    config_of,
+    fresh_pair,
+    main_output,
+    padding,
+    tokens,
+)
 from .test_training import arguments, examples
 from .test_unpad import UNPADDED
 
 
 def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_where_the_host_decides_a_batch_keeps_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor stands in for a GPU: small batches run as stock's, without a look at the mask, large ones packed."""
+    monkeypatch.setattr(packing, "QUEUED", ("cpu",))
+    (stock, ours), mask = fresh_pair("bert"), padding("right")
+    adaattn_hf.prepare(ours)
+    with torch.no_grad():
+        expected, found = (model(input_ids=tokens(), attention_mask=mask) for model in (stock, ours))
+    assert_same(main_output(expected), main_output(found), mask)
+    (reason,) = adaattn_hf.unpad_calls(ours)
+    assert "takes a GPU no longer than its host" in reason
+    monkeypatch.setattr(hooks, "LEAST_STATES", HIDDEN)
+    _, larger = fresh_pair("bert")
+    adaattn_hf.prepare(larger)
+    larger(input_ids=tokens(), attention_mask=mask)
+    assert adaattn_hf.unpad_calls(larger) == {UNPADDED: 1}
 
 
 # ---------------------------------------------------------------- what is refused
