@@ -1,5 +1,6 @@
 """What every test starts from: offline, one thread, one seed; and the reasons why a test may be skipped."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = {value for value in of.params.values() if isinstance(value, str)} if of is not None else set()
         if item.get_closest_marker("native") or named & {"native", "adaattn_native"}:
             item.add_marker(pytest.mark.skip(reason="; ".join(missing())))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported and collected out of the garbage collector's rounds, each of which walked all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def blocked(config: pytest.Config) -> int:

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pag
 
 from ..support.pages import PAGES, Block, blocks, command_lines, heard, lacking
 from ..support.source_tree import ROOT
-from ..support.warm import WarmInterpreter
+from ..support.warm import CALLER, SERVING, WarmInterpreter
 
 
 def named(page: Path) -> str:
@@ -53,7 +54,7 @@ adaattn() {
     eval) set -- eval EVAL --dtype float32 ;;  # so little text decides nothing in bfloat16
     eval*) set -- "$@" EVAL ;;
   esac
-  command adaattn "$@" || case "$1 $?" in  # whether a plan is worth it is the machine's to say
+  PYTHON -IS -c 'CALLER' SOCKET "$@" || case "$1 $?" in  # whether a plan is worth it is the machine's to say
     "calibrate 4" | "verify 1") ;;
     *) return 1 ;;
   esac
@@ -77,11 +78,15 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def pasted(page: Path) -> str:
-    """The blocks of a page as one program: Python as it is, shell blocks by bash where they stand."""
-    lines = ["import subprocess, sys"]
-    prelude = PRELUDE.replace("BIN", str(Path(sys.executable).parent))
+def pasted(page: Path, socket: str) -> str:
+    """The blocks of a page as one program: Python as it is, shell blocks by bash where they stand.
+
+    Commands run in copies of its process, and import neither torch nor Transformers again.
+    """
+    lines = ["import subprocess, sys", SERVING, f"serve({socket!r})"]
+    prelude = PRELUDE.replace("BIN", str(Path(sys.executable).parent)).replace("PYTHON", sys.executable)
     prelude = prelude.replace("CALIBRATE", SMALL["calibrate"]).replace("EVAL", SMALL["eval"])
+    prelude = prelude.replace("CALLER", CALLER).replace("SOCKET", socket)
     for block in blocks(page.read_text(encoding="utf-8")):
         code = block.code
         if block.language == "python" and not block.needs:
@@ -108,7 +113,8 @@ def test_a_page_runs_from_top_to_bottom(
     monkeypatch.setenv("COLUMNS", "100")
     for name in shelf.iterdir():
         (tmp_path / name.name).symlink_to(name)
-    done = interpreter.run(pasted(page), tmp_path)
+    with TemporaryDirectory() as short:  # pytest's own directories are too deep for a socket
+        done = interpreter.run(pasted(page, f"{short}/adaattn"), tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     text = page.read_text(encoding="utf-8")
     assert unprinted(text, done.stdout) == []

@@ -1,8 +1,6 @@
 """A model that carries a plan: the harness sees the loss, and counts where the plan did anything."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
 
 from ..support.choices import make_choice
 from ..support.command import adaattn
+from ..support.warm import AS_A_MODULE, WarmInterpreter
 from .conftest import OWN_PAGES, PAGES
 
 WINDOW = 8
@@ -93,7 +92,7 @@ def test_streaming_heads_are_measured_over_their_cache(loaded: checkpoint.Checkp
     assert evaluated("int8")["quality"]["comparisons"][0]["kl_mean"] > 1e-9
 
 
-def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_streaming_without_what_it_needs_is_refused(llama: Path) -> None:
     with pytest.raises(UsageError, match="streaming: got no cache"):
         Settings(streaming=True)
     loaded = checkpoint.load(llama, device="cpu", implementation="adaattn")
@@ -140,7 +139,7 @@ def test_stock_does_not_heed_the_plan(planned: checkpoint.Checkpoint) -> None:
     assert report["activation"][0]["rate"] is None
 
 
-def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -> None:
+def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path, interpreter: WarmInterpreter) -> None:
     """`adaattn run --plan`: the program loads a model as it always does, which runs what `load_plan` would run."""
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
     program = tmp_path / "program.py"
@@ -154,8 +153,8 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
 
     def logits(name: str, *words: str) -> torch.Tensor:
         out = tmp_path / name
-        command = [sys.executable, "-P", "-m", "adaattn_hf", "run", *words, str(program)]
-        subprocess.run([*command, str(llama), str(out)], check=True, timeout=300)
+        done = interpreter.run(AS_A_MODULE, tmp_path, "run", *words, str(program), str(llama), str(out))
+        assert done.returncode == 0, done.stderr
         found: torch.Tensor = torch.load(out)
         return found
 

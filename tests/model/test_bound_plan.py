@@ -126,19 +126,6 @@ def test_a_stage_of_a_pipeline_runs_its_layers_and_a_model_that_lost_some_does_n
         logits(rest)
 
 
-def test_other_weights_behind_unchanged_attention_are_refused() -> None:
-    model = planned()
-    before = logits(model)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    with pytest.raises(PlanError, match="weights of the model are not those"):
-        logits(model)
-    with pytest.raises(PlanError, match="weights of the model are not those"), adaattn_hf.use_plan(model, None):
-        adaattn_hf.load_plan(model)
-    adaattn_hf.remove_plan(model)
-    assert not torch.equal(logits(model), before)
-
-
 def test_a_planned_model_that_runs_stock_attention_is_not_compared() -> None:
     model = planned()
     model.set_attn_implementation("sdpa")

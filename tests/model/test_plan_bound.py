@@ -72,16 +72,6 @@ def test_a_merge_behind_the_check_is_noticed(target: str, between: bool) -> None
         adaattn_hf.load_plan(merged)
 
 
-def test_a_merge_is_noticed_by_a_plan_of_a_block() -> None:
-    model = fresh_pair("llama").ours
-    plan = plan_for(model, make_choice("window", window=WINDOW))
-    with adaattn_hf.use_plan(model, plan):
-        logits(model)
-    merged = lora(model, "q_proj", init_lora_weights=False).merge_and_unload()
-    with pytest.raises(PlanError, match="are not those"), adaattn_hf.use_plan(merged, plan):
-        logits(merged)
-
-
 def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from adaattn_hf.patches.plans import bound
 
@@ -177,15 +167,6 @@ MAKERS = {
     "mistral": lambda: tf.MistralConfig(**SMALL, sliding_window=8),
     "gemma3": lambda: tf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=8),
 }
-
-
-def test_layers_with_other_windows_are_refused(tmp_path: Path) -> None:
-    model = of(MAKERS["mistral"]())
-    give(model, make_choice("window", window=WINDOW))
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn", sliding_window=3)
-    with pytest.raises(PlanError, match="sliding_window: the plan was verified"):
-        adaattn_hf.load_plan(loaded)
 
 
 def test_settings_that_change_nothing_proven_are_free(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 
+from ..support.warm import AS_A_MODULE, WarmInterpreter
 from .test_training import arguments, examples, largest, model_of
 
 with warnings.catch_warnings():
@@ -83,7 +81,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_documents(family: str, use_ca
 
 
 @pytest.mark.slow
-def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path) -> None:
+def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path, interpreter: WarmInterpreter) -> None:
     """`adaattn run -m trl.scripts.sft`, a step of the packaged model on a file of its pages."""
     rows = [json.dumps({"text": page[:300]}) for page in calibration_pages()[:8]]
     (tmp_path / "data").mkdir()
@@ -93,10 +91,7 @@ def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path)
         "attn_implementation": "adaattn", "max_steps": "1", "max_length": "64", "report_to": "none",
         "use_cpu": "true", "output_dir": str(tmp_path / "out"),
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "adaattn_hf", "run", "-m", "trl.scripts.sft"]
-        + [part for name, word in words.items() for part in (f"--{name}", word)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    options = [part for name, word in words.items() for part in (f"--{name}", word)]
+    done = interpreter.run(AS_A_MODULE, tmp_path, "run", "-m", "trl.scripts.sft", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model.safetensors").is_file()

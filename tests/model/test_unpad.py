@@ -226,17 +226,6 @@ def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
     assert adaattn_hf.unpad_calls(ours) == {outcome: 1}
 
 
-def test_no_document_predicts_the_next_one() -> None:
-    """With every label of row 1 hidden but its first, which no row predicts, the loss of row 1 is nothing."""
-    stock, ours = made("llama")
-    mask = padding("right")
-    labels = torch.full((BATCH, LENGTH), LABEL_PAD)
-    labels[:, 0] = 5
-    labels[0, 3] = 7
-    losses = [m(tokens(), attention_mask=mask, labels=labels).loss.detach() for m in (stock, ours)]
-    assert_same(*losses)
-
-
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_labels_at_padding_have_the_loss_of_the_padded_form(name: str) -> None:
     cls = tf.LlamaForCausalLM if name == "llama" else tf.BertForMaskedLM

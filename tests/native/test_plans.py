@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import level_names, missing
 from adaattn_hf.plans import execute
@@ -16,6 +14,7 @@ from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.plans import defined
 from ..support.statistics import sqnr
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
@@ -49,14 +48,6 @@ def bound_layer(*choices: Choice) -> BoundLayer:
     return BoundLayer(LayerPlan(0, "", choices), LayerTensors(mean), 10**6)
 
 
-def defined_output(made: BoundLayer, call: AttentionCall) -> torch.Tensor:
-    parts = [
-        reference.attention(choice.defined(some_heads(call, [head]), [head], made.tensors)).out
-        for head, choice in enumerate(made.plan.choices)
-    ]
-    return torch.cat(parts, 2)
-
-
 @NO_INT8
 @pytest.mark.parametrize("name", list(STRUCTURES)[:5])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sink_logits": torch.linspace(-1, 2, 2 * HEADS)}])
@@ -69,8 +60,8 @@ def test_int8_is_as_accurate_as_the_torch_path(name: str, extra: dict[str, objec
     native = execute.attend(made, call, "native").out
     torch_path = execute.attend(made, call, "sdpa").out
     wide = Choice(choice.keys)
-    unrounded = defined_output(bound_layer(wide, wide, wide), call)
-    assert sqnr(defined_output(made, call), native) > 38
+    unrounded = defined(bound_layer(wide, wide, wide), call)
+    assert sqnr(defined(made, call), native) > 38
     assert sqnr(unrounded, native) > sqnr(unrounded, torch_path) - 3
 
 
@@ -94,4 +85,4 @@ def test_half_precision_models_get_int8_products() -> None:
     found = execute.attend(made, low, "native").out
     assert found.dtype == torch.bfloat16
     wide = replace(low, **{name: getattr(low, name).float() for name in ("query", "key", "value")})
-    assert sqnr(defined_output(made, wide), found) > 36
+    assert sqnr(defined(made, wide), found) > 36

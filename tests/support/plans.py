@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
 from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
 
@@ -39,6 +43,13 @@ def plan_for(
         units=(), verified=PROVEN, tensors="",
     )  # fmt: skip
     return Plan(**given | fields)
+
+
+def defined(made: BoundLayer, call: AttentionCall) -> torch.Tensor:
+    """What a layer's plan computes head by head, by the definitions of its choices in double precision."""
+    heads = enumerate(made.plan.choices)
+    parts = [choice.defined(some_heads(call, [head]), [head], made.tensors) for head, choice in heads]
+    return torch.cat([reference.attention(part).out for part in parts], dim=2)
 
 
 def give(model: Any, choice: Choice, **where: Any) -> Plan:

@@ -32,6 +32,56 @@ for line in sys.stdin:
 """
 
 
+HERE = "import os, runpy, sys; sys.path.insert(0, os.getcwd())\n"
+AS_A_MODULE = HERE + "runpy.run_module('adaattn_hf', run_name='__main__')"
+"""What `python -m adaattn_hf` does."""
+SERVING = """
+import json, os, socket
+
+def serve(place):
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(place)
+    listening.listen()
+    asking = os.getpid()
+    if os.fork():
+        return listening.close()
+    listening.settimeout(1)
+    while os.getppid() == asking:
+        try:
+            caller = listening.accept()[0]
+        except TimeoutError:
+            continue
+        told, standard, *_ = socket.recv_fds(caller, 1 << 20, 3)
+        child = os.fork()
+        if child:
+            for one in standard:
+                os.close(one)
+            caller.send(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256]))
+            caller.close()
+            continue
+        words, where, environment = json.loads(told)
+        for number, one in enumerate(standard):
+            os.dup2(one, number)
+        os.chdir(where)
+        os.environ.clear()
+        os.environ.update(environment)
+        import sys, adaattn_cli
+        sys.argv, sys.stdout, sys.stderr = ["adaattn", *words], open(1, "w"), open(2, "w", buffering=1)
+        raise SystemExit(adaattn_cli.main())
+    os._exit(0)
+"""
+"""A program that calls `serve` first has `adaattn` run for `CALLER` in copies of its process, as long as it lives."""
+CALLER = """
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect(sys.argv[1])
+    told = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)])
+    socket.send_fds(server, [told.encode()], [0, 1, 2])
+    sys.exit(server.recv(1)[0])
+"""
+"""A command that takes a socket's place and the words behind `adaattn`."""
+
+
 class WarmInterpreter:
     """Runs programs one after the other, each in a copy of a process that has run none; leave it to end the process."""
 

@@ -119,12 +119,6 @@ def test_some_rows_keep_what_their_heads_see() -> None:
     torch.testing.assert_close(found, reference.attention(call).out[:, rows])
 
 
-def test_rules_of_another_number_of_heads_are_refused() -> None:
-    short = HeadRules((0,), (0,), ("model",))
-    with pytest.raises(ValueError, match="rules for 1 heads"):
-        request_of(MaskStructure(1, N, N, causal=True), short).check()
-
-
 def test_heads_come_apart_and_together_again() -> None:
     call = request_of(MaskStructure(1, N, N, causal=True), rules(windows=(0, 20, 50)))
     order = [[2, 0], [1]]

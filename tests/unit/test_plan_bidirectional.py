@@ -5,7 +5,6 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.plans import execute
@@ -14,6 +13,7 @@ from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice, precision_of
+from ..support.plans import defined
 from ..support.processor import ROUNDS_BF16
 
 HEADS, D, N = 2, 16, 270
@@ -56,21 +56,13 @@ def program_of(choice: Choice, limit: int = 10**6) -> BoundLayer:
     return BoundLayer(LayerPlan(0, "", (choice, EXACT)), tensors(), limit)
 
 
-def definition(bound_layer: BoundLayer, call: AttentionCall) -> torch.Tensor:
-    parts = [
-        reference.attention(pick.defined(some_heads(call, [head]), [head], bound_layer.tensors)).out
-        for head, pick in enumerate(bound_layer.plan.choices)
-    ]
-    return torch.cat(parts, 2)
-
-
 @pytest.mark.parametrize(("choice", "backend"), PAIRS, ids=lambda value: getattr(value, "label", value))
 @pytest.mark.parametrize("name", list(STRUCTURES))
 def test_execution_equals_the_definition(choice: Choice, name: str, backend: str) -> None:
     call, bound_layer = request_of(STRUCTURES[name]), program_of(choice)
     found = execute.attend(bound_layer, call, backend).out
     tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(found.double(), definition(bound_layer, call), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=tolerance, rtol=tolerance)
     exact = reference.attention(call).out
     assert (found[:, :, 1:].double() - exact[:, :, 1:]).abs().max() < 2e-5
     if name == "full" and (ROUNDS_BF16 or (choice.label, backend) != ("bf16", "native")):  # no empty approximation
@@ -128,7 +120,7 @@ def test_sequences_longer_than_the_plan_speaks_for_are_exact_as_a_whole(
     wanted = torch.tensor(planned)
     assert torch.equal(within.expand(2, -1), wanted)
     found = execute.attend(bound_layer, call).out
-    mixed = torch.where(wanted[:, :, None, None], definition(program_of(WINDOW), call), reference.attention(call).out)
+    mixed = torch.where(wanted[:, :, None, None], defined(program_of(WINDOW), call), reference.attention(call).out)
     torch.testing.assert_close(found.double(), mixed, atol=2e-5, rtol=2e-5)
 
 

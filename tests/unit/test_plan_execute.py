@@ -7,7 +7,6 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall, AttentionResult
-from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.eager import attention_weights
@@ -18,6 +17,7 @@ from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice, precision_of
+from ..support.plans import defined
 from ..support.processor import ROUNDS_BF16
 
 KV, GROUP, D, N = 2, 2, 16, 300
@@ -54,13 +54,6 @@ def _run(
     return execute.attend(bound_layer, AttentionCall(query, key, value, structure, D**-0.5)).out
 
 
-def _defined(bound_layer: BoundLayer, call: AttentionCall) -> torch.Tensor:
-    parts = enumerate(bound_layer.plan.choices)
-    return torch.cat(
-        [reference.attention(p.defined(some_heads(call, [i]), [i], bound_layer.tensors)).out for i, p in parts], 2
-    )
-
-
 def _structures() -> dict[str, MaskStructure]:
     left = torch.ones(2, N, dtype=torch.bool)
     left[1, :77] = False
@@ -85,7 +78,7 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
     bound_layer = _bound_layer(choice)
     found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
     tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(found.double(), _defined(bound_layer, call), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=tolerance, rtol=tolerance)
     exact = reference.attention(call).out
     assert (found[:, :, GROUP:].double() - exact[:, :, GROUP:]).abs().max() < 2e-5
     if name == "causal" and (ROUNDS_BF16 or choice.label != "bf16"):  # the approximation is no empty one
@@ -100,7 +93,7 @@ def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
     call = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
     bound_layer = _bound_layer(choice)
     found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
-    torch.testing.assert_close(found.double(), _defined(bound_layer, call), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=2e-5, rtol=2e-5)
     plain = AttentionCall(query, key, value, call.structure, D**-0.5)
     assert not torch.allclose(found, execute.attend(bound_layer, plain).out, atol=1e-3)
 
@@ -306,7 +299,7 @@ def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
     out = execute.attend(bound_layer, call).out
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = torch.autograd.grad(out, tensors, upstream)
-    wanted = torch.autograd.grad(_defined(bound_layer, call), tensors, upstream)
+    wanted = torch.autograd.grad(defined(bound_layer, call), tensors, upstream)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
