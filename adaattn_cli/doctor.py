@@ -33,7 +33,7 @@ PACKAGES = {
     "gguf": "GGUF files",
     "accelerate": "Trainer, GGUF files, device maps",
     "peft": "LoRA",
-    "matplotlib": "`adaattn plan show --png`",
+    "matplotlib": "figures of what `adaattn_hf.record` saw",
     "sentence_transformers": "embeddings",
     "trl": "SFT and preference training",
 }
