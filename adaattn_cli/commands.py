@@ -119,12 +119,10 @@ class Bench(Threads, Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Json):
-    """Show versions, CPU, GPU, backends and packages; what is missing, and how to install it.
+    """Show versions, CPU, GPU and backends; what is missing, and how to install it.
 
     Exit codes: 0 AdaAttn can run here; 1 something that it needs is missing.
     """
-
-    verbose: bool = option(False, "Print everything.")
 
 
 @dataclass(frozen=True, kw_only=True)
