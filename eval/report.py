@@ -144,6 +144,21 @@ def markdown(reports: Sequence[Report]) -> str:
     return "\n".join(_section(report) for report in reports)
 
 
+def bounds(report: Report, max_ppl_ratio: float | None) -> list[dict[str, Any]]:
+    """What was asked for, held against the one-sided 95 % bound of the tested arm's perplexity over stock's.
+
+    A run with a single cluster proves nothing, and keeps no bound.
+    """
+    if max_ppl_ratio is None:
+        return []
+    found = report["quality"]["comparisons"][0]["perplexity_ratio"]["upper"]
+    kept = found is not None and found <= max_ppl_ratio
+    sentence = "no interval: the text is one document of one window; give more text"
+    if found is not None:
+        sentence = f"the one-sided 95 % perplexity-ratio bound is {found:.9g}, {'within' if kept else 'above'} it"
+    return [{"name": "max_ppl_ratio", "asked": max_ppl_ratio, "found": found, "kept": kept, "sentence": sentence}]
+
+
 def _cache_line(settings: Mapping[str, Any]) -> list[str]:
     if settings.get("cache") is None:
         return []

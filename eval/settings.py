@@ -1,4 +1,4 @@
-"""Settings of an evaluation: what is compared, how, of which checkpoint, on which text.
+"""Settings of an evaluation: what is compared, how, and of which checkpoint.
 
 Each is the option of `adaattn eval` of the same name, whose help says what it means.
 """
@@ -95,20 +95,3 @@ class Masking:
 
     mask_share: float = 0.15
     maskings: int = 4
-
-
-@dataclass(frozen=True)
-class Text:
-    """The corpora of an evaluation."""
-
-    data: tuple[str, ...] = ()
-    split: str = "test"
-    document_separator: str | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds that a report is held against, in nats/token and as a ratio of perplexities."""
-
-    max_delta_nll: float | None = None
-    max_ppl_ratio: float | None = None

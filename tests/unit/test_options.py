@@ -127,7 +127,7 @@ def test_every_option_has_a_help() -> None:
 
 
 SETTINGS: list[tuple[type[Options], Any]] = [
-    (Eval, evaluation.Settings), (Eval, evaluation.Text), (Eval, evaluation.Loading), (Eval, evaluation.Limits),
+    (Eval, evaluation.Settings), (Eval, evaluation.Loading),
     (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
     (Verify, calibration.Judged), (Verify, evaluation.Masking),
 ]  # fmt: skip
