@@ -51,10 +51,6 @@ def _bound(entry: Mapping[str, Any], show: Callable[[float], str]) -> str:
     return ABSENT if entry["upper"] is None else show(entry["upper"])
 
 
-def _spread(entry: Mapping[str, Any]) -> str:
-    return f"{entry['median']:.3f} [{entry['quartile_25']:.3f}, {entry['quartile_75']:.3f}]"
-
-
 def rows(report: Report) -> tuple[list[str], Rows]:
     """(column heads, rows) of one report: a column per arm, a row per quantity."""
     arms = report["quality"]["arms"]
@@ -71,7 +67,8 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         table.append((label, [ABSENT if c is None else show(c) for c in comparisons]))
 
     def times_as_fast(label: str, key: str) -> None:
-        table.append((label, [_spread(s[key]) if key in s else ABSENT for s in speeds]))
+        spread = "{median:.3f} [{quartile_25:.3f}, {quartile_75:.3f}]"
+        table.append((label, [spread.format(**s[key]) if key in s else ABSENT for s in speeds]))
 
     if report["data"]["kind"] == "lastword":
         per_arm("items", "items", "d")

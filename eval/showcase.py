@@ -62,17 +62,13 @@ def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:
         kept = change <= MAX_RELATIVE_CHANGE
         sign = "<=" if kept else ">"
         return kept, f"{name}: relative change of perplexity {change:.2e} {sign} {MAX_RELATIVE_CHANGE:.0e}"
-    distance = anchor_distance(anchor["delta_nll"])
+    # nats/token that the anchor may be from stock: the farther end of its mean difference's interval
+    difference = anchor["delta_nll"]
+    ends = ("mean",) if difference["low"] is None else ("low", "high")
+    distance = max(abs(float(difference[end])) for end in ends)
     kept = delta <= distance
     sign = "<=" if kept else ">"
     return kept, f"{name}: |Δnll| {delta:.2e} {sign} {distance:.2e}, {anchor['implementation']}'s from stock"
-
-
-def anchor_distance(difference: Mapping[str, Any]) -> float:
-    """How far the anchor may be from stock (nats/token): the farther end of its mean difference's interval."""
-    if difference["low"] is None:
-        return abs(float(difference["mean"]))
-    return max(abs(float(difference["low"])), abs(float(difference["high"])))
 
 
 def table(reports: Sequence[Mapping[str, Any]]) -> Table:
