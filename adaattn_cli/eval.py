@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import corpora, report, runner, showcase, tasks, team
 from adaattn_hf.eval.progress import shown_progress, tell
-from adaattn_hf.eval.settings import Loading, Settings
+from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches.checkpoint import load, read_config, resolve_device
 
 from .ending import ending, room_or_sentence, use_threads, writable
@@ -47,9 +47,8 @@ def run(options: Eval) -> Done:
 
 
 def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    settings, loading = options.fill(Settings), options.fill(Loading)
-    directory = options.directory
-    resolve_device(loading.device)
+    settings, directory = options.fill(Settings), options.directory
+    resolve_device(options.device)
     writable(directory, "output_dir")
     if options.model is None:
         for one in fields(options):
@@ -59,10 +58,10 @@ def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], li
                     "Name a model first: adaattn eval MODEL --data …"
                 )
         team.join()
-        runs = showcase.runs(settings, loading.dtype, loading.device)
+        runs = showcase.runs(settings, options.dtype, options.device)
     else:
         read_config(options.model, **options.source())  # a wrong name is told before text is looked for
-        runs = _runs(options, settings, loading)
+        runs = _runs(options, settings)
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
     with room_or_sentence(partial(_out_of_memory, settings, directory)):
@@ -104,7 +103,7 @@ def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], li
     return reports, broken
 
 
-def _runs(options: Eval, settings: Settings, loading: Loading) -> Iterator[runner.Run]:
+def _runs(options: Eval, settings: Settings) -> Iterator[runner.Run]:
     texts = [
         corpora.load(spec, split=options.split, separator=options.document_separator)
         for spec in options.data or ("wikitext",)
@@ -115,14 +114,12 @@ def _runs(options: Eval, settings: Settings, loading: Loading) -> Iterator[runne
         )
     for corpus in texts:
         tasks.check(corpus, settings)
-    crew, device_index = team.join()
-    if crew.size > 1 and loading.device in (None, "cuda") and torch.cuda.is_available():
-        loading = replace(loading, device=f"cuda:{device_index}")
+    (crew, device_index), loading = team.join(), options.loading()
+    if crew.size > 1 and options.device in (None, "cuda") and torch.cuda.is_available():
+        loading["device"] = f"cuda:{device_index}"
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
-    checkpoint = load(
-        str(options.model), **asdict(loading), plans=plans, prefixed=rolls and settings.prefix_token is None
-    )
+    checkpoint = load(str(options.model), **loading, plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield runner.Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
 

@@ -1,4 +1,4 @@
-"""Settings of an evaluation: what is compared, how, and of which checkpoint.
+"""Settings of an evaluation: what is compared, and how.
 
 Each is the option of `adaattn eval` of the same name, whose help says what it means.
 """
@@ -74,19 +74,6 @@ class Settings:
             ("tested", self.attn_implementation, self.plan, self.cache),
         ]
         return [*arms, ("anchor", self.anchor, None, others)] if self.anchor else arms
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments."""
-
-    device: str | None = None
-    revision: str | None = None
-    gguf_file: str | None = None
-    trust_remote_code: bool = False
-    dtype: str | None = None
-    tokenizer: str | None = None
-    objective: str = "auto"
 
 
 @dataclass(frozen=True)
