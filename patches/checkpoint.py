@@ -215,16 +215,15 @@ def load(
     plans: Sequence[str | None] = (),
     device: str | None = None,
     tokenizer: str | None = None,
-    revision: str | None = None,
-    gguf_file: str | None = None,
     objective: str = "auto",
-    trust_remote_code: bool = False,
     implementation: str | None = None,
     prefixed: bool = False,
+    **source: Any,
 ) -> Checkpoint:
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     `plans` are as for `dtype_for`, whose default is float32 here. An implementation of None leaves it to Transformers.
+    `source` may name `revision`, `gguf_file` and `trust_remote_code`, as Transformers takes them.
     With `prefixed` a causal model without a token to put before documents is refused before its weights are read.
     ModelUnavailable where model, tokenizer, head or named backend are not to be had; else UsageError.
     """
@@ -232,14 +231,13 @@ def load(
     name = Path(model).resolve().name if Path(model).exists() else str(model)
     resolve_dtype(dtype or "auto")
     resolve_device(device)  # one that is missing is refused before weights are read
-    asked = {"revision": revision, "trust_remote_code": trust_remote_code}
-    common: dict[str, Any] = {key: value for key, value in asked.items() if value}
-    source = {**common, "gguf_file": gguf_file} if gguf_file else common
+    source = {key: value for key, value in source.items() if value}
+    elsewhere = {key: value for key, value in source.items() if key != "gguf_file"}
     config = read_config(model, **source)
     torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
     try:
-        tokens = tf.AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
+        tokens = tf.AutoTokenizer.from_pretrained(tokenizer or model, **(elsewhere if tokenizer else source))
     except _LOADING as error:
         raise ModelUnavailable(
             f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer NAME_OR_PATH"
