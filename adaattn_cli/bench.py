@@ -17,13 +17,12 @@ from adaattn_hf._files import json_text, parse_json, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.errors import UsageError, unknown
 from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
-from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.eval.timing import peak_bytes, spread
+from adaattn_hf.eval.timing import measure, peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
 from adaattn_hf.patches.registry import register
 

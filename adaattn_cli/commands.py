@@ -42,21 +42,8 @@ class Show(Json):
     """
 
     path: Path | None = argument(None, f"{A_PLAN} Default: {PLAN_DIRECTORY}.")
-    png: Path | None = option(None, "Also save the picture to this file.")
     html: Path | None = option(None, "Also write an HTML page.")
     verbose: bool = option(False, "Also print nats, levels and versions.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diff(Json):
-    """List the heads that differ between two plans, with the loss and speed of each plan.
-
-    Exit codes: 0 done; 2 wrong arguments, or no plan.
-    """
-
-    path: Path = argument(..., A_PLAN)
-    other: Path = argument(..., A_PLAN)
-    html: Path | None = option(None, "Also write an HTML page with both plans.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +119,10 @@ class Bench(Threads, Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Json):
-    """Show versions, CPU, GPU, backends and packages; what is missing, and how to install it.
+    """Show versions, CPU, GPU and backends; what is missing, and how to install it.
 
     Exit codes: 0 AdaAttn can run here; 1 something that it needs is missing.
     """
-
-    verbose: bool = option(False, "Print everything.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +149,11 @@ COMMANDS: Mapping[str, type[Options]] = {
     "calibrate": Calibrate,
     "verify": Verify,
     "plan show": Show,
-    "plan diff": Diff,
     "plan explore": Explore,
     "bench": Bench,
     "doctor": Doctor,
     "run": Run,
 }
 """What is typed, to its options. `adaattn_cli.eval.run` does `eval`, `adaattn_cli.plan.show` does `plan show`."""
-GROUPS: Mapping[str, str] = {"plan": "Show a plan, compare two, or explore other budgets."}
+GROUPS: Mapping[str, str] = {"plan": "Show a plan, or explore other budgets."}
 """First word of several commands, and the help of all of them."""

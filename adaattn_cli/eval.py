@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,20 @@ from rich.console import Console
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval import bounds, corpora, report, runner, showcase, tasks, team
+from adaattn_hf.eval import corpora, report, runner, showcase, tasks, team
 from adaattn_hf.eval.progress import shown_progress, tell
-from adaattn_hf.eval.settings import Limits, Loading, Settings, Text
+from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches.checkpoint import load, read_config, resolve_device
 
 from .ending import ending, room_or_sentence, use_threads, writable
 from .on_text import Eval
 from .options import Done
+
+OF_A_MODEL = {
+    "data", "split", "document_separator", "plan", "baseline_plan", "revision", "gguf_file", "trust_remote_code",
+    "tokenizer", "objective", "max_ppl_ratio",
+}  # fmt: skip
+"""Options that say nothing of the models in the package."""
 
 
 def run(options: Eval) -> Done:
@@ -41,16 +47,21 @@ def run(options: Eval) -> Done:
 
 
 def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    settings, loading, limits = options.fill(Settings), options.fill(Loading), options.fill(Limits)
-    directory = options.directory
-    resolve_device(loading.device)
+    settings, directory = options.fill(Settings), options.directory
+    resolve_device(options.device)
     writable(directory, "output_dir")
     if options.model is None:
+        for one in fields(options):
+            if one.name in OF_A_MODEL and (value := getattr(options, one.name)) != one.default:
+                raise UsageError(
+                    f"{one.name}: got {value!r} without MODEL; the models in the package have their own text and bars. "
+                    "Name a model first: adaattn eval MODEL --data …"
+                )
         team.join()
-        runs = showcase.runs(options.fill(Text), settings, loading, limits)
+        runs = showcase.runs(settings, options.dtype, options.device)
     else:
         read_config(options.model, **options.source())  # a wrong name is told before text is looked for
-        runs = _runs(options.model, options.fill(Text), settings, loading)
+        runs = _runs(options, settings)
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
     with room_or_sentence(partial(_out_of_memory, settings, directory)):
@@ -67,7 +78,8 @@ def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], li
                     overwrite=options.overwrite,
                     progress=partial(display, one.label),
                 )
-            result["bounds"], sentences = bounds.check(result, limits.max_delta_nll, limits.max_ppl_ratio)
+            asked = result["bounds"] = report.bounds(result, options.max_ppl_ratio)
+            sentences = [f"{one.label}: {b['name']} {b['asked']:g}: {b['sentence']}" for b in asked if not b["kept"]]
             if options.model is None:
                 kept, sentence = showcase.verdict(result)
                 sentences = [] if kept else [sentence]
@@ -91,20 +103,23 @@ def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], li
     return reports, broken
 
 
-def _runs(model: str, text: Text, settings: Settings, loading: Loading) -> Iterator[runner.Run]:
-    texts = [corpora.load(s, split=text.split, separator=text.document_separator) for s in text.data or ("wikitext",)]
+def _runs(options: Eval, settings: Settings) -> Iterator[runner.Run]:
+    texts = [
+        corpora.load(spec, split=options.split, separator=options.document_separator)
+        for spec in options.data or ("wikitext",)
+    ]
     if len({c.name for c in texts}) < len(texts):
         raise UsageError(
             f"data: got {', '.join(c.name for c in texts)}, expected different names: each has a directory"
         )
     for corpus in texts:
         tasks.check(corpus, settings)
-    crew, device_index = team.join()
-    if crew.size > 1 and loading.device in (None, "cuda") and torch.cuda.is_available():
-        loading = replace(loading, device=f"cuda:{device_index}")
+    (crew, device_index), loading = team.join(), options.loading()
+    if crew.size > 1 and options.device in (None, "cuda") and torch.cuda.is_available():
+        loading["device"] = f"cuda:{device_index}"
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
-    checkpoint = load(model, **asdict(loading), plans=plans, prefixed=rolls and settings.prefix_token is None)
+    checkpoint = load(str(options.model), **loading, plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield runner.Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
 

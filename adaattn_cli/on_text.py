@@ -41,8 +41,8 @@ class Eval(Loading, Threads, Json):
     with a confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume
     continues an interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
 
-    Exit codes: 0 done; every bound that was asked for is kept; 1 measured, but a bound that was asked for
-    (--max-delta-nll, --max-ppl-ratio) is broken; 2 usage: an argument is wrong, or two contradict each other; 3 data
+    Exit codes: 0 done; the bound, if one was asked for, is kept; 1 measured, but the bound that was asked for
+    (--max-ppl-ratio) is broken; 2 usage: an argument is wrong, or two contradict each other; 3 data
     unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read; 4 model unavailable:
     no such checkpoint, no tokenizer, no output head, or no such attention; 5 the output directory belongs to another
     run (the reason names what differs); 6 out of memory: what would fit is said; finished work is kept and --resume
@@ -51,7 +51,7 @@ class Eval(Loading, Threads, Json):
 
     panels: ClassVar = {
         "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
-        "Verification": ("max_delta_nll", "max_ppl_ratio", "baseline_plan", "anchor"),
+        "Verification": ("max_ppl_ratio", "baseline_plan", "anchor"),
     }
 
     model: str | None = argument(None, "Hub id or directory of a causal or masked LM.")
@@ -94,10 +94,9 @@ class Eval(Loading, Threads, Json):
     seed: int = option(0, "Seed of that sample.")
     prefix_token: int | None = option(None, "Token before each document. Default: BOS, else EOS.")
     add_bos: bool | None = option(None, "Whether the tokenizer adds its special tokens. Default: its own setting.")
-    max_delta_nll: float | None = option(
-        None, "Fail (exit 1) if the one-sided 95 % bound of Δnll, nats/token, is above."
+    max_ppl_ratio: float | None = option(
+        None, "Fail (exit 1) if the one-sided 95 % bound of perplexity over stock's is above (1.001, say)."
     )
-    max_ppl_ratio: float | None = option(None, "Fail (exit 1) if that bound's perplexity ratio is above (1.001, say).")
     output_dir: Path | None = option(None, "Directory for journals and reports. Default: a new one under results/eval.")
     resume: bool = option(False, "Go on with the interrupted run in --output-dir.")
     overwrite: bool = option(False, "Begin again where --output-dir has a run.")

@@ -221,6 +221,11 @@ class Loading(Source):
     tokenizer: str | None = option(None, "Tokenizer, where it is not the model's own.")
     objective: str = option("auto", "How the model is read; auto: as its configuration says.", choices=OBJECTIVES)
 
+    def loading(self) -> dict[str, Any]:
+        """What says how a checkpoint is loaded, as `patches.checkpoint.load` takes it."""
+        how = {name: getattr(self, name) for name in ("device", "dtype", "tokenizer", "objective")}
+        return {**self.source(), **how}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Options):

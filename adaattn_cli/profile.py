@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from adaattn_hf.eval import corpora, pages, runner
 from adaattn_hf.eval.demo import demo_model_path, heldout_pages
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.eval.settings import Loading
 from adaattn_hf.patches.checkpoint import NO_PLAN, Checkpoint, give_plan, load
 from adaattn_hf.patches.observe.record import record
 
@@ -37,7 +35,7 @@ def run(options: Profile) -> Done:
 def _recorded(options: Profile) -> dict[str, Any]:
     plans = (options.plan, options.against or NO_PLAN)
     name = options.model or demo_model_path("llama")
-    checkpoint = load(name, implementation="adaattn", plans=plans, **asdict(options.fill(Loading)))
+    checkpoint = load(name, implementation="adaattn", plans=plans, **options.loading())
     give_plan(checkpoint.model, options.plan)
     longest = checkpoint.max_length or 2048
     size = min(2048, longest) if options.length is None else options.length

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from adaattn_hf.patches.observe import monitoring
+
 WATCHED_BATCHES = 32
 
 
@@ -31,8 +33,6 @@ def is_watched(batch: int, batches: int) -> bool:
 
 def watch(model: Any, call: Callable[[], object]) -> Counts:
     """The pairs of one forward pass of a model that carries a plan."""
-    from adaattn_hf.patches.observe import monitoring
-
     with monitoring.monitoring(model, sample_rows=False):
         call()
     layers = monitoring.statistics(model)

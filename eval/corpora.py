@@ -145,13 +145,7 @@ def _from_path(known: str, path: Path, split: str) -> Corpus:
 
 
 def _from_hub(known: str, split: str) -> Corpus:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataUnavailable(
-            f"data: {known} comes through the package datasets, which is not installed; "
-            f"pip install datasets, or give a text of your own: --data FILE.txt"
-        ) from error
+    datasets = _datasets(known)
     reasons = []
     for repository, configuration in HUB[known]:
         try:
@@ -167,6 +161,17 @@ def _from_hub(known: str, split: str) -> Corpus:
         f"data: {known} is neither in the local cache of datasets nor to be downloaded "
         f"({'; '.join(reasons)}). Connect to the hub once, or name a local file: --data {known}:PATH"
     )
+
+
+def _datasets(what: object) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataUnavailable(
+            f"data: {what} comes through the package datasets, which is not installed; pip install datasets, or give a "
+            "text of your own: --data FILE.txt"
+        ) from error
+    return datasets
 
 
 def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
@@ -225,10 +230,7 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
         return
     if path.is_file() and kind not in TABLE_SUFFIXES:
         raise DataUnavailable(f"data: got {path}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataUnavailable(f"data: {path} is read by the package datasets: pip install datasets") from error
+    datasets = _datasets(path)
     try:
         if path.is_file():
             yield from datasets.load_dataset(kind[1:], data_files=str(path), split="train")

@@ -19,6 +19,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from adaattn_hf.errors import JournalMismatch
 from adaattn_hf.stats.paired import TokenScores
 from adaattn_hf.stats.stopwatch import Elapsed
@@ -58,9 +63,7 @@ class BatchRecord:
 
 def _held(descriptor: int) -> bool:
     """Whether a file is this process's alone until it is closed; where nothing can lock it, nobody can tell."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    if fcntl is None:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,15 +23,12 @@ def harmless(record: Any) -> Any:
 
 
 def filled(package: str, name: str, data: Mapping[str, Any]) -> str:
-    """An HTML page that needs no network: a template of a package with its data, whose `title` it bears.
-
-    What all pages share, their style and helpers, lies beside this module.
-    """
-    template = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-    for mark, shared in (("STYLE", "page.css"), ("SHARED", "page.js")):
-        text = resources.files("adaattn_hf.eval").joinpath(shared).read_text(encoding="utf-8")
-        template = template.replace(f"/*{mark}*/", text.strip(), 1)
-    template = template.replace("/*TITLE*/", html.escape(printable(data["title"])), 1)
+    """An HTML page that needs no network: the one template, content of a package, and data whose `title` it bears."""
+    parts = (resources.files(at).joinpath(one) for at, one in (("adaattn_hf.eval", "page.html"), (package, name)))
+    template, content = (part.read_text(encoding="utf-8") for part in parts)
+    template = template.replace("/*CONTENT*/", content.strip(), 1).replace(
+        "/*TITLE*/", html.escape(printable(data["title"])), 1
+    )
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     # within a script element nothing but these characters could end the data
     return template.replace("/*DATA*/", text.replace("<", "\\u003c").replace("\u2028", "\\u2028"))

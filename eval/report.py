@@ -51,10 +51,6 @@ def _bound(entry: Mapping[str, Any], show: Callable[[float], str]) -> str:
     return ABSENT if entry["upper"] is None else show(entry["upper"])
 
 
-def _spread(entry: Mapping[str, Any]) -> str:
-    return f"{entry['median']:.3f} [{entry['quartile_25']:.3f}, {entry['quartile_75']:.3f}]"
-
-
 def rows(report: Report) -> tuple[list[str], Rows]:
     """(column heads, rows) of one report: a column per arm, a row per quantity."""
     arms = report["quality"]["arms"]
@@ -71,7 +67,8 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         table.append((label, [ABSENT if c is None else show(c) for c in comparisons]))
 
     def times_as_fast(label: str, key: str) -> None:
-        table.append((label, [_spread(s[key]) if key in s else ABSENT for s in speeds]))
+        spread = "{median:.3f} [{quartile_25:.3f}, {quartile_75:.3f}]"
+        table.append((label, [spread.format(**s[key]) if key in s else ABSENT for s in speeds]))
 
     if report["data"]["kind"] == "lastword":
         per_arm("items", "items", "d")
@@ -142,6 +139,21 @@ def terminal_table(report: Report, verbose: bool) -> Table:
 def markdown(reports: Sequence[Report]) -> str:
     """The reports as Markdown sections."""
     return "\n".join(_section(report) for report in reports)
+
+
+def bounds(report: Report, max_ppl_ratio: float | None) -> list[dict[str, Any]]:
+    """What was asked for, held against the one-sided 95 % bound of the tested arm's perplexity over stock's.
+
+    A run with a single cluster proves nothing, and keeps no bound.
+    """
+    if max_ppl_ratio is None:
+        return []
+    found = report["quality"]["comparisons"][0]["perplexity_ratio"]["upper"]
+    kept = found is not None and found <= max_ppl_ratio
+    sentence = "no interval: the text is one document of one window; give more text"
+    if found is not None:
+        sentence = f"the one-sided 95 % perplexity-ratio bound is {found:.9g}, {'within' if kept else 'above'} it"
+    return [{"name": "max_ppl_ratio", "asked": max_ppl_ratio, "found": found, "kept": kept, "sentence": sentence}]
 
 
 def _cache_line(settings: Mapping[str, Any]) -> list[str]:

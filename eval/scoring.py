@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
+from adaattn_hf.patches.cache.caches import AdaAttnCache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 
 from .windows import TokenWindow
@@ -74,22 +77,15 @@ def forward(
     A `cache` names what it stores, `dynamic` Transformers' own: unpadded tokens are read in pieces over it. With
     `streaming`, heads with a window keep it alone in the cache.
     """
-    if cache is not None:
-        from transformers import DynamicCache
-
-        from adaattn_hf.patches.cache.caches import AdaAttnCache
-        from adaattn_hf.patches.models.cache_keyword import with_cache
-
-        keys: Any = (
-            DynamicCache(config=model.config) if cache == "dynamic" else AdaAttnCache(model, cache, streaming=streaming)
-        )
-        held = with_cache(model, keys)
-        with torch.inference_mode():
-            parts = batch.keywords["input_ids"].split(piece, dim=1)
-            return torch.cat([model(part, use_cache=True, **held).logits for part in parts], dim=1)
-    keywords: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
     with torch.inference_mode():
-        return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]
+        if cache is None:
+            keywords: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
+            return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]
+        stock = cache == "dynamic"
+        keys: Any = DynamicCache(config=model.config) if stock else AdaAttnCache(model, cache, streaming=streaming)
+        held = with_cache(model, keys)
+        parts = batch.keywords["input_ids"].split(piece, dim=1)
+        return torch.cat([model(part, use_cache=True, **held).logits for part in parts], dim=1)
 
 
 def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offsets: Sequence[int]) -> TokenScores:

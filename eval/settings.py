@@ -1,4 +1,4 @@
-"""Settings of an evaluation: what is compared, how, of which checkpoint, on which text.
+"""Settings of an evaluation: what is compared, and how.
 
 Each is the option of `adaattn eval` of the same name, whose help says what it means.
 """
@@ -77,38 +77,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments."""
-
-    device: str | None = None
-    revision: str | None = None
-    gguf_file: str | None = None
-    trust_remote_code: bool = False
-    dtype: str | None = None
-    tokenizer: str | None = None
-    objective: str = "auto"
-
-
-@dataclass(frozen=True)
 class Masking:
     """How a masked-language model is read: the share of tokens that it is asked for at a time, and how often anew."""
 
     mask_share: float = 0.15
     maskings: int = 4
-
-
-@dataclass(frozen=True)
-class Text:
-    """The corpora of an evaluation."""
-
-    data: tuple[str, ...] = ()
-    split: str = "test"
-    document_separator: str | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds that a report is held against, in nats/token and as a ratio of perplexities."""
-
-    max_delta_nll: float | None = None
-    max_ppl_ratio: float | None = None

@@ -9,19 +9,18 @@ difference from stock may be (the farther end of its 95 % interval).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from transformers.utils import logging
 
-from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.checkpoint import load
 
 from . import corpora, runner
 from .demo import DEMO_MODELS, demo_model_path, heldout_pages, lastword_items
-from .settings import Limits, Loading, Settings, Text
+from .settings import Settings
 
 DTYPES = ("float32", "bfloat16")
 MAX_RELATIVE_CHANGE = 1e-5
@@ -31,18 +30,9 @@ BATCH_SIZE = 4
 """Windows per forward pass, unless another number than 1 is asked for."""
 
 
-def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> Iterator[runner.Run]:
-    """Yields each packaged model in each dtype over each text; UsageError for options of a model of the user's own."""
+def runs(settings: Settings, dtype: str | None, device: str | None) -> Iterator[runner.Run]:
+    """Yields each packaged model in each dtype, or the one asked for, over each text."""
     logging.disable_progress_bar()  # six small models load in no time
-    own: dict[str, Any] = {"plan": settings.plan, "baseline_plan": settings.baseline_plan}
-    for group in (text, loading, limits):
-        own |= {one.name: value for one in fields(group) if (value := getattr(group, one.name)) != one.default}
-    for name, value in own.items():
-        if value is not None and name not in ("dtype", "device"):
-            raise UsageError(
-                f"{name}: got {value!r} without MODEL; the models in the package have their own text and bars. Name a "
-                "model first: adaattn eval MODEL --data …"
-            )
     texts = (  # the short one first: it soon has a result
         corpora.lastword_corpus(
             [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
@@ -50,16 +40,15 @@ def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> It
         corpora.wikitext_corpus(heldout_pages(), "held-out pages in the package", "pages"),
     )
     for name in DEMO_MODELS:
-        for dtype in DTYPES if loading.dtype is None else (loading.dtype,):
-            loaded = load(demo_model_path(name), dtype=dtype, device=loading.device)
-            checkpoint = replace(loaded, name=f"demo {name}")
+        for kind in DTYPES if dtype is None else (dtype,):
+            checkpoint = replace(load(demo_model_path(name), dtype=kind, device=device), name=f"demo {name}")
             batch_size = BATCH_SIZE if settings.batch_size == 1 else settings.batch_size
             chosen = replace(settings, anchor=settings.anchor or "eager", batch_size=batch_size)
             if checkpoint.objective == "masked" and settings.mask_fraction == 1:
                 chosen = replace(chosen, mask_fraction=MASK_FRACTION)
             for corpus in texts:
                 fitting = chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
-                label, directory = f"{name} {dtype} {corpus.name}", f"{name}-{dtype}-{corpus.name}"
+                label, directory = f"{name} {kind} {corpus.name}", f"{name}-{kind}-{corpus.name}"
                 yield runner.Run(label, checkpoint, corpus, fitting, directory)
 
 
@@ -73,17 +62,13 @@ def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:
         kept = change <= MAX_RELATIVE_CHANGE
         sign = "<=" if kept else ">"
         return kept, f"{name}: relative change of perplexity {change:.2e} {sign} {MAX_RELATIVE_CHANGE:.0e}"
-    distance = anchor_distance(anchor["delta_nll"])
+    # nats/token that the anchor may be from stock: the farther end of its mean difference's interval
+    difference = anchor["delta_nll"]
+    ends = ("mean",) if difference["low"] is None else ("low", "high")
+    distance = max(abs(float(difference[end])) for end in ends)
     kept = delta <= distance
     sign = "<=" if kept else ">"
     return kept, f"{name}: |Δnll| {delta:.2e} {sign} {distance:.2e}, {anchor['implementation']}'s from stock"
-
-
-def anchor_distance(difference: Mapping[str, Any]) -> float:
-    """How far the anchor may be from stock (nats/token): the farther end of its mean difference's interval."""
-    if difference["low"] is None:
-        return abs(float(difference["mean"]))
-    return max(abs(float(difference["low"])), abs(float(difference["high"])))
 
 
 def table(reports: Sequence[Mapping[str, Any]]) -> Table:

@@ -145,16 +145,14 @@ def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: 
         entry = {"role": role, "implementation": implementation}
         nll, hit = tokens.scores.nll[arm], tokens.scores.hit[arm]
         found = totals(math.fsum(nll), len(nll), task.words, task.bytes)
-        arms.append({**entry, **found, **(_last_word(nll, hit, tokens) if kind == "lastword" else {})})
+        if kind == "lastword":
+            right, words = group_all(hit, tokens.document), group_sums(nll, tokens.document)
+            perplexity = math.exp(words.mean())
+            found |= {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": perplexity}
+        arms.append({**entry, **found})
         if arm:
             comparisons.append({**entry, **_comparison(tokens, arm, clusters, kind), "clusters_are": unit})
     return {"arms": arms, "comparisons": comparisons}
-
-
-def _last_word(nll: Float, hit: Flag, tokens: Tokens) -> dict[str, Any]:
-    right = group_all(hit, tokens.document)
-    words = group_sums(nll, tokens.document)
-    return {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": math.exp(words.mean())}
 
 
 def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:

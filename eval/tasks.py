@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.checkpoint import Checkpoint, prefix_token
@@ -96,7 +96,10 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
     if checkpoint.objective == "masked":
         if settings.stride is not None:
             raise UsageError("stride: a masked LM's pieces are disjoint; leave --stride out")
-        made = list(_masked_pages(checkpoint, encoded, settings, context))
+        first, last = special_tokens(checkpoint.tokenizer)
+        mask = checkpoint.tokenizer.mask_token_id
+        sampled = partial(windows.masked, fraction=settings.mask_fraction, seed=settings.seed)
+        made = [w for i, t in enumerate(encoded) for w in sampled(t, context, mask, first, last, document=i)]
         sample = (
             "every token of the text"
             if settings.mask_fraction == 1
@@ -138,17 +141,6 @@ def _special(checkpoint: Checkpoint, settings: Settings) -> str:
     if settings.add_bos is False or not (first or last):
         return "; the tokenizer adds no special tokens"
     return f"; the tokenizer adds {first} before and {last} after each document, which count as its tokens"
-
-
-def _masked_pages(
-    checkpoint: Checkpoint, encoded: Sequence[Sequence[int]], settings: Settings, context: int
-) -> Iterator[TokenWindow]:
-    first, last = special_tokens(checkpoint.tokenizer)
-    mask = checkpoint.tokenizer.mask_token_id
-    for i, tokens in enumerate(encoded):
-        yield from windows.masked(
-            tokens, context, mask, first, last, fraction=settings.mask_fraction, seed=settings.seed, document=i
-        )
 
 
 def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: int) -> Task:

@@ -1,8 +1,8 @@
-"""What is made of measured seconds (spreads, ratios of interleaved calls), and bytes at a call's peak."""
+"""Seconds of calls that take turns, what is made of them (spreads, ratios), and bytes at a call's peak."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,13 @@ import torch
 
 from adaattn_hf.backends.native import library
 from adaattn_hf.policy.silence import silenced
-from adaattn_hf.stats.stopwatch import wait
+from adaattn_hf.stats.stopwatch import in_turn, wait
 
 STDERR = 2
+_SAMPLE_SECONDS = 0.01
+"""Shorter samples drown in the clock and the scheduler."""
+_FAR, _FEW = 10, 2
+"""A way that takes so many times as long as the first is no rival, and is timed in so many rounds."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -31,6 +35,23 @@ def ratio_summary(stock: Sequence[float], arm: Sequence[float]) -> dict[str, flo
     """How many times faster than stock: median over batches of stock / arm, quartiles, and of the totals."""
     ratios = [first / second for first, second in zip(stock, arm, strict=True)]
     return {**spread(ratios), "total": sum(stock) / sum(arm), "batches": len(ratios)}
+
+
+def measure(
+    ways: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of wall and process time per way and round; the order turns around every round.
+
+    Every way runs twice before its samples are taken. One that takes over ten times as long as the first has two
+    rounds. On CUDA every sample ends with a synchronisation.
+    """
+    alone = {name: max(min(one.wall for one in runs), 1e-7) for name, runs in in_turn(ways, device, 2).items()}
+    repeats = {name: max(1, round(_SAMPLE_SECONDS / seconds)) for name, seconds in alone.items()}
+    rivals = {name: work for name, work in ways.items() if alone[name] <= _FAR * next(iter(alone.values()))}
+    runs = in_turn(ways, device, min(rounds, _FEW), repeats)
+    for name, more in in_turn(rivals, device, rounds - _FEW, repeats).items():
+        runs[name] += more
+    return {name: {"wall": [r.wall for r in own], "process": [r.process for r in own]} for name, own in runs.items()}
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:

@@ -30,8 +30,7 @@ from torch import Tensor  # noqa: E402
 
 import adaattn_hf  # noqa: E402
 from adaattn_hf._files import write_atomically  # noqa: E402
-from adaattn_hf.eval.bench.measure import measure  # noqa: E402
-from adaattn_hf.eval.timing import spread  # noqa: E402
+from adaattn_hf.eval.timing import measure, spread  # noqa: E402
 
 ARMS = ("string", "adaattn", "sdpa")
 Work = Callable[[], Tensor]

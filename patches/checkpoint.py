@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import transformers as tf
 
 from adaattn_hf.backends.select import BackendRefusal, check_possible
 from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
@@ -149,17 +150,15 @@ def placed(model: Any, device: str | None) -> Any:
 
 def objective_of(config: Any) -> Objective | None:
     """What a checkpoint was saved to predict by its architectures, else by its family; None without a head for it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
     saved = config.architectures or []
     if any(name.endswith("ForMaskedLM") for name in saved):
         return "masked"
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
         return "causal"
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+    if type(config) in tf.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         return "masked"
     # a GGUF file names no class; weights of a head that are not there are refused once they are missed
-    return "causal" if not saved and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    return "causal" if not saved and type(config) in tf.MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def _objective(config: Any, asked: str, name: str) -> Objective:
@@ -195,8 +194,6 @@ def prefix_token(tokenizer: Any, name: str) -> int:
 
 def read_config(model: str | Path, **source: Any) -> Any:
     """Returns the configuration of a checkpoint that has weights; ModelUnavailable for no model, or only a plan."""
-    from transformers import AutoConfig
-
     files = {path.name for path in Path(model).glob("*.*")} - {TENSORS_FILE}
     if PLAN_FILE in files and not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in files):
         raise ModelUnavailable(
@@ -206,7 +203,7 @@ def read_config(model: str | Path, **source: Any) -> Any:
     if "/" not in str(model) and _neighbour(model):  # misspelt: the Hub is not asked, which takes long to fail
         source["local_files_only"] = True
     try:
-        return AutoConfig.from_pretrained(model, **source)
+        return tf.AutoConfig.from_pretrained(model, **source)
     except _LOADING as error:
         raise _not_loaded(model, error) from error
 
@@ -218,40 +215,36 @@ def load(
     plans: Sequence[str | None] = (),
     device: str | None = None,
     tokenizer: str | None = None,
-    revision: str | None = None,
-    gguf_file: str | None = None,
     objective: str = "auto",
-    trust_remote_code: bool = False,
     implementation: str | None = None,
     prefixed: bool = False,
+    **source: Any,
 ) -> Checkpoint:
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     `plans` are as for `dtype_for`, whose default is float32 here. An implementation of None leaves it to Transformers.
+    `source` may name `revision`, `gguf_file` and `trust_remote_code`, as Transformers takes them.
     With `prefixed` a causal model without a token to put before documents is refused before its weights are read.
     ModelUnavailable where model, tokenizer, head or named backend are not to be had; else UsageError.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
-
     _refuse_impossible(implementation)
     name = Path(model).resolve().name if Path(model).exists() else str(model)
     resolve_dtype(dtype or "auto")
     resolve_device(device)  # one that is missing is refused before weights are read
-    asked = {"revision": revision, "trust_remote_code": trust_remote_code}
-    common: dict[str, Any] = {key: value for key, value in asked.items() if value}
-    source = {**common, "gguf_file": gguf_file} if gguf_file else common
+    source = {key: value for key, value in source.items() if value}
+    elsewhere = {key: value for key, value in source.items() if key != "gguf_file"}
     config = read_config(model, **source)
     torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
     try:
-        tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
+        tokens = tf.AutoTokenizer.from_pretrained(tokenizer or model, **(elsewhere if tokenizer else source))
     except _LOADING as error:
         raise ModelUnavailable(
             f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer NAME_OR_PATH"
         ) from error
     if prefixed and kind != "masked":
         prefix_token(tokens, name)
-    auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+    auto: Any = tf.AutoModelForMaskedLM if kind == "masked" else tf.AutoModelForCausalLM
     try:
         attention = {} if implementation is None else {"attn_implementation": implementation}
         result: Any = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **attention, **source)
@@ -304,10 +297,8 @@ def _first_line(error: BaseException) -> str:
 
 def known_implementations() -> list[str]:
     """Returns all attention implementations that Transformers knows now, `eager` and all of ours included."""
-    from transformers import AttentionInterface
-
-    registry: Any = AttentionInterface
-    return sorted({"eager", *registry().valid_keys(), *NAMES})
+    registry: Any = tf.AttentionInterface()
+    return sorted({"eager", *registry.valid_keys(), *NAMES})
 
 
 def _refuse_impossible(implementation: str | None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -17,9 +18,6 @@ from adaattn_hf.config import use_presets
 
 from .call.interface import AttentionFunction, attention_function
 from .mask.masks import adaattn_mask
-
-if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
@@ -71,7 +69,7 @@ def engine_name(name: str) -> str:
 
 
 @contextmanager
-def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
+def continuous_batching(model: nn.Module) -> Iterator[transformers.ContinuousBatchingConfig]:
     """Lets Transformers' engine of continuous batching run a model inside the `with` block, by its plan if it has one.
 
         with adaattn_hf.continuous_batching(model) as engine:
@@ -100,12 +98,10 @@ def continuous_batching(model: nn.Module) -> Iterator[ContinuousBatchingConfig]:
             f"model: got attention {got}, expected 'adaattn'; call "
             'model.set_attn_implementation("adaattn"), and open one block at a time'
         )
-    from transformers import ContinuousBatchingConfig
-
     try:
         for config, name in ours:
             config._attn_implementation = {"": engine_name(name)}
-        yield ContinuousBatchingConfig(use_cuda_graph=False)
+        yield transformers.ContinuousBatchingConfig(use_cuda_graph=False)
     finally:
         for config, name in ours:
             if config._attn_implementation == engine_name(name):

@@ -1,4 +1,4 @@
-"""How the pages of docs/results write tables, losses, budgets, machines and commits."""
+"""How the pages of docs/results write tables, budgets, machines and commits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
     ]
-
-
-def loss(value: float) -> str:
-    """Returns a loss in nats/token as text."""
-    return f"{value:.2e}"
 
 
 def percent(budget: float) -> str:

@@ -1,14 +1,10 @@
-"""Draws a plan as a grid of layers by heads, in the terminal and as PNG."""
+"""Draws a plan as a grid of layers by heads in the terminal."""
 
 from __future__ import annotations
 
-import io
 import itertools
-import math
 import string
-import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
@@ -22,21 +18,19 @@ from adaattn_hf.plans.limits import unproven, verdict_of
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.wording import allowed, in_nats, legend, quotient, rise, share, times
 
-from .headline import Bought, headline, name_of, speed_of, verdict
+from .headline import Bought, headline, name_of, speed_of
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
 NAMED_COLUMNS = 5
 """Up to so many key/value heads a terminal shows the names of choices, above that one letter each."""
-PRINTED_COLUMNS = 16
-"""Up to so many key/value heads lie beside one another in an image; the layers of more take several lines."""
 
 
-def grid(plan: Plan, rows: Sequence[int] | None = None, heads: int | None = None) -> list[list[Choice]]:
+def grid(plan: Plan) -> list[list[Choice]]:
     """Returns the choices `[layers][heads]` that a picture shows, exact in layers that the plan does not contain."""
     known = {layer.layer: layer.choices for layer in plan.layers}
-    width = min(heads or max((len(choices) for choices in known.values()), default=1), MOST_COLUMNS)
-    return [list(known.get(index, (EXACT,) * width))[:width] for index in rows or layers_of(plan)]
+    width = min(max((len(choices) for choices in known.values()), default=1), MOST_COLUMNS)
+    return [list(known.get(index, (EXACT,) * width))[:width] for index in layers_of(plan)]
 
 
 def layers_of(plan: Plan) -> list[int]:
@@ -136,61 +130,7 @@ def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
     return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
 
 
-def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]]:
-    """Returns the units on which two plans differ: layer, head, choice of each."""
-    first, second = ({layer.layer: layer.choices for layer in plan.layers} for plan in (left, right))
-    found = []
-    for index in sorted({*first, *second}):
-        pairs = zip_longest(first.get(index, ()), second.get(index, ()), fillvalue=EXACT)
-        found += [(index, head, a, b) for head, (a, b) in enumerate(pairs) if a != b]
-    return found
-
-
 def time_shares(plan: Plan, rows: Sequence[int], heads: int) -> list[float | None]:
     """Returns the time of each unit as a share of the exact one, row by row; None where it is not known."""
     known = {(unit.layer, unit.head): quotient([unit.price], [unit.exact_price]) for unit in plan.units}
     return [known.get((layer, head), 1.0) for layer in rows for head in range(heads)]
-
-
-def png(plan: Plan, buys: Bought | None = None) -> bytes:
-    """Returns the picture as PNG, narrow enough for a phone; needs matplotlib."""
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-
-    rows, choices = layers_of(plan), grid(plan)
-    width = max((len(row) for row in choices), default=1)
-    lines = math.ceil(width / PRINTED_COLUMNS)  # of each layer
-    across = math.ceil(width / lines)
-    named, codes = width <= NAMED_COLUMNS, _codes(choices)
-    known = [math.nan if one is None else 100.0 * one for one in time_shares(plan, rows, width)]
-    cells = [[math.nan] * across for _ in range(max(len(rows), 1) * lines)]
-    exact = [list(row) for row in cells]
-    figure = Figure(figsize=(4.4, 2.2 + (0.4 if named else 0.25) * len(cells)), layout="constrained")
-    figure.suptitle(_folded(name_of(plan), *verdict(plan, buys).split(" · ")).replace("$", r"\$"), fontsize="medium")
-    axes = figure.subplots()
-    planned = [(place, head, choice) for place, row in enumerate(choices) for head, choice in enumerate(row)]
-    shares = [known[place * width + head] for place, head, choice in planned if not choice.is_exact]
-    low, high = min(shares, default=100.0), max(shares, default=100.0)
-    for place, head, choice in planned:
-        down, right, time = place * lines + head // across, head % across, known[place * width + head]
-        (exact if choice.is_exact else cells)[down][right] = time
-        words = choice.label.replace(" ", "\n") if named else codes[choice]
-        colour = "w" if not choice.is_exact and time <= (low + high) / 2 else "k"
-        axes.text(right, down, words, color=colour, ha="center", va="center", fontsize="small")
-    axes.imshow(exact, ListedColormap(["lightgrey"]), aspect="auto")
-    image = axes.imshow(cells, "cividis", aspect="auto", vmin=low, vmax=high)
-    for place in range(1, len(rows)):
-        axes.axhline(place * lines - 0.5, color="w", linewidth=2)
-    figure.colorbar(image, label="time, % of exact (exact heads are grey)", location="bottom")
-    figure.supxlabel(_folded(*below(plan)), fontsize="small")
-    axes.set_ylabel("layer")
-    axes.set_yticks([place * lines for place in range(len(rows))], list(map(str, rows)))
-    axes.set_xlabel("key/value head")
-    axes.set_xticks(range(across), ["\n".join(map(str, range(head, width, across))) for head in range(across)])
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=240)
-    return drawn.getvalue()
-
-
-def _folded(*lines: str) -> str:
-    return "\n".join(textwrap.fill(line, 56) for line in lines)

@@ -1,4 +1,4 @@
-"""Plans on one HTML page that needs no network: one, two beside one another, or what every budget would buy."""
+"""Plans on one HTML page that needs no network: one plan, or what every budget would buy."""
 
 from __future__ import annotations
 
@@ -28,25 +28,39 @@ def page(data: Mapping[str, Any]) -> str:
     """Returns the page.
 
     Args:
-        data: `title`, the model's name; `headline`, the large line below it, or None for the verdict of the plan shown;
-            `under`, lines below the picture; `about`, lines that a click shows; `rows`, the layers; `width`, heads of a
-            layer; `choices`, labels, exact first; `stops`, plans in the order of the slider, each with `name`,
-            `verdict`, None where it was not verified, `loss` in nats/token, `speed`, perhaps `memory`, a share of the
-            cache's bytes, and a `proof`, and per unit `picks`, `risk` in nats/token and `time` as a share of the exact
-            one, None for what is not known; `start`, the stop that is shown first; `offers`, `risk` and `time` of every
-            unit and choice, or None; `compared`, whether the stops are shown beside one another.
+        data: `title`, the model's name; `under`, lines below the picture; `about`, lines that a click shows; `rows`,
+            the layers; `width`, heads of a layer; `choices`, labels, exact first; `stops`, plans in the order of the
+            slider, each with `name`, `verdict`, None where it was not verified, `loss` in nats/token, `speed`, perhaps
+            `memory`, a share of the cache's bytes, and a `proof`, and per unit `picks`, `risk` in nats/token and `time`
+            as a share of the exact one, None for what is not known; `start`, the stop that is shown first; `offers`,
+            `risk` and `time` of every unit and choice, or None.
     """
-    return filled("adaattn_cli.pictures", "page.html", data)
+    return filled("adaattn_cli.pictures", "plan.html", data)
 
 
 def plan_page(plan: Plan, buys: Bought | None = None) -> str:
     """Returns the page of one plan, with what the report beside it says that it buys."""
-    return _pages([("the plan", buys, plan)], None, details(plan))
-
-
-def compared(plans: Sequence[tuple[str, Bought | None, Plan]], line: str) -> str:
-    """Returns a page with named plans beside one another; heads that differ are outlined."""
-    return _pages(plans, line, ())
+    rows, choices = layers_of(plan), grid(plan)
+    labels = list(dict.fromkeys((EXACT, *(choice for row in choices for choice in row))))
+    width = max((len(row) for row in choices), default=1)
+    risks = {(unit.layer, unit.head): unit.risk for unit in plan.units}
+    picks = [labels.index(row[at]) if at < len(row) else None for row in choices for at in range(width)]
+    risk = [risks.get((layer, head), 0.0) for layer in rows for head in range(width)]
+    speed = speed_of(plan) if plan.units else 1.0
+    stop = _stop("the plan", picks, risk, time_shares(plan, rows, width), plan.predicted_loss, speed)
+    return page(
+        {
+            "title": name_of(plan),
+            "under": [legend(labels), *notes(plan)],
+            "about": details(plan),
+            "rows": rows,
+            "width": width,
+            "choices": [choice.label for choice in labels],
+            "stops": [{**stop, "verdict": verdict(plan, buys), "proof": proof(plan)}],
+            "start": 0,
+            "offers": None,
+        }
+    )
 
 
 def proof(plan: Plan) -> dict[str, Any] | None:
@@ -85,39 +99,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _pages(plans: Sequence[tuple[str, Bought | None, Plan]], line: str | None, about: Sequence[str]) -> str:
-    rows = sorted({index for *_, plan in plans for index in layers_of(plan)})
-    heads = max(max((len(layer.choices) for layer in plan.layers), default=1) for *_, plan in plans)
-    grids = [grid(plan, rows, heads) for *_, plan in plans]
-    choices: dict[Choice, int] = {EXACT: 0}
-    for choice in (choice for one in grids for row in one for choice in row):
-        choices.setdefault(choice, len(choices))
-    width = max((len(row) for one in grids for row in one), default=1)
-    stops = []
-    for (name, buys, plan), row in zip(plans, grids, strict=True):
-        risks = {(unit.layer, unit.head): unit.risk for unit in plan.units}
-        picks = [choices[heads[at]] if at < len(heads) else None for heads in row for at in range(width)]
-        risk = [risks.get((layer, head), 0.0) for layer in rows for head in range(width)]
-        speed = speed_of(plan) if plan.units else 1.0
-        one = _stop(name, picks, risk, time_shares(plan, rows, width), plan.predicted_loss, speed)
-        stops.append({**one, "verdict": verdict(plan, buys), "proof": proof(plan)})
-    return page(
-        {
-            "title": name_of(plans[0][-1]),
-            "headline": line,
-            "under": [legend(choices), *dict.fromkeys(note for *_, plan in plans for note in notes(plan))],
-            "about": about,
-            "rows": rows,
-            "width": width,
-            "choices": [choice.label for choice in choices],
-            "stops": stops,
-            "start": 0,
-            "offers": None,
-            "compared": len(plans) > 1,
-        }
-    )
-
-
 def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
     """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was verified.
 
@@ -147,7 +128,6 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
     parts = (Window(256, 16), Rank(16), *map(Precision, Precision.families))
     return {
         "title": name or name_of(plan),
-        "headline": None,
         "under": [legend(map(Choice.of, parts)), *notes(plan)],
         "about": details(plan),
         "rows": list(dict.fromkeys(layer for layer, _ in table.units)),
@@ -159,7 +139,6 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
             "risk": [list(map(rounded, row)) for row in risks.tolist()],
             "time": [list(map(rounded, row)) for row in (each / each[:, :1]).tolist()],
         },
-        "compared": False,
     }
 
 

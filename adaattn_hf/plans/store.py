@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -80,9 +81,7 @@ def upload(directory: str, repo_id: str, private: bool | None, token: str | None
 
 def file_of(tensors: dict[str, Tensor]) -> bytes:
     """Returns the safetensors file of some tensors."""
-    from safetensors.torch import save
-
-    return save(tensors)
+    return safetensors.torch.save(tensors)
 
 
 def remember_tensors(tensors: dict[str, Tensor]) -> str:
@@ -177,9 +176,6 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
 
     PlanError if they are too large, or have another hash than the plan names, or are no tensors.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     path, carried = _beside(source, TENSORS_FILE), raw.get(CARRIED) if isinstance(raw, Mapping) else None
     if path is not None:
         data, where = _read(path, MOST_TENSORS), str(path)
@@ -195,8 +191,8 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
     if found != name:
         raise PlanError(f"{where} has hash {found[:12]}…, the plan names {name[:12]}…; calibrate again")
     try:
-        return _use(name, load(data))
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
+        return _use(name, safetensors.torch.load(data))
+    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
         raise PlanError(f"{where} is no safetensors file ({error}); calibrate again") from error
 
 

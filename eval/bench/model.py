@@ -57,29 +57,20 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
             inputs["logits_to_keep"] = 1
         if cell.gradient:
             hidden = torch.zeros_like(ids, dtype=torch.bool) if padding is None else ~padding
-            return _training_step(model, {**inputs, "labels": ids.masked_fill(hidden, -100)})
-        return _forward(model, inputs)
+            inputs["labels"] = ids.masked_fill(hidden, -100)
+
+        def work() -> Any:
+            with torch.set_grad_enabled(cell.gradient):
+                found = model(**inputs)
+            if cell.gradient:
+                found.loss.backward()
+                model.zero_grad()
+                return found.loss.detach()
+            return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+        return work
 
     return make
-
-
-def _forward(model: transformers.PreTrainedModel, inputs: Mapping[str, Any]) -> Work:
-    def work() -> Any:
-        with torch.no_grad():
-            found = model(**inputs)
-        return found.logits if hasattr(found, "logits") else found.last_hidden_state
-
-    return work
-
-
-def _training_step(model: transformers.PreTrainedModel, inputs: Mapping[str, Any]) -> Work:
-    def work() -> Any:
-        loss = model(**inputs).loss
-        loss.backward()
-        model.zero_grad()
-        return loss.detach()
-
-    return work
 
 
 def _step(cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: list[Tensor]) -> Work:

@@ -13,10 +13,9 @@ to in full precision; later calls read the codes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -39,18 +38,15 @@ class GrowingCache(DynamicCache):
 
     def __init__(
         self,
-        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
         config: Any = None,
         reserve: int = 0,
         growth: float = GROWTH,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
-        """An empty cache, or one filled with keys and values.
+        """An empty cache.
 
         Args:
-            ddp_cache_data: Per layer keys, values and, where it slides, the window, as iterating over a cache
-                gives them; how `torch.nn.DataParallel` puts caches together.
             config: Of the model; tells which layers slide. Without it all layers keep everything.
             reserve: Tokens for which room is made at once in layers that keep everything, e.g. prompt plus
                 `max_new_tokens`: then nothing ever moves.
@@ -63,13 +59,6 @@ class GrowingCache(DynamicCache):
         room = Room.of(reserve, growth)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         convert_layers(self, "model", room=room)
-        for index, (keys, values, *window) in enumerate(ddp_cache_data or ()):
-            if config is None:
-                sliding = window[0] if window else None
-                self.layers.append(_layer("model", room, None if sliding is None else int(sliding)))
-            if keys is not None and values is not None:
-                layer: Any = self.layers[index]
-                layer.update(keys, values)
 
 
 class AdaAttnCache(DynamicCache):
@@ -169,16 +158,12 @@ def convert_layers(
     return cache
 
 
-def _layer(stored: str, room: Room, window: int | None) -> CachedLayer:
-    """A window's worth of tokens is all that a sliding layer has room for, whatever is reserved."""
-    return CachedLayer(stored, room) if window is None else CachedLayer(stored, Room(growth=room.growth), window)
-
-
 def _in_place(layer: Any, stored: str, spans: Spans | None, room: Room) -> Any:
     if type(layer) is DynamicLayer:
-        return _layer(stored, room, None) if spans is None else StreamingLayer(spans, stored, room)
+        return CachedLayer(stored, room) if spans is None else StreamingLayer(spans, stored, room)
     if type(layer) is DynamicSlidingWindowLayer:
-        made = _layer(stored, room, layer.sliding_window)
+        # a window's worth of tokens is all that it has room for, whatever is reserved
+        made = CachedLayer(stored, Room(growth=room.growth), layer.sliding_window)
         made.record_past = layer.record_past
         return made
     if stored == "model" or getattr(layer, "is_initialized", False):  # from the start: it stores nothing

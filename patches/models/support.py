@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
+import transformers as tf
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -44,8 +45,6 @@ def model_in(thing: Any) -> Any:
 
 def unloaded(source: Any, implementation: str = "adaattn") -> Any:
     """Returns the model of a configuration, directory or Hub id on the meta device; no weights are read."""
-    import transformers as tf
-
     config = tf.AutoConfig.from_pretrained(source) if isinstance(source, (str, Path)) else source
     saved, kind = " ".join(config.architectures or []), type(config)
     unnamed = not saved and kind in tf.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in tf.MODEL_FOR_MASKED_LM_MAPPING

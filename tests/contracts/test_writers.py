@@ -71,7 +71,7 @@ def explored() -> str:
     stop = {"name": NASTY, "loss": 0.0, "speed": 1.0, "picks": [0], "risk": [0.0], "time": [1.0], "proof": None}
     return page.page(
         {
-            "title": NASTY, "headline": NASTY, "under": [NASTY], "about": [NASTY], "rows": [0], "width": 1,
+            "title": NASTY, "under": [NASTY], "about": [NASTY], "rows": [0], "width": 1,
             "choices": [NASTY], "stops": [stop], "start": 0,
         }
     )  # fmt: skip
@@ -81,7 +81,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "atlas": lambda: pages.atlas({"layers": [], "maps": [], NASTY: [NASTY]}, NASTY, NASTY),
     "explorer": explored,
     "plan": lambda: page.plan_page(planned()),
-    "plans beside one another": lambda: page.compared([(NASTY, None, planned())], NASTY),
 }
 MARKDOWN: dict[str, Callable[[], str]] = {"benchmark": lambda: bench.markdown(benched(), NASTY)}
 TERMINAL: dict[str, Callable[[], str]] = {

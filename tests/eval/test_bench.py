@@ -21,11 +21,10 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench import ways as ways_module
 from adaattn_hf.eval.bench.grid import read_grid
-from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.ways import KERNELS, ways
 from adaattn_hf.eval.bench.work import missing
-from adaattn_hf.eval.timing import peak_bytes, spread
+from adaattn_hf.eval.timing import measure, peak_bytes, spread
 from adaattn_hf.stats import stopwatch
 from adaattn_hf.stats.stopwatch import Elapsed
 

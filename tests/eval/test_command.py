@@ -59,14 +59,13 @@ def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Pa
 
 def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", 2)
-    bounds = ("--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01)
-    kept = evaluate(llama, *data, *bounds, "--output-dir", tmp_path / "a", "--json")
+    kept = evaluate(llama, *data, "--max-ppl-ratio", 1.01, "--output-dir", tmp_path / "a", "--json")
     assert json.loads(kept.stdout) == report_of(tmp_path / "a", "wikitext")
-    assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
-    evaluate(llama, *data, "--max-delta-nll", -1.0, "--output-dir", tmp_path / "b", code=1, says="max_delta_nll -1")
+    assert [bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"]] == [True]
+    evaluate(llama, *data, "--max-ppl-ratio", 0.5, "--output-dir", tmp_path / "b", code=1, says="max_ppl_ratio 0.5")
     assert "above it" in (tmp_path / "b" / "report.md").read_text(encoding="utf-8")
     (tmp_path / "short.txt").write_text("the lamp", encoding="utf-8")
-    one_window = ("--data", tmp_path / "short.txt", "--max-delta-nll", 1.0, "--output-dir", tmp_path / "c")
+    one_window = ("--data", tmp_path / "short.txt", "--max-ppl-ratio", 1.0, "--output-dir", tmp_path / "c")
     evaluate(llama, *one_window, code=1, says="no interval")
 
 

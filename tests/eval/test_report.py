@@ -16,7 +16,7 @@ from rich.console import Console
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import level_here, library, missing
-from adaattn_hf.eval import activation, bounds, corpora, provenance, report, runner, showcase, timing
+from adaattn_hf.eval import activation, corpora, provenance, report, runner, showcase, timing
 from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
@@ -71,12 +71,13 @@ def test_a_table_follows_its_json(reports: dict[str, Any]) -> None:
     changed["quality"]["arms"][1]["perplexity"] = 12345.678
     changed["quality"]["comparisons"][0]["delta_nll"] |= {"mean": 0.5, "low": None, "upper": None}
     changed["activation"][1]["rate"] = 0.25
-    changed["bounds"], _ = bounds.check(changed, 0.1, None)
+    changed["quality"]["comparisons"][0]["perplexity_ratio"]["upper"] = None
+    changed["bounds"] = report.bounds(changed, 1.1)
     text = report.markdown([changed])
     assert "12345.678000" in text
     assert "+5.000e-1 (one cluster: no interval)" in text
     assert "| 0.2500 |" in text
-    assert "* Bound max_delta_nll: asked 0.1, no interval" in text
+    assert "* Bound max_ppl_ratio: asked 1.1, no interval" in text
 
 
 @pytest.mark.parametrize(("per_word", "said"), [(40.25, "40.250000"), (1.234e32, "1.234e+32"), (None, "-")])

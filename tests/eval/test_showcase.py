@@ -83,7 +83,7 @@ def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "option",
     [
-        "--data x.txt", "--tokenizer x", "--max-delta-nll 1", "--objective masked", "--split validation",
+        "--data x.txt", "--tokenizer x", "--max-ppl-ratio 1", "--objective masked", "--split validation",
         "--trust-remote-code",
     ],
 )  # fmt: skip

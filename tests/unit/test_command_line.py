@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,54 +196,47 @@ def test_an_encoding_without_greek_letters_is_printed_to() -> None:
 # --- doctor
 
 
-def findings(monkeypatch: pytest.MonkeyPatch, words: Sequence[str] = ("--json",)) -> tuple[int, list[dict[str, str]]]:
-    result = adaattn("doctor", *words, code=(0, 1))
-    return result.exit_code, json.loads(result.output)
+def findings() -> tuple[int, dict[str, dict[str, str]]]:
+    result = adaattn("doctor", "--json", code=(0, 1))
+    return result.exit_code, {finding["name"]: finding for finding in json.loads(result.output)}
 
 
-def test_doctor_tells_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, found = findings(monkeypatch)
+def test_doctor_tells_what_is_here() -> None:
+    code, found = findings()
     assert code == 0
-    by_name = {finding["name"]: finding for finding in found}
-    assert by_name["adaattn-hf"]["state"] == adaattn_hf.__version__
-    assert {"torch", "transformers", "native kernels", "C++ compiler", "sdpa", "datasets"} <= set(by_name)
-    assert not by_name["torch"]["remedy"]
+    assert found["adaattn-hf"]["state"] == adaattn_hf.__version__
+    assert {"torch", "transformers", "native kernels", "sdpa"} <= set(found)
+    assert not found["torch"]["remedy"]
 
 
 def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGES", {"absent_package": "nothing"})
-    monkeypatch.setattr(doctor, "installed", lambda name: "" if name in ("torch", "absent-package") else "9999")
-    code, found = findings(monkeypatch)
-    by_name = {finding["name"]: finding for finding in found}
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "9999")
+    monkeypatch.setattr(doctor, "library", lambda: None)
+    monkeypatch.setattr(doctor, "missing", lambda: ("not built",))
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
+    code, found = findings()
     assert code == 1
-    assert by_name["torch"]["remedy"].startswith("pip install 'torch")
-    assert by_name["transformers"]["remedy"], "9999 is beyond the bound"
-    assert by_name["absent-package"]["remedy"] == "pip install absent-package"
+    assert found["torch"]["remedy"].startswith("pip install 'torch")
+    assert found["transformers"]["remedy"], "9999 is beyond the bound"
+    adaattn("doctor", code=1, says=("missing torch: pip install 'torch", "native kernels: not built; apt install g++"))
 
 
-def test_doctor_says_in_ten_lines_what_is_here_and_the_remedy_of_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_doctor_says_in_ten_lines_what_is_here_and_why_backends_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "PACKAGES", {"scipy": "budgets", "absent_package": "nothing"})
     monkeypatch.setenv("COLUMNS", "80")
     output = adaattn("doctor").output
     assert len(output.splitlines()) <= 10, output
+    assert max(map(len, output.splitlines())) <= 80
     said = " ".join(output.split())
     assert f"torch {torch.__version__}" in said
-    assert "not here: fa4, fa3, fa3_fwd, fa2, triton (--verbose says why)" in said
-    assert "not here: absent-package (--verbose says why)" in said
+    assert "fa4, fa3, fa3_fwd, fa2, triton: CUDA only, no GPU here" in said
     assert "pip install" not in said, "of what may well be absent"
-    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "9999")
-    adaattn("doctor", code=1, says="missing torch: pip install 'torch")
-    adaattn("doctor", "--verbose", code=1, says="triton not here: CUDA only, no GPU here")
 
 
-def test_doctor_says_what_a_package_is_for_before_how_to_get_it() -> None:
-    """Also in the brackets of an extra, which are no markup."""
+def test_brackets_that_doctor_found_are_no_markup() -> None:
     console = Console(width=80, record=True)
-    console.print(doctor.table([doctor.Finding("packages", "gguf", "files a[b]", "pip install c[d]")], verbose=True))
-    assert "gguf      files a[b]; missing: pip install c[d]" in console.export_text()
+    console.print(doctor.table([doctor.Finding("versions", "torch", "a[b]", "pip install c[d]")]))
+    assert "torch: a[b]; pip install c[d]" in console.export_text()
 
 
 @pytest.mark.parametrize("words", [[], ["eval"], ["plan"], ["plan", "show"], ["run"]])
@@ -292,13 +284,6 @@ def test_exit_codes_are_said_below_the_options_of_every_command() -> None:
 def test_a_group_completes_under_the_name_of_the_program_alone() -> None:
     assert "--install-completion" not in adaattn("plan", "--help").output
     assert "--install-completion" in adaattn("--help").output
-
-
-def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    result = adaattn("doctor", "--verbose")
-    assert max(map(len, result.output.splitlines())) <= 80
-    assert "backends" in result.output
 
 
 # --- devices

@@ -19,7 +19,7 @@ RUNS = {
     "profile": f"{MODEL} --data {TEXT} --length 64 --sequences 1 --device cpu",
     "explain": f"{MODEL} --device cpu",
     "calibrate": f"{MODEL} --data {TEXT} --budget 5% --output-dir plan {CALIBRATED} --decode-tokens 2",
-    "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu", "plan show": "plan", "plan diff": "plan plan",
+    "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu", "plan show": "plan",
     "plan explore": "plan --html page.html",
     "bench": "--only ^tiny.causal --rounds 1 --no-memory --baseline sdpa", "doctor": "",
 }  # fmt: skip

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from adaattn_cli import app as application
 from adaattn_cli.commands import COMMANDS
-from adaattn_cli.on_text import Calibrate, Eval, Profile, Verify
+from adaattn_cli.on_text import Calibrate, Eval, Verify
 from adaattn_cli.options import (
     CACHES,
     DTYPES,
@@ -127,8 +127,7 @@ def test_every_option_has_a_help() -> None:
 
 
 SETTINGS: list[tuple[type[Options], Any]] = [
-    (Eval, evaluation.Settings), (Eval, evaluation.Text), (Eval, evaluation.Loading), (Eval, evaluation.Limits),
-    (Profile, evaluation.Loading), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
+    (Eval, evaluation.Settings), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
     (Verify, calibration.Judged), (Verify, evaluation.Masking),
 ]  # fmt: skip
 BOUND_LAYERS = {"haystacks", "needles", "windows", "alpha", "rounds"}
