@@ -111,11 +111,11 @@ def rotated(  # type: ignore[no-untyped-def]
 @triton.jit
 def turned(x, PADDED: tl.constexpr, ROTATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """The same of few rows `[n, PADDED]`, which fill no product of the matrix units: by sums and differences of pairs."""
+    d = tl.broadcast_to(tl.arange(0, PADDED)[None], x.shape)
     for bit in tl.static_range(8):
         if 1 << bit < ROTATION:
-            pairs = x.reshape(x.shape[0], PADDED // (2 << bit), 2, 1 << bit).permute(0, 1, 3, 2)
-            low, high = tl.split(pairs)
-            x = tl.join(low + high, low - high).permute(0, 1, 3, 2).reshape(x.shape[0], PADDED)
+            other = tl.gather(x, d ^ (1 << bit), 1)
+            x = tl.where((d >> bit) & 1 == 0, x + other, other - x)
     return x * ROTATION**-0.5
 
 
