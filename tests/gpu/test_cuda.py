@@ -395,11 +395,8 @@ def test_half_precision_errs_no_more_than_stock() -> None:
         errors = [(model(ids, attention_mask=mask).logits - truth)[mask.bool()].abs().max() for model in (stock, ours)]
     band = torch.finfo(torch.bfloat16).eps * truth.abs().max()
     assert errors[1] <= 2 * errors[0] + band
-    flash = [name for name in ("fa3", "fa3_fwd", "fa2") if not BACKENDS[name].missing()]
-    ran = {choice.backend for choice in adaattn_hf.explain(ours).layers}
-    assert ran - {"eager"}
-    if flash and not {"fa3", "fa2"}.isdisjoint(flash):
-        assert not ran.isdisjoint(flash)
+    # light padded rows: no flash-attn is first there, whether it is installed or not
+    assert {choice.backend for choice in adaattn_hf.explain(ours).layers} <= {"sdpa", "triton"}
 
 
 @pytest.mark.skipif(

@@ -370,6 +370,18 @@ def test_it_reports_borders_that_are_cut_by_the_rows_kept(monkeypatch: pytest.Mo
     assert "stock answers, here ValueError" in reported(whole.wholes(keeps=True), oracle.judge, 4000, sharing)
 
 
+def test_plans_that_round_are_allowed_to_round() -> None:
+    """A prepared model rounds the keys of its real tokens alone, so that a step of int8 may lie between two answers."""
+    assert not reported(beyond.beyond(), beyond.judge, 150, lambda case: beyond.INT8 in case.parts and case.prepared)
+
+
+@pytest.mark.parametrize(("cache", "pieces", "keep"), [("static", (4, 1), 1), ("static", (3, 2), 2), ("off", (5,), 3)])
+def test_the_last_queries_alone_stand_where_they_stood(cache: str, pieces: tuple[int, ...], keep: int) -> None:
+    """Over shared keys and without a mask, by a name that Transformers does not know; a static cache has room."""
+    calls = Inputs(IDS, None, None, None, pieces, cache, keep=keep)
+    assert oracle.judge(Whole("gemma4_text", twins.KERNEL, calls, torch.float32, torch.float32, False)) == "served"
+
+
 def test_it_reports_borders_that_are_taken_from_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
     real = documents.with_documents
     monkeypatch.setattr(documents, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_q))

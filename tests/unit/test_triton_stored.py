@@ -65,14 +65,19 @@ def test_large_heads(name: str, bits: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("dim", [64, 96])
-def test_queries_are_turned_by_halves_where_memory_is_short(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of as many channels as a head, padded, has, and smaller ones."""
-    from adaattn_hf.backends.triton import tiling
+def test_no_matrix_turns_queries_in_fp32_or_where_memory_is_short(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of as many channels as a head, padded, has, and smaller ones; only outputs in half precision need one."""
+    from adaattn_hf.backends.triton import codes, decode, tiling
 
-    halves = (tiling.Tile(1024, 0, 1, 64, 2, 2, halves=True),)
-    monkeypatch.setitem(tiling.SIZES, "decode_codes 8", halves)
+    monkeypatch.setattr(codes, "rotated", None)
+    for tile in (*tiling.SIZES["decode_codes 8"], tiling.Tile(1024, 0, 1, 64, 2, 2, sums=True)):
+        monkeypatch.setitem(tiling.SIZES, "decode_codes 8", (tile,))
+        if tile.sums:
+            check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float16), 8, atol=4e-3)
+    monkeypatch.setattr(decode, "rotated", None)
     check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float32), 8)
-    check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float16), 8, atol=4e-3)
+    monkeypatch.undo()
+    check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float32), 4)
 
 
 @interpreted

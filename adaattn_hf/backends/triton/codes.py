@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode import finish, reading, rotated
+from .decode import finish, reading, rotated, turned
 from .launch import Launcher
 from .tiles import capped
 
@@ -114,15 +114,16 @@ def decode_codes(  # type: ignore[no-untyped-def]
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
     FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
-    ROTATION: tl.constexpr, ROTATION_V: tl.constexpr, HALVES: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
+    ROTATION: tl.constexpr, ROTATION_V: tl.constexpr, SUMS: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
     Scales are read with the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION and
     ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`), 0 where they were
-    not; HALVES rotates queries by halves of their channels. Channels of a row adjoin, and rows of values begin at even
-    addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is BLOCK_N
-    keys, shared out to WARPS.
+    not. SUMS: queries are turned without a matrix, which would fill the shared memory. Those in fp32 are, too: ptxas 12.8
+    compiled wrongly what their thousands of products by a matrix are. Channels of a row adjoin, and rows of values begin at
+    even addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is
+    BLOCK_N keys, shared out to WARPS.
     """
     WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     COLUMNS: tl.constexpr = 2 * ROWS
@@ -174,16 +175,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
         of_first = tl.sum(q.to(tl.float32) * first_key[None, :], 1)
     x = q.to(tl.float32)
     if ROTATION:  # products of rotated queries and rotated keys are those of both as they were
-        if HALVES:  # the whole matrix would fill the shared memory
-            x, y = tl.split(tl.permute(q.reshape(Q_ROWS, 2, PAD // 2), (0, 2, 1)))
-            BLOCK: tl.constexpr = ROTATION // 2 if ROTATION == PAD else ROTATION
-            x = rotated(x, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
-            y = rotated(y, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
-            if ROTATION == PAD:
-                x, y = (x + y) * 0.5**0.5, (x - y) * 0.5**0.5
-            x = tl.permute(tl.join(x, y), (0, 2, 1)).reshape(Q_ROWS, PAD)
-        else:
-            x = rotated(q, 0, PAD, PAD, ROTATION, "ieee")
+        x = turned(x, PAD, ROTATION) if WIDE or SUMS else rotated(q, 0, PAD, PAD, ROTATION, "ieee")
     if HAS_MEAN:
         of_mean = tl.sum(x * mean[None, :], 1)
     peak = tl.max(tl.abs(x), 1)

@@ -130,15 +130,14 @@ def _write(  # type: ignore[no-untyped-def]
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
         tl.store(lse_ptr + kv_head * GROUPS + g, lse, mask=g < GROUPS)
-    if ROTATION_V and ROWS > 1:
+    if ROTATION_V and ROWS > 1 and out_ptr.dtype.element_ty != tl.float32:
         MOST: tl.constexpr = ROWS if ROWS > 16 else 16
         g = tl.arange(0, MOST)
         x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
         rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
-        PRECISION: tl.constexpr = "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3"
         for first in range(0, DIM_V, 32):
             d = first + tl.arange(0, 32)
-            part = rotated(x, first, PAD_V, 32, ROTATION_V, PRECISION)
+            part = rotated(x, first, PAD_V, 32, ROTATION_V, "tf32x3")
             inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
             tl.store(rows + d[None, :], part.to(out_ptr.dtype.element_ty), mask=inside)
     else:

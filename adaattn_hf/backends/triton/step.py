@@ -50,7 +50,7 @@ def constants_of(
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
-    return constants | {"BITS": bits, "HALVES": tile.halves, "WARPS": tile.warps} if bits else constants
+    return constants | {"BITS": bits, "SUMS": tile.sums, "WARPS": tile.warps} if bits else constants
 
 
 def attend_step(

@@ -23,7 +23,7 @@ class Tile(NamedTuple):
         rows, columns: Queries and keys of a tile.
         warps, stages: Of a program, and of its pipeline.
         registers: Most of a thread; None for no limit.
-        halves: Whether queries are rotated by halves of their channels.
+        sums: Whether queries are turned by sums and differences of their channels, without a matrix.
         more: Of a step, the bytes for each further row: query heads that share keys, up to a power of two.
     """
 
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
-    halves: bool = False
+    sums: bool = False
     more: int = 0
 
     def constants(self) -> dict[str, int]:
@@ -57,8 +57,8 @@ _KEYS = (
 )
 _CODES = (
     Tile(512, 147_456, 1, 64, 2, 2, more=1024),
-    Tile(512, 65_536, 1, 64, 2, 2, halves=True, more=2048),
-    Tile(1024, 98_304, 1, 64, 2, 2, halves=True, more=4096),
+    Tile(512, 65_536, 1, 64, 2, 2, sums=True, more=2048),
+    Tile(1024, 65_792, 1, 64, 2, 2, more=2048),
 )
 
 SIZES: dict[str, tuple[Tile, ...]] = {

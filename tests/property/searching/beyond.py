@@ -99,7 +99,7 @@ def judge(call: Beyond) -> str:
             found = run(model, given) if pieces else answered(call, model)
     except Exception as error:  # which one is what is judged
         return refused(error)
-    loose = max(LOOSE[getattr(part, "dtype", "")] for part in (*call.parts, None))
+    loose = max(LOOSE[part.precision if isinstance(part, Precision) else ""] for part in (*call.parts, None))
     for row, real in enumerate(given.real):
         ids = given.ids[row][real] if pieces else found[row]
         with torch.no_grad():

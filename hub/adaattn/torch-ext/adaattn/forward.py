@@ -96,7 +96,10 @@ def flash_attn_forward(
         check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     if attention_mask is None:
         # without a mask stock attention aligns causality to the first key, and a single query stands at the last one
-        structure = MaskStructure(batch, q_len, kv_len, causal, kv_len - 1 if q_len == 1 else 0)
+        count, positions = q_len, kwargs.get("position_ids")
+        if positions is not None and getattr(module, "is_kv_shared_layer", False):
+            count = positions.shape[-1]  # Gemma 4 hands over the last queries alone, and the positions of all
+        structure = MaskStructure(batch, q_len, kv_len, causal, kv_len - 1 if count == 1 else count - q_len)
     elif attention_mask.dtype.is_floating_point:
         structure = MaskStructure(batch, q_len, kv_len)
         bias = attention_mask if bias is None else with_bias(attention_mask, bias, query, kv_len)
