@@ -210,9 +210,9 @@ explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the price
 notebooks: $(READY) ## run the notebooks and keep their outputs in them
 	PYTHONSAFEPATH= $(BIN)/python -m studies.notebooks
 
-.PHONY: without-sinks
-without-sinks: $(READY) ## what windows cost without the first tokens; MODEL=DIR TEXT=FILE GGUF=FILE; writes docs/results/without_sinks.*
-	PYTHONSAFEPATH= $(BIN)/python -m studies.without_sinks --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results
+.PHONY: ablation
+ablation: $(READY) ## what families of choices, risks of heads and the joint search contribute, on the packaged models; writes docs/results/ablation.*
+	PYTHONSAFEPATH= $(BIN)/python -m studies.ablation build/ablation
 
 .PHONY: curves
 curves: $(READY) ## losses of a LoRA fine-tune, exact and under a plan; writes docs/results/lora_plan.json and its picture

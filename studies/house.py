@@ -42,18 +42,7 @@ HOUSES |= {"cli/": "adaattn_cli", "patches/": "patches"}
 """Directories whose rooms are counted, by what stands before the names of their limits."""
 PARAMETERS = 8
 """Functions with more are counted."""
-FILLED = (
-    "add",
-    "append",
-    "appendleft",
-    "clear",
-    "extend",
-    "insert",
-    "pop",
-    "popitem",
-    "setdefault",
-    "update",
-)
+FILLED = ("add", "append", "appendleft", "clear", "extend", "insert", "pop", "popitem", "setdefault", "update")
 
 
 def room_of(parts: tuple[str, ...]) -> str | None:
