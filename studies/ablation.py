@@ -31,6 +31,7 @@ from .pages import commit, machine, table
 TARGET = Path(__file__).parents[1] / "docs" / "results"
 ALL, FLAT = "all", "all, risks averaged over heads"
 BUDGETS = "1%", "0.1%"
+OF = "predicted", "afforded"
 KEPT = "history", "price_exact_seconds", "price_plan_seconds"
 HEAD = """# What each part of a calibration contributes
 
@@ -39,8 +40,8 @@ search under one kind of choice (`--families`), under all, or under all with ris
 what a choice costs, but not where.
 
 * *times as fast*: attention, by the prices.
-* *measured / predicted*, *measured / allowed*: of the first plan, which the sum of risks alone chose, the KL on
-  calibration text over the predicted and over the largest allowed. The joint search corrects what is not 1.
+* *measured / predicted*, *measured / afforded*: of the first plan, which the sum of risks alone chose, the KL on
+  calibration text over the predicted and over the largest afforded. The joint search corrects what is not 1.
 
 The packaged models are tiny: their figures show how the parts work together, not what a large model gains.
 """
@@ -79,18 +80,23 @@ def measure(base: Calibrate, work: Path) -> dict[str, Any]:
 
 
 def row_of(name: str, found: Mapping[str, Any]) -> Sequence[str]:
-    """Returns a row of the table; of an arm that no plan passed in, what exact attention gives."""
+    """Returns a row of the table."""
     proof, history = found["verified"], found["history"]
-    ratio = found["price_exact_seconds"] / found["price_plan_seconds"]
-    shown = (f"{rise(proof['delta_nll'])}, {at_most(proof['upper'])}", times(ratio)) if proof else ("no plan", "1.00")
-    over = [max(np.divide(history[0]["measured"], history[0][of])) for of in ("predicted", "afforded") if history]
+    faster = times(found["price_exact_seconds"] / found["price_plan_seconds"])
+    shown = (f"{rise(proof['delta_nll'])}, {at_most(proof['upper'])}", faster) if proof else ("no plan", "1.00")
+    over = [max(np.divide(history[0]["measured"], history[0][of])) for of in OF if history]
     return (name, *shown, *(map(times, over) if over else "––"), str(len(history)))
 
 
 def page(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the page of all models."""
-    head = ("choices, budget", "perplexity, at most", "times as fast", "measured / predicted", "measured / allowed",
-            "plans measured")  # fmt: skip
+    head = (
+        "choices, budget",
+        "perplexity, at most",
+        "times as fast",
+        *(f"measured / {of}" for of in OF),
+        "plans measured",
+    )
     lines = [HEAD]
     for name, arms in models.items():
         made = next(iter(arms.values()))["provenance"]
