@@ -39,7 +39,7 @@ Written by `python -m studies.ablation`; do not edit. All arms of a model share 
 search under one kind of choice (`--families`), under all, or under all with risks averaged over heads: it then knows
 what a choice costs, but not where.
 
-* *times as fast*: attention, by the prices.
+* *times as fast*: attention of a prefill, by the prices.
 * *measured / predicted*, *measured / afforded*: of the first plan, which the sum of risks alone chose, the KL on
   calibration text over the predicted and over the largest afforded. The joint search corrects what is not 1.
 
@@ -90,25 +90,19 @@ def row_of(name: str, found: Mapping[str, Any]) -> Sequence[str]:
 
 def page(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the page of all models."""
-    head = (
-        "choices, budget",
-        "perplexity, at most",
-        "times as fast",
-        *(f"measured / {of}" for of in OF),
-        "plans measured",
-    )
+    head = ("arm", "perplexity, at most", "times as fast", *(f"measured / {of}" for of in OF), "plans measured")
     lines = [HEAD]
     for name, arms in models.items():
         made = next(iter(arms.values()))["provenance"]
-        rows = [row_of(arm, found) for arm, found in arms.items()]
-        lines += [f"## {name}", "", f"{machine(made)}, commit {commit(made)}.", "", *table(head, rows)]
-    return "\n".join(lines).rstrip("\n") + "\n"
+        lines += [f"## {name}", "", f"{machine(made)}, commit {commit(made)}.", ""]
+        lines += table(head, [row_of(arm, found) for arm, found in arms.items()])
+    return "\n".join(lines[:-1]) + "\n"
 
 
 def main(work: Path, target: Path = TARGET) -> None:
     """Measures what is missing, and writes the page."""
     pages = {name: (pages_path(split),) for name, split in (("data", "calibration"), ("verify_data", "heldout"))}
-    base = Calibrate(device="cpu", threads=1, quiet=True, as_json=True, **pages)  # type: ignore[arg-type]
+    base = Calibrate(decode_tokens=0, device="cpu", threads=1, quiet=True, as_json=True, **pages)  # type: ignore[arg-type]
     models = {name: measure(replace(base, model=str(demo_model_path(name))), work / name) for name in DEMO_MODELS}
     write_atomically(target / "ablation.json", json_text(models, indent=1) + "\n")
     write_atomically(target / "ablation.md", page(models))
