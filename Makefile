@@ -49,11 +49,13 @@ demo: .venv-demo/.ready ## stock against adaattn on the models in the package, o
 test: $(READY) ## the whole test-suite; TESTS=tests/unit for a part of it
 	$(PYTEST) $(TESTS)
 
-cover: $(READY) ## the suite with branch coverage of what is installed, and all of what decides; writes docs/results/coverage.md
+cover: $(READY) ## the suite with branch coverage of what is installed, in every directory, and all of what decides; writes docs/results/coverage.md
 	$(PYTEST) $(TESTS) $(addprefix --cov=,$(MAPPED)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
 	$(BIN)/python -m coverage json -q -o build/coverage.json
 	$(BIN)/python tests/conformance/covered.py build/coverage.json docs/results/coverage.md "$(TESTS)"
 	$(BIN)/python -m coverage report --include='*/policy/*,patches/mask/*' --fail-under=100
+	for room in $(dir $(wildcard $(foreach depth,/ /*/ /*/*/,$(MAPPED:=$(depth)__init__.py)))); do \
+	  $(BIN)/python -m coverage report --include="$$room*" --fail-under=80 > build/room || { cat build/room; exit 1; }; done
 
 hub-kernel: ## kernel repositories for the Hub in build/hub; NAMES=flash-adaattn for one
 	$(PYTHON) hub/build.py $(NAMES)
@@ -123,7 +125,7 @@ bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench
 
 bench-gate: $(READY) ## the grid of bench, failing where a cell is below its floor; writes results/bench.json and .md
-	$(BIN)/adaattn bench --gate --output results/bench.json
+	$(BIN)/adaattn bench --gate --rounds 30 --output results/bench.json
 
 bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE MORE="--only speed --resume"; writes docs/results/cache.*
 	PYTHONSAFEPATH= $(BIN)/python -m studies.cache --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results $(MORE)
@@ -209,6 +211,10 @@ explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the price
 .PHONY: notebooks
 notebooks: $(READY) ## run the notebooks and keep their outputs in them
 	PYTHONSAFEPATH= $(BIN)/python -m studies.notebooks
+
+.PHONY: ablation
+ablation: $(READY) ## what families of choices, risks of heads and the joint search contribute, on the packaged models; writes docs/results/ablation.*
+	PYTHONSAFEPATH= $(BIN)/python -m studies.ablation build/ablation
 
 .PHONY: curves
 curves: $(READY) ## losses of a LoRA fine-tune, exact and under a plan; writes docs/results/lora_plan.json and its picture

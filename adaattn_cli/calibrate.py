@@ -20,6 +20,8 @@ from adaattn_hf.eval.progress import beating, shown_progress, tell
 from adaattn_hf.eval.team import Team
 from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
+from adaattn_hf.patches.plans.bound import carried_by
+from adaattn_hf.patches.plans.check import refuse_beyond_budget
 from adaattn_hf.patches.plans.positions import stated_positions
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.wording import allowed
@@ -63,6 +65,8 @@ def run(options: Calibrate) -> Done:
                 "process, or leave --device out and each takes a GPU of its own"
             )
         config, encode = opened(job.model, **options.source())
+        for budget in job.budgets.values():
+            refuse_beyond_budget(budget, carried_by(config))
         positions, silent = stated_positions(config), options.quiet or not team.leads
         others = () if place.in_place else places
         for directory in others:  # what the configuration says, before weights and text are read

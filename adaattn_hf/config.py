@@ -39,8 +39,8 @@ class AdaAttnConfig:
     Attributes:
         preset: Name of the preset that these settings came from; it sets nothing by itself.
         backend: Backend for every call, or None to choose one per kind of call. A named backend never falls back.
-        budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %); 0 is exact. A budget buys nothing
-            without a plan, and the model says so once.
+        budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %): one made for more is refused. 0 sets
+            no limit. A budget buys nothing without a plan, and the model says so once.
         plan: What each layer and head does, as `Plan.to_dict` writes it; None is exact attention everywhere.
         tensors: Bases and means of the plan, as base64 of their safetensors file, which so travel with the plan; None
             where they lie in a file beside the weights alone.
@@ -169,16 +169,17 @@ def settings_of(raw: Any, bound: bool = False) -> AdaAttnConfig:
         _parsed.clear()
     # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
     _parsed[id(raw)] = (raw, dict(raw), settings)
-    if settings.plan is None and (settings.budget > 0 or settings.monitor) and not bound:
+    if settings.plan is None and (settings.budget > 0 or settings.monitor or settings.tensors) and not bound:
         warn(_without_plan(settings))
     return settings
 
 
 def _without_plan(settings: AdaAttnConfig) -> str:
-    percent, asks = "0.1", "monitor is to watch a plan"
+    percent, asks = "0.1", "monitor is to watch a plan" if settings.monitor else "tensors belong to a plan"
     if settings.budget > 0:
         percent = f"{100 * settings.budget:g}"
-        asks = f"the preset {settings.preset!r} may spend a budget of {percent} %"
+        who = "config.adaattn" if settings.preset == "exact" else f"the preset {settings.preset!r}"
+        asks = f"{who} may spend a budget of {percent} %"
     return (
         f"adaattn: {asks}, but the model carries no plan: every layer is exact. Make one with `adaattn calibrate MODEL "
         f"--data FILES --budget {percent}%`, or silence this with adaattn_hf.configure(model, 'exact')"

@@ -42,18 +42,7 @@ HOUSES |= {"cli/": "adaattn_cli", "patches/": "patches"}
 """Directories whose rooms are counted, by what stands before the names of their limits."""
 PARAMETERS = 8
 """Functions with more are counted."""
-FILLED = (
-    "add",
-    "append",
-    "appendleft",
-    "clear",
-    "extend",
-    "insert",
-    "pop",
-    "popitem",
-    "setdefault",
-    "update",
-)
+FILLED = ("add", "append", "appendleft", "clear", "extend", "insert", "pop", "popitem", "setdefault", "update")
 
 
 def room_of(parts: tuple[str, ...]) -> str | None:
@@ -203,8 +192,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
     rows = []
     most = dict(zip(HOUSES, [(10, 5, 20), (9, 4, 16), (15, 6, 36), (19, 6, 46), (10, 7, 19)], strict=True))
     for name, house in HOUSES.items():
-        graph = arrows(root, house)
-        round_trip = circle(graph)
+        round_trip = circle(graph := arrows(root, house))
         rooms, storeys, between = most[name]
         rows += [
             Limit(f"{name}rooms", len(graph), rooms),

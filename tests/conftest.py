@@ -39,13 +39,11 @@ settings.load_profile("suite")
 torch.set_num_threads(1)
 
 
-NO_DEVICE = "needs a CUDA device"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--write-snapshots` records what is, instead of comparing with it; `--require-gpu` fails where there is none."""
     parser.addoption("--write-snapshots", action="store_true", help="record public API and error messages anew")
     parser.addoption("--require-gpu", action="store_true", help="fail where tests want a CUDA device in vain")
+    parser.addoption("--gpu-record", type=Path, help="with --require-gpu: directory for a record of the GPU tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,17 +63,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def blocked(config: pytest.Config) -> int:
-    """Tests that were skipped for want of a CUDA device, as the process that reports knows."""
+def gpu_reports(config: pytest.Config) -> dict[str, list[Any]]:
+    """Of tests marked `gpu`, the reports by outcome, as the process that reports knows; empty in the others."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
-    skipped = reporter.stats.get("skipped", ()) if reporter is not None else ()
-    return sum(NO_DEVICE in str(report.longrepr) for report in skipped)
+    every = reporter.stats.items() if reporter is not None else ()
+    return {outcome: [one for one in many if "gpu" in getattr(one, "keywords", ())] for outcome, many in every}
+
+
+def blocked(config: pytest.Config) -> int:
+    """Tests that need a CUDA device and were skipped where there is none, for whichever reason."""
+    return 0 if torch.cuda.is_available() else len(gpu_reports(config).get("skipped", ()))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A suite for a GPU that ran nothing is not green where a GPU was asked for."""
-    if session.config.getoption("--require-gpu") and blocked(session.config):
+    """A suite for a GPU that ran nothing is not green where a GPU was asked for; one that ran may leave a record."""
+    if not session.config.getoption("--require-gpu"):
+        return
+    directory, found = session.config.getoption("--gpu-record"), gpu_reports(session.config)
+    if blocked(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif directory is not None and found:
+        from adaattn_hf.eval.provenance import provenance
+
+        from .support.gpu_record import write
+
+        write(found, provenance(torch.device("cuda")), directory)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -102,7 +114,7 @@ def network_allowed() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, each with its reason."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip(NO_DEVICE)
+        pytest.skip("needs a CUDA device")
     if item.get_closest_marker("network") and not network_allowed():
         pytest.skip("needs a network connection; set ADAATTN_NETWORK=1 to run it")
     if item.get_closest_marker("assets") and not assets_directory().is_dir():

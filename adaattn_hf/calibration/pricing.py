@@ -24,12 +24,12 @@ from operator import mul
 import numpy as np
 import torch
 
+from adaattn_hf.patches.plans.check import machine_name
+
 from ..attention.call import AttentionCall
 from ..attention.slicing import some_heads
 from ..attention.structure import MaskStructure
 from ..backends import select
-from ..backends.capability import cpu_name
-from ..backends.native.library import level_here
 from ..plans import execute
 from ..plans.bound_layer import BoundLayer
 from ..plans.choices import Choice
@@ -53,9 +53,7 @@ STEPS = 20
 
 def machine(device: torch.device) -> str:
     """Returns the machine in words: the processor with its instruction set, or the device; threads, torch."""
-    on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else f"{cpu_name()} ({level_here()})"
-    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{machine_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def decode_step(call: AttentionCall) -> AttentionCall:

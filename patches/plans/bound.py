@@ -31,6 +31,7 @@ from .check import (
     modules_for,
     other_weights,
     refuse_autocast,
+    refuse_beyond_budget,
     refuse_other_dtype,
     refuse_unproven,
 )
@@ -93,6 +94,7 @@ class BoundPlan:
             refuse_unproven(plan)
         for config in (module.config for module in modules.values()):
             settings = carried_by(config)
+            refuse_beyond_budget(plan.budget, settings)
             if (settings.get(CONFIG_KEY) or {}).get("tensors") == plan.tensors and settings.get(CARRIED):
                 self.carried[CARRIED] = settings[CARRIED]
         self.check_model(base_of(model))

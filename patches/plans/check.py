@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tracing import any_autocast
+from adaattn_hf.backends.capability import cpu_name
+from adaattn_hf.backends.native.library import level_here
+from adaattn_hf.config import AdaAttnConfig
+from adaattn_hf.plans import wording
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
@@ -96,6 +101,27 @@ def refuse_unproven(plan: Plan) -> None:
             f"the plan {reason}, so it runs only if you allow it in this process: "
             "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
             "adaattn_hf.remove_plan(model)"
+        )
+
+
+def machine_name(device: torch.device) -> str:
+    """Returns the name of a device, of a processor with the instruction set that the native kernels use."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()} ({level_here()})"
+
+
+def allowed_by(budget: float) -> float:
+    """Returns the largest budget of a plan, nats/token, within a relative rise of the perplexity."""
+    return math.log1p(budget) * (1 + 1e-6)
+
+
+def refuse_beyond_budget(budget: float, settings: Mapping[str, Any]) -> None:
+    """Refuses a plan's budget, nats/token, above that of a model's settings (PlanError), where they have one."""
+    most = AdaAttnConfig(budget=settings.get("budget", 0.0)).budget
+    if 0.0 < allowed_by(most) < budget:
+        raise PlanError(
+            f"budget: got a plan for {wording.allowed(budget)} perplexity, expected at most +{100 * most:g} %, as the "
+            f"model's settings say (config.adaattn, set by a preset); calibrate with --budget {100 * most:g}%, or "
+            "allow more: adaattn_hf.configure(model, 'exact') sets no limit"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,14 +15,15 @@ from adaattn_hf.presets import load_preset
 
 from ..models.support import Model, configs_of, model_in, refuse_no_model
 from .bound import bound_plan, unbind
+from .check import allowed_by
 
 
 def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     """Set AdaAttn's settings on a model and all its towers; they are saved with it.
 
     A preset allows a loss budget, which only a plan can spend. The model's plan is kept if its own budget is within the
-    preset's, else removed with a warning. Without a plan every layer is exact; a warning then names the command that
-    makes one.
+    preset's, else removed with a warning; `load_plan` refuses one beyond it. Without a plan every layer is exact; a
+    warning then names the command that makes one.
 
     Args:
         model: Any Transformers model, or what holds one (a pipeline, PEFT, sentence-transformers).
@@ -66,11 +66,11 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
 
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
     budget = 0.0 if plan is None else Plan.from_dict(plan).budget
-    if budget <= math.log1p(preset.budget) * (1 + 1e-6):
+    if budget <= allowed_by(preset.budget):
         return plan
     if preset.budget > 0:
         warn(
             f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
-            f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away"
+            f"{preset.preset!r} allows ({allowed_by(preset.budget):.4g}); it is taken away"
         )
     return None

@@ -93,8 +93,9 @@ def run_with(**settings: Any) -> Any:
     return model(input_ids=tokens())
 
 
-def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) -> Any:
+def with_plan(block: AbstractContextManager[Any] | None = None, allowed: float = 0.0, **changes: Any) -> Any:
     model = fresh_pair("llama").ours
+    model.config.adaattn = {"budget": allowed}
     plan = plan_for(model, make_choice("window", window=2)).to_dict()
     adaattn_hf.load_plan(model, Plan.from_dict({**plan, **changes}))
     with block or nullcontext(), torch.no_grad():
@@ -318,6 +319,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("run a plan whose verification is below today's limits",
          lambda: with_plan(verified=asdict(replace(PROVEN, confidence=0.5))),
          "the plan | the bound is at 50.00 %, below 95 % | only if you allow it | load_plan(model, unverified=True)"),
+        ("bind a plan of a larger budget than the model's settings allow", lambda: with_plan(allowed=1e-4),
+         "budget | got a plan for +0.1 % perplexity | expected at most +0.01 % | calibrate with --budget 0.01%"),
         ("run a plan that was never verified", lambda: with_plan(verified=None),
          "the plan | was never verified | only if you allow it | load_plan(model, unverified=True)"),
         ("run a plan under other settings of the model", lambda: with_plan(configuration={"rms_norm_eps": 0.5}),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf import AdaAttnConfig, ConfigError
+from adaattn_hf import AdaAttnConfig, ConfigError, PlanError
+from adaattn_hf.calibration.pricing import machine
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens
@@ -49,10 +50,19 @@ def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
     assert 0.0 == exact.budget < balanced.budget < fast.budget
 
 
-def test_a_monitor_without_a_plan_to_watch_is_said_once() -> None:
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"monitor": True}, "monitor is to watch a plan, but the model carries no plan"),
+        ({"budget": 0.01}, r"config\.adaattn may spend a budget of 1 %, but the model carries no plan"),
+        ({"tensors": "xx"}, "tensors belong to a plan, but the model carries no plan"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_only_a_plan_can_use_is_said_once(settings: Any, says: str) -> None:
     model = fresh_pair("llama").ours
-    model.config.adaattn = {"monitor": True}
-    with pytest.warns(UserWarning, match="monitor is to watch a plan, but the model carries no plan"):
+    model.config.adaattn = settings
+    with pytest.warns(UserWarning, match=says):
         model(input_ids=tokens())
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
@@ -100,14 +110,24 @@ def test_a_preset_keeps_the_plan_that_fits_it() -> None:
         assert not torch.equal(model(input_ids=tokens()).logits, planned)
 
 
-def test_a_preset_takes_away_a_plan_that_spends_more() -> None:
+def test_a_preset_takes_away_a_plan_that_spends_more_and_refuses_it_from_then_on() -> None:
     model = fresh_pair("llama").ours
-    give(model, make_choice("window", 4))
-    model.config.adaattn["plan"]["budget"] = math.log1p(0.01)
+    plan = give(model, make_choice("window", 4), budget=math.log1p(0.01))
     with pytest.warns(UserWarning, match="taken away") as told, pytest.warns(UserWarning, match="every layer is exact"):
         adaattn_hf.configure(model, "balanced")
     assert {one.filename for one in told} == {__file__}
+    with pytest.raises(PlanError, match=r"got a plan for \+1 %.*at most \+0.1 %.*--budget 0.1%"):
+        adaattn_hf.load_plan(model, plan)
     assert adaattn_hf.plan_of(model) is None
+    adaattn_hf.configure(model, "exact")
+    assert adaattn_hf.plan_of(adaattn_hf.load_plan(model, plan)) == plan, "0 sets no limit"
+
+
+def test_a_plan_priced_on_another_machine_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, here = fresh_pair("llama").ours, machine(torch.device("cpu"))
+    for other, priced in enumerate((here, f"another processor (avx2), {here.split(', ', 1)[1]}")):
+        give(model, make_choice("window", 4), protocol={"machine": priced})
+        assert ("times that were measured on another processor (avx2), " in caplog.text) == bool(other)
 
 
 def test_the_explanation_shows_the_plan() -> None:

@@ -86,6 +86,11 @@ def test_sums_do_not_depend_on_how_many_rows_are_held_at_once(monkeypatch: pytes
     assert profile.rows_at_a_time(4, len(rows), 137) == 5
     for name, values in whole.items():
         torch.testing.assert_close(parts[name], values, rtol=1e-5, atol=1e-7)
+    weights = weights_of(arguments[0], key, 0.3, arguments[3][0]).double()
+    spread = -torch.xlogy(weights, weights).sum(-1)
+    torch.testing.assert_close(
+        profile.means(parts)["entropy_deviation"], spread.std(-1, correction=0), rtol=1e-4, atol=0
+    )
 
 
 def test_noise_is_that_of_the_outputs() -> None:
