@@ -29,9 +29,9 @@ def run(options: Explain) -> Done:
 
 
 def _record(explanation: Explanation) -> dict[str, Any]:
-    layers = [{**vars(choice), "call": choice.spec.words()} for choice in explanation.layers]
+    layers = [{**vars(choice), "call": choice.kind.words()} for choice in explanation.layers]
     for layer in layers:
-        del layer["spec"]
+        del layer["kind"]
     record: dict[str, Any] = {
         "model": explanation.model,
         "implementation": explanation.implementation,

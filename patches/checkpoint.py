@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 import transformers as tf
 
-from adaattn_hf.backends.select import BackendRefusal, check_possible
+from adaattn_hf.backends.select import BackendRefusal, check_may_run_here
 from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
@@ -306,7 +306,7 @@ def _refuse_impossible(implementation: str | None) -> None:
     forced = NAMES.get(implementation or "")
     if forced is not None:
         try:
-            check_possible(forced)
+            check_may_run_here(forced)
         except BackendRefusal as error:
             raise ModelUnavailable(f"attention implementation: {implementation!r}: {error}") from error
 

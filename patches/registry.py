@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from adaattn_hf.backends.select import BACKENDS, possible
+from adaattn_hf.backends.select import BACKENDS, may_run_here
 from adaattn_hf.config import use_presets
 
 from .call.interface import AttentionFunction, attention_function
@@ -40,7 +40,7 @@ def register(*, impossible: bool = False) -> None:
     """
     use_presets(_budget_of)
     for name, backend in NAMES.items():
-        if impossible or backend is None or possible(backend):
+        if impossible or backend is None or may_run_here(backend):
             AttentionInterface.register(name, attention_function(backend))
             # without a mask function under the same name Transformers silently ignores padding
             AttentionMaskInterface.register(name, adaattn_mask)

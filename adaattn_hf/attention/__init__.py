@@ -1,1 +1,1 @@
-"""What is asked of attention, and what is true: structures, requests, and the reference that tests compare with."""
+"""What is asked of attention, and what is true: structures, calls, and the reference that tests compare with."""

@@ -122,8 +122,11 @@ class AttentionCall:
             )
         if self.per_head is not None:
             self.per_head.check_fit(kv_heads, dim)
-        if self.dropout or self.softcap is not None:
-            self._check_numbers()
+        if self.dropout and not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing")
+        softcap = self.softcap
+        if softcap is not None and not (isinstance(softcap, (float, int)) and 0.0 < softcap < float("inf")):
+            raise ValueError(f"softcap: got {softcap}, expected a positive number, or None for no bound on the scores")
         if self.sink_logits is not None:
             self._check_dense("sink_logits", self.sink_logits)
             if self.sink_logits.shape != (heads,):
@@ -140,15 +143,6 @@ class AttentionCall:
         if not dense or tensor.device != self.query.device:
             got = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{name}: got {got}, expected a dense floating-point tensor on {self.query.device}")
-
-    def _check_numbers(self) -> None:
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing")
-        softcap = self.softcap
-        if softcap is not None and not (isinstance(softcap, (float, int)) and 0.0 < softcap < float("inf")):
-            raise ValueError(
-                f"softcap: got {self.softcap}, expected a positive number, or None for no bound on the scores"
-            )
 
     @property
     def is_empty(self) -> bool:
@@ -244,7 +238,7 @@ class AttentionCall:
         return kind
 
     def dequantised(self) -> AttentionCall:
-        """The same request with keys and values as numbers: itself, unless they are codes of a cache."""
+        """The same call with keys and values as numbers: itself, unless they are codes of a cache."""
         if self.stored is None:
             return self
         self.stored.check_device(self.query.device)

@@ -12,20 +12,18 @@ from torch import Tensor
 Backward = Callable[..., tuple[Any, ...]]
 
 
-class _Refusal(torch.autograd.Function):
-    """Passes gradients on, tied to all that they depend on, and refuses to be differentiated."""
+class Refusing(torch.autograd.Function):
+    """Passes the first tensors on, tied to all that they depend on, and raises an error in place of a derivative."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The first `count` tensors; the others are what a second derivative would be asked for."""
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+    def forward(ctx: Any, error: Exception, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """The first `count` tensors; a derivative with respect to any of them all is what is refused."""
+        ctx.error = error
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count] if tensor is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "second derivatives of attention: the fused backward passes have none, nor have those of stock sdpa; load "
-            'the model with attn_implementation="adaattn_eager", which is differentiable any number of times'
-        )
+        raise ctx.error
 
 
 def first_order(backward: Backward) -> Backward:
@@ -43,7 +41,11 @@ def first_order(backward: Backward) -> Backward:
             return results
         at = [index for index, result in enumerate(results) if isinstance(result, Tensor)]
         inputs = [tensor for tensor in (*grads, *ctx.saved_tensors) if tensor is not None]
-        tied = _Refusal.apply(len(at), *(results[index] for index in at), *inputs)  # type: ignore[no-untyped-call]
+        error = RuntimeError(
+            "second derivatives of attention: the fused backward passes have none, nor have those of stock sdpa; load "
+            'the model with attn_implementation="adaattn_eager", which is differentiable any number of times'
+        )
+        tied = Refusing.apply(error, len(at), *(results[index] for index in at), *inputs)  # type: ignore[no-untyped-call]
         answers = dict(zip(at, tied, strict=True))
         return tuple(answers.get(index, result) for index, result in enumerate(results))
 

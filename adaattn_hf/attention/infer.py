@@ -13,7 +13,7 @@ from .structure import MaskStructure
 
 
 def infer_structure(call: AttentionCall, window: int | None = None) -> AttentionCall | None:
-    """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.
+    """Returns the call with rules in place of a dense mask, itself without such a mask, None where none fit.
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
     exactly the mask that was given. A bias that only hides keys counts as a mask; a row's finite numbers hide keys if
@@ -35,7 +35,7 @@ def infer_structure(call: AttentionCall, window: int | None = None) -> Attention
 
 
 def numbers_alone(call: AttentionCall) -> tuple[Tensor, AttentionCall] | None:
-    """Which rows `[…, q_len or 1, 1]` see large negative numbers alone, and the request without them; None for none."""
+    """Which rows `[…, q_len or 1, 1]` see large negative numbers alone, and the call without them; None for none."""
     if (bias := call.bias) is None:
         return None
     rows = (bias <= torch.finfo(bias.dtype).min / 2).all(3, keepdim=True) & ~bias.isneginf().all(3, keepdim=True)

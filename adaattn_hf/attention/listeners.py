@@ -69,7 +69,7 @@ def show(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall, o
 
 
 Tap = Callable[[nn.Module, AttentionCall], Tensor]
-"""Maps a module and its request to the output `[batch, q_len, heads, head_dim_v]`."""
+"""Maps a module and its call to the output `[batch, q_len, heads, head_dim_v]`."""
 
 
 @dataclass(eq=False)

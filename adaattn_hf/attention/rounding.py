@@ -12,19 +12,14 @@ from torch import Tensor
 LEVELS = 127.0
 
 
-def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 `tensor / scale` rounded to nearest and the scales `[…, 1]`, one per vector of the last axis.
+def through_int8(tensor: Tensor) -> Tensor:
+    """Returns the tensor after rounding to int8 and back, in its own dtype: one scale per vector of the last axis.
 
-    A vector of zeros has scale 1 and quantises to zeros.
+    A vector of zeros stays one.
     """
     peak = tensor.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(peak > 0, peak / LEVELS, torch.ones_like(peak))
-    return torch.round(tensor / scale).clamp_(-LEVELS, LEVELS).to(torch.int8), scale
-
-
-def through_int8(tensor: Tensor) -> Tensor:
-    """Returns the tensor after quantising to int8 per token and back, in its own dtype."""
-    codes, scale = quantise(tensor)
+    codes = torch.round(tensor / scale).clamp_(-LEVELS, LEVELS).to(torch.int8)
     return codes.to(tensor.dtype) * scale
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .call import AttentionCall
+from .call import AttentionCall, AttentionResult
 from .heads import HeadRules
 from .rounding import through_dtype, through_int8
 from .structure import MaskStructure
 
 
 def reference_call(call: AttentionCall) -> AttentionCall:
-    """Returns the request without rules per head whose exact attention is the same: the definition of `HeadRules`.
+    """Returns the call without rules per head whose exact attention is the same: the definition of `HeadRules`.
 
     Queries, keys and values are rounded in their own dtype, and a dense mask says what each head sees.
     """
@@ -64,7 +64,7 @@ def _rounded(call: AttentionCall, rules: HeadRules) -> AttentionCall:
 
 
 def some_heads(call: AttentionCall, kv_heads: Sequence[int]) -> AttentionCall:
-    """Returns the request of a few key/value heads and the query heads that share them; views where they adjoin."""
+    """Returns the call of a few key/value heads and the query heads that share them; views where they adjoin."""
     total, groups = call.key.shape[1], call.query.shape[1] // call.key.shape[1]
     if list(kv_heads) == list(range(total)):
         return call
@@ -93,7 +93,7 @@ def some_heads(call: AttentionCall, kv_heads: Sequence[int]) -> AttentionCall:
 
 
 def some_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
-    """Returns the request of a few query `rows` `[rows]` against all keys, with a dense mask of what they see."""
+    """Returns the call of a few query `rows` `[rows]` against all keys, with a dense mask of what they see."""
     if call.per_head is not None:  # which counts rows of the whole call
         call = reference_call(call.dequantised())
     device, structure, bias = call.query.device, call.structure, call.bias
@@ -107,7 +107,7 @@ def some_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
 
 
 def some_range(call: AttentionCall, first: int, stop: int) -> AttentionCall:
-    """Returns the request of the query rows from `first` to before `stop` of a causal call, plain or padded.
+    """Returns the call of the query rows from `first` to before `stop` of a causal call, plain or padded.
 
     Keys after the last of these rows are left out, unless they are codes, whose record speaks of all of them.
     """
@@ -133,14 +133,18 @@ def _range_of(structure: MaskStructure, first: int, stop: int, seen: int) -> Mas
     )
 
 
-def joined_heads(parts: Sequence[Tensor], order: Sequence[int], groups: int, dim: int) -> Tensor:
-    """Returns the parts of several `some_heads`, joined along `dim` and back in the model's order of heads.
+def joined_heads(parts: Sequence[tuple[Sequence[int], AttentionResult]], groups: int) -> AttentionResult:
+    """Returns the results of several `some_heads` as one, in the model's order of heads.
 
-    `order` are the key/value heads of all parts, one after the other, each with `groups` query heads.
+    Each comes with its key/value heads, each of which has `groups` query heads.
     """
-    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
-    if list(order) == sorted(order):
-        return whole
-    position = {head: index for index, head in enumerate(order)}
-    index = [position[head] * groups + member for head in sorted(order) for member in range(groups)]
-    return whole.index_select(dim, torch.tensor(index, dtype=torch.int64, device=whole.device))
+    order = [head for heads, _ in parts for head in heads]
+    outs, lses = [result.out for _, result in parts], [result.lse for _, result in parts if result.lse is not None]
+    out = outs[0] if len(parts) == 1 else torch.cat(outs, dim=2)
+    lse = torch.cat(lses, dim=1) if lses else None
+    if order != sorted(order):
+        position = {head: index for index, head in enumerate(order)}
+        places = [position[head] * groups + member for head in sorted(order) for member in range(groups)]
+        index = torch.tensor(places, dtype=torch.int64, device=out.device)
+        out, lse = out.index_select(2, index), None if lse is None else lse.index_select(1, index)
+    return AttentionResult(out, lse)

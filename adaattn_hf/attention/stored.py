@@ -37,9 +37,9 @@ _ZERO = 107 << 23  # bits of the float32 that the code 0 stands for, 2 ** -20
 # Not frozen: a frozen dataclass costs microseconds to make, and one is made in every layer.
 @dataclass(eq=False, slots=True)
 class StoredKV:
-    """Dequantisation parameters for the codes in a request's key and value. Never modified.
+    """Dequantisation parameters for the codes in a call's key and value. Never modified.
 
-    The request's `key` holds int8 codes `[batch, num_kv_heads, kv_len, head_dim]`, its `value` int8 codes or, as
+    The call's `key` holds int8 codes `[batch, num_kv_heads, kv_len, head_dim]`, its `value` int8 codes or, as
     uint8 with half the channels, codes of four bits.
 
     Attributes:
@@ -137,7 +137,7 @@ def direction_of(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 def mean_of(keys: Tensor) -> Tensor:
-    """The mean of keys `[batch, kv_heads, n, head_dim]`, turned, for `quantise`: fp32 `[batch, kv_heads, head_dim]`."""
+    """The mean of keys `[batch, kv_heads, n, head_dim]`, rotated, for `quantise`: `[batch, kv_heads, head_dim]`."""
     return (keys.float().mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
 
 

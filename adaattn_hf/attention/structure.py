@@ -51,7 +51,7 @@ class MaskStructure:
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
         dropped: Tokens of each sequence before key 0, which a cache holds no longer; `[batch]` where rows differ.
         one_offset: Whether `q_offset` is that of every query.
-        made: What was derived from it, see `derived`; no copy has it.
+        made: What was derived from it, see `cached`; no copy has it.
     """
 
     batch: int

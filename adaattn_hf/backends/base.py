@@ -108,7 +108,7 @@ class Backend(Protocol):
         ...
 
     def launches(self, rules: HeadRules) -> tuple[str, ...]:
-        """Name of the launch that serves each key/value head of a request with such rules; one launch for all."""
+        """Name of the launch that serves each key/value head of a call with such rules; one launch for all."""
         return ("one launch",) * len(rules.windows)
 
 

@@ -41,7 +41,7 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 
-MOST = 1024
+MAX_KINDS = 1024
 """Kinds of calls that are remembered; the oldest ones are forgotten."""
 
 Kernels = dict[tuple[CallKind, "str | None"], "Kernel | None"]
@@ -73,14 +73,14 @@ def refusals_of(name: str, kind: CallKind) -> tuple[str, ...]:
     return (*_missing(name), *by_name(name).refusals(kind))
 
 
-def possible(name: str) -> bool:
+def may_run_here(name: str) -> bool:
     """Whether a backend may serve here, as far as that is known without asking for devices, importing or opening."""
     backend = BACKENDS[name]
     built = backend.supports.device != "cuda" or torch.backends.cuda.is_built()
     return built and (not backend.package or installed(backend.package))
 
 
-def check_possible(name: str) -> None:
+def check_may_run_here(name: str) -> None:
     """Refuses a backend that can serve no call of this process; the BackendRefusal says all that it lacks."""
     lacking = list(by_name(name).missing())
     if BACKENDS[name].supports.device == "cuda" and not torch.cuda.is_available():
@@ -97,7 +97,7 @@ def _missing(name: str) -> tuple[str, ...]:
     return by_name(name).missing()
 
 
-def traces(name: str) -> bool:
+def installed_for_graph(name: str) -> bool:
     """Whether a backend is installed, asked while a graph is traced."""
     return not _missing(name)
 
@@ -137,22 +137,25 @@ def _looked_up(call: AttentionCall, backend: str | None) -> Kernel | None:
     key = kind, backend
     if key in kernels:
         return kernels.get(key)
-    return remember(kernels, key, _made(kind, rules, backend))
+    return store_kernel(kernels, key, _made(kind, rules, backend))
 
 
 def _made(kind: CallKind, rules: HeadRules | None, backend: str | None) -> Kernel | None:
     serves, passed = _find(kind, backend)
     if serves is None:
         return None
-    if not kind.compiling:
-        _say(kind, serves.name, passed)
+    name, device, dtype = serves.name, kind.device.type, kind.dtype
+    if not kind.compiling and (device, dtype, name) not in _said:
+        _said.add((device, dtype, name))
+        why = f" (passed over: {' | '.join(passed)})" if passed else ""
+        logger.info("adaattn: %s serves %s %s%s", name, device, str(dtype).removeprefix("torch."), why)
     return zero_output if kind.features & EMPTY else serves.kernel(kind, rules)
 
 
-def remember(kernels: Kernels, key: tuple[CallKind, str | None], kernel: Kernel | None) -> Kernel | None:
+def store_kernel(kernels: Kernels, key: tuple[CallKind, str | None], kernel: Kernel | None) -> Kernel | None:
     """Keeps the kernel of a kind, and returns it; the oldest ones go."""
-    if len(kernels) >= MOST:
-        for oldest in list(kernels)[: 1 - MOST]:  # a list is made in one step, whatever other threads do meanwhile
+    if len(kernels) >= MAX_KINDS:
+        for oldest in list(kernels)[: 1 - MAX_KINDS]:  # a list is made in one step, whatever other threads do meanwhile
             kernels.pop(oldest, None)
     kernels[key] = kernel
     return kernel
@@ -176,7 +179,7 @@ def refused(kind: CallKind, backend: str | None) -> BackendRefusal:
     )
 
 
-def serving(kind: CallKind, backend: str | None = None) -> Backend | None:
+def choose_or_none(kind: CallKind, backend: str | None = None) -> Backend | None:
     """The backend that serves calls of this kind, None where all that may be asked refuse them."""
     return _find(kind, backend)[0]
 
@@ -189,11 +192,3 @@ def _find(kind: CallKind, backend: str | None) -> tuple[Backend | None, list[str
             return BACKENDS[name], passed
         passed.append(f"{name}: {'; '.join(reasons)}")
     return None, passed
-
-
-def _say(kind: CallKind, name: str, passed: list[str]) -> None:
-    device, dtype = kind.device.type, kind.dtype
-    if (device, dtype, name) not in _said:
-        _said.add((device, dtype, name))
-        why = f" (passed over: {' | '.join(passed)})" if passed else ""
-        logger.info("adaattn: %s serves %s %s%s", name, device, str(dtype).removeprefix("torch."), why)

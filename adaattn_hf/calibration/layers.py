@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf.eval.arms import bound_layers_of
+from adaattn_hf.patches.plans.subject import Binding
 
 from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
-from ..plans.binding import Binding
 from ..plans.bound_layer import BoundLayer
 from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from ..plans.tensors import LayerTensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -18,21 +18,26 @@ from .plan import LayerPlan
 from .tensors import LayerTensors
 
 
-@dataclass(frozen=True, eq=False)
-class Requests:
-    """The requests that compute a layer's choices, as few as possible; `apart` need one of their own, with their heads.
+class LayerLaunch(NamedTuple):
+    """The calls that compute a layer's choices, as few as possible: one for `heads`, and the `separate` ones.
 
-    `rules` are those per head of `heads`, None if all are exact; `ending` the same, which end with the plan's lengths.
+    Attributes:
+        heads: Key/value heads that share a call.
+        rules: Those of these heads, None if all are exact.
+        ending: The same rules, which end with the plan's lengths.
+        separate: Choices that need a call of their own, with their heads.
+        whole: Whether all heads share one call.
     """
 
     heads: tuple[int, ...]
     rules: HeadRules | None
     ending: HeadRules | None
-    apart: tuple[tuple[Choice, tuple[int, ...]], ...]
+    separate: tuple[tuple[Choice, tuple[int, ...]], ...]
+    whole: bool
 
 
 BOUND_LAYERS: WeakValueDictionary[int, BoundLayer] = WeakValueDictionary()
-"""The programs of this process by handle."""
+"""The bound layers of this process by handle."""
 
 
 @dataclass(eq=False)
@@ -44,14 +49,14 @@ class BoundLayer:
         tensors: Bases and means.
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
-        own: Key/value heads of this process under tensor parallelism; empty without it.
+        local_heads: Key/value heads of this process under tensor parallelism; empty without it.
         exact_steps: Whether decode steps, sequences of fewer than `MIN_PREFILL_ROWS` query rows, are exact.
         dtype: Name of the dtype that it was verified in.
         owner: A weak reference to what bound the plan to a model, None where no model runs by it. Copies have none, as
             a copied layer is part of no model that was checked.
-        handle: Number by which traced graphs refer to the bound_layer.
+        handle: Number by which traced graphs refer to the layer.
         launches: The choices with the key/value heads that take each, in order of first appearance.
-        few, many: The requests of sequences with fewer than `MIN_PREFILL_ROWS` query rows, and of all others.
+        decode, prefill: The calls for sequences with fewer than `MIN_PREFILL_ROWS` query rows, and for all others.
         counts_rows: Whether it depends on the query rows of a sequence what is computed.
         has_gradient: Whether gradients flow through every choice.
     """
@@ -59,14 +64,14 @@ class BoundLayer:
     plan: LayerPlan
     tensors: LayerTensors
     max_length: int
-    own: range = range(0)
+    local_heads: range = range(0)
     exact_steps: bool = False
     dtype: str = ""
     owner: Any = field(default=None, repr=False)
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
     launches: tuple[tuple[Choice, tuple[int, ...]], ...] = field(init=False, repr=False)
-    few: Requests = field(init=False, repr=False)
-    many: Requests = field(init=False, repr=False)
+    decode: LayerLaunch = field(init=False, repr=False)
+    prefill: LayerLaunch = field(init=False, repr=False)
     counts_rows: bool = field(init=False, repr=False)
     has_gradient: bool = field(init=False, repr=False)
 
@@ -76,11 +81,13 @@ class BoundLayer:
         for head, choice in enumerate(choices):
             groups.setdefault(choice, []).append(head)
         self.launches = tuple((choice, tuple(heads)) for choice, heads in groups.items())
-        self.few, self.many = self._requests(True), self._requests(False)
+        self.decode, self.prefill = self._launch(True), self._launch(False)
         self.counts_rows = self.exact_steps or any(choice.operands for choice in groups)
         self.has_gradient = all(choice.has_gradient for choice in groups)
-        split = self.own and len(self.own) != len(choices)
-        self._part = self.with_choices((choices[head] for head in self.own), self.own) if split else None
+        split = self.local_heads and len(self.local_heads) != len(choices)
+        self._part = (
+            self.with_choices((choices[head] for head in self.local_heads), self.local_heads) if split else None
+        )
         stored = [choice.for_quantised_cache() for choice in choices]
         kept = [choice for choice in stored if choice is not None]
         self._over_codes = self.with_choices(kept) if len(kept) == len(stored) and kept != [*choices] else None
@@ -88,21 +95,21 @@ class BoundLayer:
         BOUND_LAYERS[self.handle] = self
 
     def __reduce__(self) -> tuple[type[BoundLayer], tuple[object, ...]]:
-        """Copies and pickles a program without its handle and owner."""
-        return BoundLayer, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps, self.dtype)
+        """Copies and pickles a layer without its handle and owner."""
+        return BoundLayer, (self.plan, self.tensors, self.max_length, self.local_heads, self.exact_steps, self.dtype)
 
     def of_call(self, kv_heads: int) -> BoundLayer:
-        """Returns the program for a call with so many key/value heads: this process's part under tensor parallelism."""
-        return self._part if self._part is not None and kv_heads == len(self.own) else self
+        """Returns the layer for a call with so many key/value heads: this process's part under tensor parallelism."""
+        return self._part if self._part is not None and kv_heads == len(self.local_heads) else self
 
     def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> BoundLayer:
-        """Returns the program with other choices, which are those of some key/value heads where `heads` names them."""
+        """Returns the layer with other choices, which are those of some key/value heads where `heads` names them."""
         tensors = self.tensors if heads is None else self.tensors.of_heads(heads)
         return replace(self, plan=replace(self.plan, choices=tuple(choices)), tensors=tensors)
 
     @property
     def for_quantised_cache(self) -> BoundLayer:
-        """The program for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
+        """The layer for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
         A choice that needs unquantised keys is a ValueError.
         """
@@ -117,7 +124,7 @@ class BoundLayer:
         return self
 
     def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> BoundLayer:
-        """Returns the program of some key/value heads; with `all_keys` they read all keys that they are given."""
+        """Returns the layer with some key/value heads; with `all_keys` they read all keys that they are given."""
         known = self._some.get((heads, all_keys))
         if known is None:
             chosen = [self.plan.choices[head] for head in heads]
@@ -144,16 +151,16 @@ class BoundLayer:
         tensors = self.tensors
         return self.has_gradient and tensors.key_mean is None and not tensors.query_basis and not tensors.key_basis
 
-    def _requests(self, few: bool) -> Requests:
-        asked = {choice: choice.head_rule(few) for choice, _ in self.launches}
-        heads = [head for head, choice in enumerate(self.plan.choices) if asked[choice] is not None]
-        rules = [asked[self.plan.choices[head]] or {} for head in heads]
-        apart = tuple((choice, heads) for choice, heads in self.launches if asked[choice] is None)
-        if not any(rules):
-            return Requests(tuple(heads), None, None, apart)
-        mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules) else None
-        found = head_rules(rules, None if mean is None else mean[heads])
-        return Requests(tuple(heads), found, replace(found, until=self.max_length), apart)
+    def _launch(self, few: bool) -> LayerLaunch:
+        by_choice = {choice: choice.head_rule(few) for choice, _ in self.launches}
+        rules = {head: rule for head, one in enumerate(self.plan.choices) if (rule := by_choice[one]) is not None}
+        separate = tuple((choice, heads) for choice, heads in self.launches if by_choice[choice] is None)
+        heads, together = tuple(rules), None
+        if any(rules.values()):
+            mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules.values()) else None
+            together = head_rules([*rules.values()], None if mean is None else mean[[*heads]])
+        ending = None if together is None else replace(together, until=self.max_length)
+        return LayerLaunch(heads, together, ending, separate, not separate)
 
 
 def all_within(structure: MaskStructure, limit: int) -> bool | None:
@@ -167,7 +174,7 @@ def all_within(structure: MaskStructure, limit: int) -> bool | None:
 
 
 def head_rules(rules: Sequence[Mapping[str, Any]], key_mean: Tensor | None = None) -> HeadRules:
-    """Returns what `Choice.head_rule` says of each head as the rules of one request."""
+    """Returns what `Choice.head_rule` says of each head as the rules of one call."""
     return HeadRules(
         tuple(rule.get("window", 0) for rule in rules),
         tuple(rule.get("sinks", 0) for rule in rules),

@@ -1,4 +1,4 @@
-"""Runs a layer's plan: heads with the same choice share a launch, which is one request to a backend.
+"""Runs a layer's plan: heads with the same choice share a launch, which is one call to a backend.
 
 Every choice respects the mask of the call (padding, documents, windows, chunked prefill), softcap and learned sinks, in
 prefill and in decode. Rows beyond the calibrated length are exact, decided row by row: neither a longer sequence in the
@@ -7,14 +7,17 @@ same batch nor a longer prompt changes what an earlier row computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.call import AttentionCall, AttentionResult
+from ..attention.gradients import Refusing
 from ..attention.infer import infer_structure, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
 from ..attention.runs import only
@@ -41,7 +44,7 @@ def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, st
         # exact heads share the launch of heads with rules
         windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
         asked = kind._replace(features=kind.features | rules.features | windows)
-        if (serving := select.serving(asked)) is not None:
+        if (serving := select.choose_or_none(asked)) is not None:
             found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
     return found
 
@@ -54,6 +57,41 @@ def attend(
     `window` is the layer's own, which one row of a dense mask, as traced graphs make it, does not show. A plan for
     another number of key/value heads is a ValueError.
     """
+    bound_layer = _of_call(bound_layer, call)
+    if bound_layer.is_exact_for(call.query.shape[2]):
+        return select.attend(call, backend)
+    if tracing():
+        return AttentionResult(_traced(bound_layer, call, backend, window))
+    return _by_rows(bound_layer, call, window, partial(select.attend, backend=backend), partial(_planned, backend))
+
+
+def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
+    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"output_attentions: got True in a traced graph, and the plan of layer {bound_layer.plan.layer} decides by "
+            "the data; leave it out, or run the model without torch.compile"
+        )
+    kv_len = call.key.shape[2]
+
+    def exact(part: AttentionCall) -> AttentionResult:  # with rows where an output has them
+        found = attention_weights(part)
+        return AttentionResult(F.pad(found, (0, kv_len - found.shape[3])).transpose(1, 2))
+
+    def planned(bound_layer: BoundLayer, part: AttentionCall, few: bool) -> AttentionResult:
+        parts = [
+            (heads, exact(choice.defined(some_heads(part, heads), heads, bound_layer.tensors)))
+            for choice, heads in bound_layer.launches
+        ]
+        return joined_heads(parts, part.query.shape[1] // part.key.shape[1])
+
+    bound_layer = _of_call(bound_layer, call)
+    if bound_layer.is_exact_for(call.query.shape[2]):
+        return attention_weights(call)
+    return _by_rows(bound_layer, call, None, exact, planned).out.transpose(1, 2)
+
+
+def _of_call(bound_layer: BoundLayer, call: AttentionCall) -> BoundLayer:
     kv_heads = call.key.shape[1]
     bound_layer = bound_layer.of_call(kv_heads)
     if kv_heads != len(bound_layer.plan.choices):
@@ -63,39 +101,56 @@ def attend(
             "(Ulysses) does not say which heads a process has: split the model by tp_plan, or call "
             "adaattn_hf.remove_plan(model)"
         )
-    if bound_layer.is_exact_for(call.query.shape[2]):
-        return select.attend(call, backend)
-    if tracing():
-        return AttentionResult(_traced(bound_layer, call, backend, window))
+    return bound_layer
+
+
+def _by_rows(
+    bound_layer: BoundLayer,
+    call: AttentionCall,
+    window: int | None,
+    exact: Callable[[AttentionCall], AttentionResult],
+    planned: Callable[[BoundLayer, AttentionCall, bool], AttentionResult],
+) -> AttentionResult:
+    """Splits a call into rows that the plan speaks for, of sequences with few rows or many, and rows that are exact."""
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
     if alone := numbers_alone(call):  # these rows see nothing by any rules: they are exact
-        exact, planned = select.attend(call, backend).out, attend(bound_layer, alone[1], backend, window).out
-        return AttentionResult(torch.where(alone[0].transpose(1, 2), exact, planned))
+        return _either(alone[0], exact(call), _by_rows(bound_layer, alone[1], window, exact, planned))
     call = _read_mask(bound_layer, call, window)
     structure, limit, rows = call.structure, bound_layer.max_length, call.query.shape[2]
     few, speaks = bound_layer.speaks_for(structure)
     if isinstance(few, Tensor):
         kinds = [replace(call, structure=only(structure, chosen)) for chosen in (few, ~few)]
-        one, other = (attend(bound_layer, kind, backend) for kind in kinds)
-        lse = None if one.lse is None or other.lse is None else _chosen(few, one.lse, other.lse, 2)
-        return AttentionResult(_chosen(few, one.out, other.out, 1), lse)
-    ranges = None if speaks is not None else _ranges(structure, limit, few)
-    within: bool | Tensor | None = speaks
-    if within is None:
-        within = rows_within(structure, limit, call.query.device) if ranges is None else ranges[1] > 0
-    if within is False:
-        return select.attend(call, backend)
-    if not (few or bound_layer.has_gradient) and call.checked_kind().needs_grad:
-        return _one_way(bound_layer, call, backend)
-    if within is True and (ranges is None or ranges[0] == rows):
-        return _planned(bound_layer, call, few, backend)
-    return _in_ranges(bound_layer, call, few, ranges or (0, rows), backend)
+        one, other = (_by_rows(bound_layer, kind, None, exact, planned) for kind in kinds)
+        return _either(few[:, None, :, None], one, other)
+    first, last = (rows, rows) if speaks else (0, 0)
+    if speaks is None:
+        first, last = _ranges(structure, limit, few) or (0, rows)
+    within = rows_within(structure, limit, call.query.device) if first < last else None
+    if last == 0 or within is False:
+        return exact(call)
+    if first == rows:
+        return planned(bound_layer, call, few)
+    early = planned(bound_layer, call if last == rows else some_range(call, 0, last), few)
+    late, both = exact(call if first == 0 else some_range(call, first, rows)), last - first
+    parts = [_some(early, 0, first), _some(late, both, rows - last)]
+    if isinstance(within, Tensor):
+        either = within[:, None, first:last, None]
+        parts.insert(1, _either(either, _some(early, first, both), _some(late, 0, both)))
+    out, lses = torch.cat([part.out for part in parts], 1), [part.lse for part in parts if part.lse is not None]
+    return AttentionResult(out, torch.cat(lses, 2) if len(lses) == len(parts) else None)
 
 
-def _chosen(rows: Tensor, one: Tensor, other: Tensor, dim: int) -> Tensor:
-    rows = rows.to(one.device)
-    return torch.where(rows[:, :, None, None] if dim == 1 else rows[:, None], one, other)
+def _either(rows: Tensor, one: AttentionResult, other: AttentionResult) -> AttentionResult:
+    """Rows `[batch or 1, heads or 1, q_len or 1, 1]` of one result, the rest of another one."""
+    rows = rows.to(one.out.device)
+    lse = None if one.lse is None or other.lse is None else torch.where(rows[..., 0], one.lse, other.lse)
+    return AttentionResult(torch.where(rows.transpose(1, 2), one.out, other.out), lse)
+
+
+def _some(result: AttentionResult, first: int, count: int) -> AttentionResult:
+    lse = None if result.lse is None else result.lse.narrow(2, first, count)
+    return AttentionResult(result.out.narrow(1, first, count), lse)
 
 
 def _ranges(structure: MaskStructure, limit: int, few: bool) -> tuple[int, int] | None:
@@ -123,25 +178,6 @@ def _starts(structure: MaskStructure) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def _in_ranges(
-    bound_layer: BoundLayer, call: AttentionCall, few: bool, ranges: tuple[int, int], backend: str | None
-) -> AttentionResult:
-    (first, last), rows, device = ranges, call.query.shape[2], call.query.device
-    planned = _planned(bound_layer, call if last == rows else some_range(call, 0, last), few, backend)
-    exact = select.attend(call if first == 0 else some_range(call, first, rows), backend)
-    within = None if first == last else rows_within(call.structure, bound_layer.max_length, device)
-
-    def joined(one: Tensor, other: Tensor, dim: int) -> Tensor:
-        parts, both = [one.narrow(dim, 0, first)], last - first
-        if isinstance(within, Tensor):
-            parts.append(_chosen(within[:, first:last], one.narrow(dim, first, both), other.narrow(dim, 0, both), dim))
-        return torch.cat([*parts, other.narrow(dim, both, rows - last)], dim)
-
-    if planned.lse is None or exact.lse is None:
-        return AttentionResult(joined(planned.out, exact.out, 1))
-    return AttentionResult(joined(planned.out, exact.out, 1), joined(planned.lse, exact.lse, 2))
-
-
 def _read_mask(bound_layer: BoundLayer, call: AttentionCall, window: int | None = None) -> AttentionCall:
     if (read := infer_structure(call, window)) is not None:
         return read
@@ -153,40 +189,6 @@ def _read_mask(bound_layer: BoundLayer, call: AttentionCall, window: int | None 
             "a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
         )
     return call
-
-
-def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
-    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            f"output_attentions: got True in a traced graph, and the plan of layer {bound_layer.plan.layer} decides by "
-            "the data; leave it out, or run the model without torch.compile"
-        )
-    bound_layer = bound_layer.of_call(call.key.shape[1])
-    if bound_layer.is_exact_for(call.query.shape[2]):
-        return attention_weights(call)
-    if alone := numbers_alone(call):
-        return torch.where(alone[0], attention_weights(call), weights(bound_layer, alone[1]))
-    call = _read_mask(bound_layer, call)
-    few, speaks = bound_layer.speaks_for(call.structure)
-    if isinstance(few, Tensor):
-        kinds = [replace(call, structure=only(call.structure, chosen)) for chosen in (few, ~few)]
-        one, other = (weights(bound_layer, kind) for kind in kinds)
-        return torch.where(few[:, None, :, None].to(one.device), one, other)
-    within: bool | Tensor | None = speaks
-    if within is None:
-        within = rows_within(call.structure, bound_layer.max_length, call.query.device)
-    if within is False:
-        return attention_weights(call)
-    parts = [
-        attention_weights(choice.defined(some_heads(call, heads), heads, bound_layer.tensors))
-        for choice, heads in bound_layer.launches
-    ]
-    order = [head for _, heads in bound_layer.launches for head in heads]
-    planned = joined_heads(parts, order, call.query.shape[1] // call.key.shape[1], dim=1)
-    if within is True:
-        return planned
-    return torch.where(within[:, None, :, None], planned, attention_weights(call))
 
 
 def rows_within(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -216,49 +218,28 @@ def _rows_of_short(structure: MaskStructure, limit: int, device: torch.device) -
     return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 
-def _planned(bound_layer: BoundLayer, call: AttentionCall, few: bool, backend: str | None) -> AttentionResult:
-    asked = bound_layer.few if few else bound_layer.many
+def _planned(backend: str | None, bound_layer: BoundLayer, call: AttentionCall, few: bool) -> AttentionResult:
+    if not (few or bound_layer.has_gradient) and call.checked_kind().needs_grad:
+        inputs = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "sink_logits")}
+        bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in inputs.items()}
+        out, lse = _planned(backend, bound_layer, replace(call, **bare), few)
+        error = PlanError(no_gradient(bound_layer))
+        (out,) = Refusing.apply(error, 1, out, *inputs.values())  # type: ignore[no-untyped-call]
+        return AttentionResult(out, lse)
+    launch = bound_layer.decode if few else bound_layer.prefill
     parts: list[tuple[Sequence[int], AttentionResult]] = []
-    if asked.heads:
-        together = replace(some_heads(call, asked.heads), per_head=asked.rules)
+    if launch.heads:
+        together = replace(some_heads(call, launch.heads), per_head=launch.rules)
         if (kernel := select.kernel_of(together, backend)) is not None:
-            parts.append((asked.heads, kernel(together)))
-    for choice, heads in asked.apart if parts else bound_layer.launches:
+            parts.append((launch.heads, kernel(together)))
+    for choice, heads in launch.separate if parts else bound_layer.launches:
         part = some_heads(call, heads)
         parts.append((heads, choice.attend(part, heads, bound_layer.tensors, backend)))
-    order = [head for heads, _ in parts for head in heads]
-    groups = call.query.shape[1] // call.key.shape[1]
-    out = joined_heads([result.out for _, result in parts], order, groups, dim=2)
-    if not call.need_lse:
-        return AttentionResult(out)
-    lse = [result.lse for _, result in parts if result.lse is not None]
-    return AttentionResult(out, joined_heads(lse, order, groups, dim=1))
-
-
-class _OneWay(torch.autograd.Function):
-    """Identity whose backward pass raises a PlanError."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, message: str, *inputs: Tensor | None) -> Tensor:
-        ctx.message = message
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        raise PlanError(ctx.message)
-
-
-def _one_way(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -> AttentionResult:
-    held = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "sink_logits")}
-    bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in held.items()}
-    with torch.no_grad():
-        result = attend(bound_layer, replace(call, **bare), backend)
-    found = _OneWay.apply(result.out, no_gradient(bound_layer), *held.values())  # type: ignore[no-untyped-call]
-    return AttentionResult(found, result.lse)
+    return joined_heads(parts, call.query.shape[1] // call.key.shape[1])
 
 
 def no_gradient(bound_layer: BoundLayer) -> str:
-    """Returns the sentence for training under a program without a gradient."""
+    """Returns the sentence for training under a layer's plan without a gradient."""
     lost = ", ".join(choice.label for choice, _ in bound_layer.launches if not choice.has_gradient)
     return (
         f"plan of layer {bound_layer.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
@@ -276,7 +257,7 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 @torch.library.custom_op(
     f"{_NAMESPACE}::planned",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt program, str? backend, "
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt layer, str? backend, "
     f"SymInt? own_window, float scaling, float? softcap, SymInt dropped, Tensor? dropped_by_row, {OPERANDS}) -> Tensor",
     **_TAGS,
 )
@@ -305,7 +286,7 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _in_one_launch(bound_layer: BoundLayer, call: AttentionCall) -> AttentionCall | None:
-    """A step of a preallocated cache as one request, None where its heads need several."""
+    """A step of a preallocated cache as one call, None where its heads need several."""
     structure = call.structure
     if call.bias is not None or structure.mask is not None or not structure.causal:
         return None
@@ -313,16 +294,15 @@ def _in_one_launch(bound_layer: BoundLayer, call: AttentionCall) -> AttentionCal
         return None  # the rules end by places among the keys that are held
     if not _is_whole(bound_layer.handle, call.key.shape[1]):
         return None
-    asked = bound_layer.few
-    within = structure.kv_len <= bound_layer.max_length
-    return replace(call, per_head=asked.rules if within else asked.ending)
+    rules = bound_layer.decode.rules if structure.kv_len <= bound_layer.max_length else bound_layer.decode.ending
+    return replace(call, per_head=rules)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
-    """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
-    asked = BOUND_LAYERS[handle].few
-    return not asked.apart and len(asked.heads) == kv_heads
+    """Whether a layer's decode steps are one call; what is worked out once is not for a traced graph to do."""
+    launch = BOUND_LAYERS[handle].decode
+    return launch.whole and len(launch.heads) == kv_heads
 
 
 def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None, window: int | None) -> Tensor:

@@ -89,7 +89,7 @@ class Monitor:
     def watch(
         self, index: int, bound_layer: BoundLayer | None, call: AttentionCall, training: bool = False
     ) -> BoundLayer | None:
-        """Records one call of a layer; returns the program to run, with heads made exact that lose too much.
+        """Records one call of a layer; returns the layer to run, with heads made exact that lose too much.
 
         In `training` the call may be repeated for its gradients, so that nothing may be made exact.
         """
@@ -124,9 +124,9 @@ class Monitor:
         counters.rows += count
         counters.lost = (mass / counters.rows).tolist()
         seen: list[tuple[int, UnitRecord]] = [
-            (head, self._units[index, bound_layer.own.start + head])
+            (head, self._units[index, bound_layer.local_heads.start + head])
             for head in range(len(found))
-            if (index, bound_layer.own.start + head) in self._units
+            if (index, bound_layer.local_heads.start + head) in self._units
         ]
         squares = (square / counters.rows).tolist()
         counters.predicted_kl = sum(
@@ -144,22 +144,15 @@ class Monitor:
         ]
         counters.loud = sorted({*counters.tightened, *fresh})
         if fresh and not self._warned:
-            self._warn(index, fresh[0], counters.lost[fresh[0]], training)
+            self._warned, after = True, "it is exact from here on (and so is every other that does)"
+            logger.warning(
+                "adaattn: layer %d head %d loses %.3g of its attention here, above %g times what calibration saw; %s. "
+                "Calibrate on text like this one.",
+                index, fresh[0], counters.lost[fresh[0]], FACTOR,
+                "training goes on with the plan as it is" if training else after,
+            )  # fmt: skip
         if not training:
             counters.tightened = counters.loud
-
-    def _warn(self, layer: int, head: int, lost: float, training: bool) -> None:
-        self._warned = True
-        after = (
-            "training goes on with the plan as it is"
-            if training
-            else "it is exact from here on (and so is every other that does)"
-        )
-        logger.warning(
-            "adaattn: layer %d head %d loses %.3g of its attention here, above %g times what calibration saw; %s. "
-            "Calibrate on text like this one.",
-            layer, head, lost, FACTOR, after,
-        )  # fmt: skip
 
 
 def _tightened(counters: LayerStatistics, bound_layer: BoundLayer) -> BoundLayer:

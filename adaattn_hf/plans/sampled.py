@@ -21,7 +21,7 @@ from .tensors import LayerTensors
 
 
 def one_run(call: AttentionCall, turn: int) -> AttentionCall | None:
-    """Returns one segment of a call as a request of its own, chosen by turn; None if the mask has no segments.
+    """Returns one segment of a call as a call of its own, chosen by turn; None if the mask has no segments.
 
     Of a padded call without the queries that are padding themselves: those beside the segment's keys.
     """

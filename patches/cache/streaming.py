@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.listeners import ask, listeners, show
 from adaattn_hf.attention.slicing import joined_heads
@@ -224,7 +224,7 @@ class StreamingLayer(CachedLayer):
     def attend(self, module: nn.Module, call: AttentionCall, forced: str | None, wanted: bool) -> Tensor:
         """Returns what the layer's plan computes over a full cache, `[batch, q_len, heads, head_dim_v]`.
 
-        One request for each group of heads that keep the same tokens. ValueError: the plan is gone or another, speaks
+        One call for each group of heads that keep the same tokens. ValueError: the plan is gone or another, speaks
         for shorter sequences, or the call needs keys that are gone.
         """
         query = call.query
@@ -248,8 +248,7 @@ class StreamingLayer(CachedLayer):
             whole = replace(call, key=fresh[0], value=fresh[1], structure=structure, bias=None)
             return _answer(module, bound_layer, whole, forced)
         groups = query.shape[1] // call.key.shape[1]
-        outs: list[Tensor] = []
-        order: list[int] = []
+        parts: list[tuple[Sequence[int], AttentionResult]] = []
         for group, (key, value, record) in read:
             members = [head * groups + member for head in group.heads for member in range(groups)]
             part = AttentionCall(
@@ -264,9 +263,8 @@ class StreamingLayer(CachedLayer):
                 stored=record,
             )
             of_group = bound_layer.of_heads(group.heads, all_keys=group.span is not None)
-            outs.append(_answer(module, of_group, part, forced))
-            order += group.heads
-        return joined_heads(outs, order, groups, dim=2)
+            parts.append((group.heads, AttentionResult(_answer(module, of_group, part, forced))))
+        return joined_heads(parts, groups).out
 
     def _checked(self, module: nn.Module) -> BoundLayer:
         bound_layer = checked_layer(module)

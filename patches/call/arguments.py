@@ -12,7 +12,7 @@ from adaattn_hf.attention.call import check_dtype
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import any_autocast, transient
 
-from ..mask.structured_mask import StructuredMask, maskless, recall, remember
+from ..mask.structured_mask import StructuredMask, maskless, recall, store_structure
 
 
 def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def read_mask(
         call = maskless(module, q_shape, k_shape, is_causal)
         if transient():
             return MaskStructure(*call), None
-        return recall(call) or remember(call, MaskStructure(*call)), None
+        return recall(call) or store_structure(call, MaskStructure(*call)), None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[1] < kv_len:
             raise ValueError(

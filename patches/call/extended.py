@@ -18,7 +18,7 @@ from adaattn_hf.config import EXACT, raw_settings, settings_of
 from ..mask.structured_mask import StructuredMask
 from ..plans.slots import LAYER, instead
 from .arguments import one_dtype, read_mask, restored, with_keywords
-from .keywords import KNOWN, MEANT
+from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS
 from .resolved import collecting
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _read(
         and bias is None
         and (scaling is None or type(scaling) is float)
         and (sliding_window is None or mask is not None)
-        and KNOWN.issuperset(kwargs)
+        and KNOWN_KEYWORDS.issuperset(kwargs)
     ):
         from .refusals import check_call
 
@@ -119,7 +119,7 @@ def _read(
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
     structure, added = read_mask(module, query.shape, key.shape, mask, is_causal)
-    if not MEANT.isdisjoint(kwargs):
+    if not MEANINGFUL_KEYWORDS.isdisjoint(kwargs):
         structure = with_keywords(module, structure, mask, query.shape[1], kwargs)
     plain = type(query) is type(key) is type(value) is Tensor
     if not torch.compiler.is_compiling() and (plain or not holds_no_memory(query, key, value)):
@@ -155,16 +155,11 @@ def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[Bo
     if compiling:
         if bound_layer is not None and bound_layer.is_exact_for(call.query.shape[2]):
             bound_layer = None
-        if bound_layer is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None):
-            _refuse_chunks(module, bound_layer)
+        chunks = bound_layer is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None)
+        if bound_layer is not None and chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):
+            raise ValueError(
+                f"plan of layer {bound_layer.plan.layer}: counts keys from a sequence's first, which a traced graph of "
+                f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove "
+                "the plan with adaattn_hf.remove_plan(model)"
+            )
     return bound_layer, call
-
-
-def _refuse_chunks(module: nn.Module, bound_layer: BoundLayer) -> None:
-    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show (ValueError)."""
-    if any(choice.keys is not None for choice in bound_layer.plan.choices):
-        raise ValueError(
-            f"plan of layer {bound_layer.plan.layer}: counts keys from a sequence's first, which a traced graph of "
-            f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove the "
-            "plan with adaattn_hf.remove_plan(model)"
-        )

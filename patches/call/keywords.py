@@ -28,12 +28,12 @@ keyword that is neither supported nor allowed is refused."""
 
 PAGED = ("block_table", "cache", "read_index")
 """Keywords of continuous batching, whose keys and values lie in a paged cache; `batching` serves such calls."""
-MEANT = frozenset((
+MEANINGFUL_KEYWORDS = frozenset((
     *PAGED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions", "position_ids"
 ))  # fmt: skip
 """Keywords that may change what is computed; `position_ids` do so in some model families only."""
-KNOWN = IGNORED_KEYWORDS | MEANT
-IDLE = {*IGNORED_KEYWORDS, "position_ids"}
+KNOWN_KEYWORDS = IGNORED_KEYWORDS | MEANINGFUL_KEYWORDS
+ALLOWED_KEYWORDS = {*IGNORED_KEYWORDS, "position_ids"}
 """Keywords that change no ordinary call, and those that a user allowed; `position_ids` do where the mask says so."""
 
 
@@ -50,9 +50,9 @@ def allow_keywords(*names: str) -> None:
         ValueError: A name is none, or that of a keyword that changes attention.
     """
     for name in names:
-        if not isinstance(name, str) or not name.isidentifier() or name in MEANT:
+        if not isinstance(name, str) or not name.isidentifier() or name in MEANINGFUL_KEYWORDS:
             raise ValueError(
                 f"names: got {name!r:.80}, expected keywords that attention may ignore, each a string; give the names "
                 "of parameters of your loss function"
             )
-    IDLE.update(names)
+    ALLOWED_KEYWORDS.update(names)

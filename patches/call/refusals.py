@@ -18,7 +18,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
-from .keywords import IDLE, KNOWN, PAGED
+from .keywords import ALLOWED_KEYWORDS, KNOWN_KEYWORDS, PAGED
 
 
 def check_call(
@@ -56,10 +56,10 @@ def check_call(
         )
 
 
-def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN) -> None:
+def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN_KEYWORDS) -> None:
     """Refuses keywords that nobody knows or allowed (ValueError)."""
     for name, value in kwargs.items():
-        if value is not None and name not in known and name not in IDLE:
+        if value is not None and name not in known and name not in ALLOWED_KEYWORDS:
             raise ValueError(
                 f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
                 "know and that may change what is computed; leave it out of the model's inputs, call "

@@ -23,8 +23,8 @@ from adaattn_hf.backends.select import kernel_of
 from adaattn_hf.config import settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
-from ..plans.slots import LAYER, layer_of
-from .keywords import IDLE
+from ..plans.slots import LAYER, instead, layer_of
+from .keywords import ALLOWED_KEYWORDS
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules
@@ -49,7 +49,7 @@ def attend_ordinary(
     fields, query, key, value = module.__dict__, call.query, call.key, call.value
     q_shape, k_shape = query.shape, key.shape  # each is made anew when it is asked for
     if (
-        not IDLE.issuperset(kwargs)
+        not ALLOWED_KEYWORDS.issuperset(kwargs)
         or listeners()
         or any_autocast()
         or fields.get("reorder_and_upcast_attn")
@@ -79,7 +79,9 @@ def attend_ordinary(
             return None  # also where it is said that a plan is not bound
         backend = asked.backend if backend is None else backend
     call.structure = structure
-    if (bound_layer := layer_of(module)) is not None:
+    # as `layer_of` does, without a call where no block is open
+    bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
+    if bound_layer is not None:
         rules = _rules(module, bound_layer, call)
         if rules is None:
             return None
@@ -110,5 +112,5 @@ def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> t
         return None
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
-    asked = bound_layer.few if few else bound_layer.many
-    return None if asked.apart or len(asked.heads) != len(bound_layer.plan.choices) else (asked.rules,)
+    launch = bound_layer.decode if few else bound_layer.prefill
+    return (launch.rules,) if launch.whole else None

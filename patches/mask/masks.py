@@ -12,12 +12,12 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import tracing, transient
-from adaattn_hf.backends.select import traces
+from adaattn_hf.backends.select import installed_for_graph
 from adaattn_hf.config import raw_settings
 
 from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
 from .mask_pattern import causality, read_pattern
-from .structured_mask import StructuredMask, recall, remember
+from .structured_mask import StructuredMask, recall, store_structure
 
 _NATIVE = ("adaattn", "adaattn_native")
 """Names under which the native kernels serve a processor."""
@@ -100,7 +100,7 @@ def adaattn_mask(
     dropped = _dropped(attention_mask, kv_offset)
     structure = MaskStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
-        remember(key, structure)
+        store_structure(key, structure)
     structure = structure if packed is None else packed.added_to(structure)
     structure = _for_graphs(structure, mask_device, padding, config)
     return StructuredMask(structure, mask_device, chunks)
@@ -152,7 +152,7 @@ def _is_read(structure: MaskStructure, device: str, config: Any) -> bool:
         return False
     native = device == "cpu" and getattr(config, "_attn_implementation", "") in _NATIVE
     step = device == "cuda" and structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
-    return (native and traces("native")) or (step and traces("triton"))
+    return (native and installed_for_graph("native")) or (step and installed_for_graph("triton"))
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:

@@ -142,7 +142,7 @@ class StructuredMask:
         return func(*dense(tuple(args)), **{name: dense(value) for name, value in (kwargs or {}).items()})
 
 
-MOST = 64
+MAX_STRUCTURES = 64
 """Most structures that are kept; every step of a decode adds one, since its keys are one more."""
 
 _structures: dict[Hashable, MaskStructure] = {}
@@ -150,9 +150,9 @@ _structures: dict[Hashable, MaskStructure] = {}
 recall = _structures.get
 
 
-def remember(key: Hashable, structure: MaskStructure) -> MaskStructure:
+def store_structure(key: Hashable, structure: MaskStructure) -> MaskStructure:
     """Keeps a structure under a key that holds everything it was made from, and returns it."""
-    if len(_structures) >= MOST:
+    if len(_structures) >= MAX_STRUCTURES:
         _structures.clear()
     _structures[key] = structure
     return structure

@@ -17,7 +17,7 @@ import transformers as tf
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from adaattn_hf.backends.select import check_possible
+from adaattn_hf.backends.select import check_may_run_here
 from adaattn_hf.config import settings_in
 
 from .families import ATTENTION_CLASS, UnsupportedModel, family_of, modeling_source, unsupported
@@ -111,7 +111,7 @@ def check(model: Holder | PreTrainedConfig) -> None:
         name = str(config._attn_implementation)
         forced = name.removeprefix("adaattn_") if name.startswith("adaattn_") else settings_in(config).backend
         if forced is not None:
-            check_possible(forced)
+            check_may_run_here(forced)
 
 
 def refuse_other_attention(model: nn.Module, error: type[ValueError] = ValueError) -> None:

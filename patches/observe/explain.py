@@ -43,7 +43,7 @@ class LayerChoice:
         layer: Name of the attention module in the model.
         phase: `prefill`, `padded` (a batch with padding), `decode`, on CUDA `compiled`: a decode step with a static
             cache, which generation compiles, or of a model in training mode with attention dropout `training`.
-        spec: The facts of the call.
+        kind: The facts of the call.
         backend: Name of the backend that serves it.
         refused: Per other backend, all reasons why it cannot serve the call; empty for one that could, but comes later
             in the order.
@@ -53,7 +53,7 @@ class LayerChoice:
 
     layer: str
     phase: str
-    spec: CallKind
+    kind: CallKind
     backend: str
     refused: dict[str, tuple[str, ...]]
     plan: str = ""
@@ -85,13 +85,13 @@ class Explanation:
         shown: dict[str, str] = {}
         for choice in self.layers:
             plan = "as above" if choice.plan and shown.get(choice.layer) == choice.plan else choice.plan
-            groups.setdefault((choice.phase, choice.backend, choice.spec, plan), []).append(choice)
+            groups.setdefault((choice.phase, choice.backend, choice.kind, plan), []).append(choice)
             shown[choice.layer] = choice.plan
-        for (phase, backend, spec, plan), layers in groups.items():
+        for (phase, backend, kind, plan), layers in groups.items():
             first, last = layers[0].layer, layers[-1]
             refused = dict(last.refused)
             for name in () if self.verbose else last.refused:
-                if (needed := BACKENDS[name].supports.device) not in ("", spec.device.type):
+                if (needed := BACKENDS[name].supports.device) not in ("", kind.device.type):
                     apart[name] = needed
                     del refused[name]
             span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
@@ -99,8 +99,8 @@ class Explanation:
                 lines += _why_not(said, before)
                 before |= said
             said = refused
-            lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
-            if spec.features & DROPOUT and spec.device.type == "cpu":
+            lines.append(f"  {phase:8} {span}: {backend}  [{kind.words()}]")
+            if kind.features & DROPOUT and kind.device.type == "cpu":
                 lines.append("           dropout in attention keeps the whole score matrix on a CPU")
             if plan:
                 lines.append(f"           plan: {plan}")
@@ -272,12 +272,12 @@ def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | N
     found: dict[tuple[str, str, CallKind], LayerChoice] = {}
     for phase, calls in phases:
         exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
-        for name, module, spec, forced in calls:
-            key = (f"{path}.{name}".strip("."), phase, spec)
+        for name, module, kind, forced in calls:
+            key = (f"{path}.{name}".strip("."), phase, kind)
             if key in found:
                 continue
-            backend = choose(spec, forced).name
-            refused = {name: refusals_of(name, spec) for name in (*order(spec), *BACKENDS) if name != backend}
+            backend = choose(kind, forced).name
+            refused = {name: refusals_of(name, kind) for name in (*order(kind), *BACKENDS) if name != backend}
             index = getattr(module, "layer_idx", None)
             of_plan = asked.get(index, "") if isinstance(index, int) and not exact else ""
             found[key] = LayerChoice(*key, backend, refused, of_plan)
@@ -330,12 +330,12 @@ def _phases(
         except _FOREIGN as error:
             missing(phase, error)
         where = torch.device(device)
-        return out, [(name, who, spec._replace(device=where), forced) for name, who, spec, forced in dry.calls]
+        return out, [(name, who, kind._replace(device=where), forced) for name, who, kind, forced in dry.calls]
 
     if model.training:
         dry.model.train()
         _, calls = calls_of("training", **inputs)
-        if any(spec.features & DROPOUT for _, _, spec, _ in calls):
+        if any(kind.features & DROPOUT for _, _, kind, _ in calls):
             yield "training", calls
         dry.model.eval()
     takes = cache_keyword(inspect.signature(type(model).forward)) is not None
@@ -367,9 +367,9 @@ def _compiled(call: Call) -> Call | None:
     name, module, step, forced = call
     # where the tokens end lies on the device, and a traced graph knows no lengths
     shape, features = "ragged" if step.shape == "suffix" else step.shape, step.features | COMPILING
-    spec = step._replace(shape=shape, features=features, keys=0, kv_bytes=0, pairs=0)
-    served = spec.stored is None and (forced is None or not refusals_of(forced, spec))
-    return (name, module, spec, forced) if served else None
+    kind = step._replace(shape=shape, features=features, keys=0, kv_bytes=0, pairs=0)
+    served = kind.stored is None and (forced is None or not refusals_of(forced, kind))
+    return (name, module, kind, forced) if served else None
 
 
 def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..plans.layers import attention_modules
 
 
 def watched(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> BoundLayer:
-    """Records a call of a layer whose settings ask for monitoring; returns the program to run.
+    """Records a call of a layer whose settings ask for monitoring; returns the layer to run.
 
     Settings that are set anew begin anew.
     """

@@ -130,22 +130,19 @@ class AttentionRecord(Listener):
                 )
             )
         if phase != "decode" and structure.q_len == structure.kv_len:
-            self._moments(layer, call)
+            padding = structure.key_padding
+            for row in range(batch):
+                query, key = call.query[row : row + 1], call.key[row : row + 1]
+                if padding is not None:
+                    real = padding[row].to(query.device)
+                    query, key = query[:, :, real], key[:, :, real]
+                moments = gram(query, key)
+                layer.moments = moments if layer.moments is None else layer.moments + moments
         for (number, head), image in [*self.maps.items()]:
             if number == index and image is None and head < heads and phase != "decode":
                 self.maps[number, head] = exact = head_map(call, head)
                 if self.bound_layers is not None:
                     self.errors[number, head] = exact - plan_map(call, head, self.bound_layers.get(index))
-
-    def _moments(self, layer: _Layer, call: AttentionCall) -> None:
-        padding = call.structure.key_padding
-        for row in range(call.query.shape[0]):
-            query, key = call.query[row : row + 1], call.key[row : row + 1]
-            if padding is not None:
-                real = padding[row].to(query.device)
-                query, key = query[:, :, real], key[:, :, real]
-            moments = gram(query, key)
-            layer.moments = moments if layer.moments is None else layer.moments + moments
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON values: means per layer, phase and query head, ranks per key/value head, and counts of calls."""

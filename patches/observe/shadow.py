@@ -56,10 +56,10 @@ class Shadow(Listener):
         """Compare; ShadowMismatch where the outputs differ by more than rounding explains, or a warning."""
         if call.dropout:
             return
-        spec = call.checked_kind()._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
+        kind = call.checked_kind()._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
         counts: Counter[CallKind] = module.__dict__.setdefault(_SLOT, Counter())
-        counts[spec] += 1
-        if counts[spec] > self.settings.shadow:
+        counts[kind] += 1
+        if counts[kind] > self.settings.shadow:
             return
         structure, call = call.structure, call.dequantised()  # what a cache stores as codes
         if self.bound_layer is None:
@@ -85,8 +85,8 @@ class Shadow(Listener):
             return
         sentence = (
             f"shadow: layer {getattr(module, 'layer_idx', None)} of {type(module).__name__} on "
-            f"{choose(spec, call.backend).name} is off by {error:.3g} of the output's size, expected at most "
-            f"{allowed:g} ({spec.words()}{', planned' if self.bound_layer is not None else ''}); "
+            f"{choose(kind, call.backend).name} is off by {error:.3g} of the output's size, expected at most "
+            f"{allowed:g} ({kind.words()}{', planned' if self.bound_layer is not None else ''}); "
             'load the model with attn_implementation="adaattn_sdpa" or "sdpa" and report this sentence'
         )
         if self.settings.mismatch == "raise":

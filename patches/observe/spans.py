@@ -29,9 +29,9 @@ class _Spans(Listener):
 
     def before(self, module: nn.Module, call: AttentionCall) -> None:
         self.close()  # that of a call which failed
-        spec, layer = call.checked_kind(), getattr(module, "layer_idx", None)
+        kind, layer = call.checked_kind(), getattr(module, "layer_idx", None)
         planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
-        name = f"adaattn layer {layer}: {choose(spec, call.backend).name} {spec.shape}{planned}"
+        name = f"adaattn layer {layer}: {choose(kind, call.backend).name} {kind.shape}{planned}"
         self.open = torch.profiler.record_function(name)
         self.open.__enter__()
 

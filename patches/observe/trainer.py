@@ -33,9 +33,9 @@ class _Tally(Listener):
         if not total:
             return {}
         shares: Counter[str] = Counter()
-        for (spec, forced), count in self.counts.items():
-            shares[f"adaattn/backend/{choose(spec, forced).name}"] += count
-            shares[f"adaattn/structure/{spec.shape}"] += count
+        for (kind, forced), count in self.counts.items():
+            shares[f"adaattn/backend/{choose(kind, forced).name}"] += count
+            shares[f"adaattn/structure/{kind.shape}"] += count
         self.counts.clear()
         return {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
 

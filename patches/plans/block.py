@@ -17,7 +17,7 @@ from .bound import BoundPlan, doors
 from .hashes import base_of
 from .slots import BLOCKS, PLAN, instead, instead_of
 
-MOST = 8
+MAX_CHECKED_PLANS = 8
 """Plans per model whose checks are remembered, the newest ones: their doors stay open."""
 _lock = Lock()
 
@@ -78,7 +78,7 @@ def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> 
                 bound.check_model(trunk)
             return bound
     bound = BoundPlan(model, plan, unverified=unverified)
-    for oldest in [one for one in known if one is not own][: 1 - MOST]:
+    for oldest in [one for one in known if one is not own][: 1 - MAX_CHECKED_PLANS]:
         oldest.close(trunk)
     bound.open(trunk)
     return bound

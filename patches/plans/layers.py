@@ -49,7 +49,8 @@ def running_model(module: nn.Module) -> nn.Module | None:
     """Returns the outermost Transformers model in whose pass a module runs; None where it runs by itself.
 
     A layer does not know its model, so the call stack is asked: for planned layers outside of a pass that their own
-    model began, and by the kernel of the Hub, to which nobody gives a model.
+    model began, and by the kernel of the Hub, to which nobody gives a model. A bound plan cannot tell: its hooks lie on
+    its own model, and a layer that another model runs is refused while one that is run by itself is served.
     """
     frame: Any = sys._getframe(1)
     found: nn.Module | None = None

@@ -24,6 +24,8 @@ _unwrapped: list[int] = []
 def listen() -> None:
     """Hears of children that are registered in the place of others, once there is a model to watch."""
 
+    # An adapter that is put on and merged between two passes writes to `.data`, which no counter of torch sees, and
+    # leaves the very modules and tensors that were there before: that it went is all that can be noticed.
     def registered(parent: nn.Module, name: str, child: Any) -> None:
         before = parent._modules.get(name)
         if before is not None and child is not None and inner_of(before, ADAPTERS) is child:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from adaattn_hf.plans.binding import Binding
 from adaattn_hf.plans.plan import Plan
 
 from .attach import load_plan, remove_plan
@@ -16,6 +16,25 @@ from .hashes import model_hash, weight_hash
 from .layers import attention_modules, number_layers
 from .parts import module_dtype
 from .positions import learned_positions, stated_positions
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """The model that a plan is made for.
+
+    Attributes:
+        model_type: `config.model_type` of the model with the attention modules.
+        dtype: Dtype of the attention weights, `float32` and so on.
+        hashes: By layer: hash of the attention weights.
+        model_hash: Hash of all weights of the model.
+        configuration: The settings by which it computes.
+    """
+
+    model_type: str
+    dtype: str
+    hashes: Mapping[int, str]
+    model_hash: str
+    configuration: dict[str, Any]
 
 
 class Subject:

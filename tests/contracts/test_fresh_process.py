@@ -94,8 +94,8 @@ def test_import_registers_the_names_and_does_nothing_else(interpreter: WarmInter
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
         names = sorted(n for n in AttentionInterface().valid_keys() if n.startswith("adaattn") and "|" not in n)
-        from adaattn_hf.backends.select import possible
-        assert names == sorted(n for n, b in adaattn_hf.NAMES.items() if b is None or possible(b)), names
+        from adaattn_hf.backends.select import may_run_here
+        assert names == sorted(n for n, b in adaattn_hf.NAMES.items() if b is None or may_run_here(b)), names
         assert all(name in AttentionMaskInterface().valid_keys() for name in names)
         for stock in ("sdpa", "flash_attention_2", "flex_attention"):
             assert AttentionInterface()[stock].__module__.startswith("transformers."), stock

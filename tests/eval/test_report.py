@@ -23,7 +23,7 @@ from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.stats.stopwatch import timed
 
-from ..support.requests import attended
+from ..support.calls import attended
 from .conftest import OWN_PAGES, OWN_PASSAGES, PAGES, PASSAGES
 
 CPU = torch.device("cpu")

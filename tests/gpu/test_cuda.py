@@ -23,12 +23,12 @@ from adaattn_hf.backends.select import BACKENDS, BackendRefusal, attend, choose,
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import EXACT
 
+from ..support.calls import attended
 from ..support.choices import make_choice
 from ..support.models import main_output
 from ..support.on_device import shifted
 from ..support.operators import NamedOperators
 from ..support.plans import plan_for
-from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 

@@ -26,11 +26,11 @@ from adaattn_hf.patches.checkpoint import placed
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.subject import Subject
 
+from ..support.calls import attended
 from ..support.choices import make_choice
 from ..support.head_rules import rules
 from ..support.letters import encode, lettered_llama, random_words
 from ..support.plans import plan_for
-from ..support.requests import attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from adaattn_hf.backends.triton import forward, tiling
 from adaattn_hf.backends.triton.launch import Launcher, device_facts
 
-from ..support.requests import attended
+from ..support.calls import attended
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import choose
 
-from ..support.requests import attended
+from ..support.calls import attended
 from .test_cuda import make, pair
 
 pytestmark = pytest.mark.gpu

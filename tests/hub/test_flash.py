@@ -14,7 +14,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native import ops
 
-from ..support.requests import HALF
+from ..support.calls import HALF
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 WINDOWS = [(-1, -1), (3, 3), (5, 0)]

@@ -213,7 +213,7 @@ def test_any_head_size(family: str, size: int) -> None:
     pair = models(family, {**changes, "num_hidden_layers": 1}, auto)
     with torch.no_grad(), listening(Recorder()) as heard:
         pair.ours(input_ids=tokens())
-    assert [spec.head_dim for _, spec, _ in heard.calls] == [size], "the family has another name for it"
+    assert [kind.head_dim for _, kind, _ in heard.calls] == [size], "the family has another name for it"
     for side in ("none", "left"):
         mask = padding(side)
         assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)

@@ -88,12 +88,12 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(measured
     seen = Recorder()
     with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert {spec.stored for _, spec, _ in seen.calls} == {None, "k8v4"}
+    assert {kind.stored for _, kind, _ in seen.calls} == {None, "k8v4"}
     adaattn_hf.prepare(loaded, unpad=False, cache="model", streaming=False)
     seen = Recorder()
     with listening(seen):
         loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert {spec.stored for _, spec, _ in seen.calls} == {None}
+    assert {kind.stored for _, kind, _ in seen.calls} == {None}
 
 
 def told(plan: Plan, stored: str) -> float:
@@ -212,7 +212,7 @@ def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
 
     def worse(bound_layers: Any, stored: str) -> Any:
         tap = stored_tap(bound_layers, stored)
-        return tap if stored == "model" else lambda module, request: -3.0 * tap(module, request)
+        return tap if stored == "model" else lambda module, call: -3.0 * tap(module, call)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
     result = ended(measured)

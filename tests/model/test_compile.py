@@ -116,7 +116,7 @@ def test_inductor_runs_what_it_compiles() -> None:
 def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the backends in front are asked whether their packages are there; so they are here."""
     _, ours = shallow("llama")
-    monkeypatch.setattr(select, "order", lambda spec: ("fa3", "fa2", "triton", "sdpa", "eager"))
+    monkeypatch.setattr(select, "order", lambda kind: ("fa3", "fa2", "triton", "sdpa", "eager"))
     same_compiled(ours, torch.compile(ours, backend="eager", fullgraph=True), None)
 
 

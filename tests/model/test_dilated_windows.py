@@ -15,7 +15,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
-from ..support.requests import ON_CPU, assert_right, attended, generator
+from ..support.calls import ON_CPU, assert_right, attended, generator
 
 SOURCE = Path(transformers.__file__).parent
 POSITIONS = {"q_idx", "kv_idx"}

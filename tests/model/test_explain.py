@@ -91,7 +91,7 @@ def test_experts_and_scans_need_no_data(family: str, dtype: torch.dtype) -> None
         model(input_ids=tokens())
     assert len(called) == len({module for module, _, _ in heard.calls}) > 0
     assert {choice.phase for choice in found.layers} == {"prefill", "padded", "decode"}
-    assert {choice.spec.dtype for choice in found.layers} == {dtype}
+    assert {choice.kind.dtype for choice in found.layers} == {dtype}
     assert found.unknown == ()
 
 

@@ -175,7 +175,7 @@ def test_upcast_attention_of_gpt2_is_computed_in_fp32() -> None:
     recorder = Recorder()
     with torch.no_grad(), listening(recorder):
         upcast.to(torch.bfloat16)(input_ids=tokens())
-    assert [spec.dtype for _, spec, _ in recorder.calls] == [torch.float32] * 2
+    assert [kind.dtype for _, kind, _ in recorder.calls] == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("implementation", ["adaattn", *FORCED])

@@ -145,7 +145,7 @@ def test_an_explanation_for_a_gpu_says_what_a_compiled_step_runs() -> None:
     assert list(found) == ["prefill", "padded", "decode", "compiled"]
     installed = not found["compiled"].refused.get("triton")
     assert found["compiled"].backend == ("triton" if installed else "sdpa")
-    assert found["compiled"].spec.compiling
+    assert found["compiled"].kind.compiling
     model.set_attn_implementation("adaattn_sdpa")
     assert adaattn_hf.explain(model, device="cuda").layers[-1].backend == "sdpa"
     assert "compiled" not in {one.phase for one in adaattn_hf.explain(model).layers}

@@ -26,8 +26,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, backend: str, factor: float = 1.01) -
     kind = type(select.BACKENDS[backend])
     right = kind.kernel
 
-    def wrong(self: Any, spec: Any, rules: Any) -> Any:
-        kernel = right(self, spec, rules)
+    def wrong(self: Any, kind: Any, rules: Any) -> Any:
+        kernel = right(self, kind, rules)
 
         def spoilt(call: Any) -> AttentionResult:
             result = kernel(call)
@@ -69,8 +69,8 @@ def test_a_wrong_kernel_is_found_under_a_plan(monkeypatch: pytest.MonkeyPatch, c
     run(other)  # the plan's own loss is no mismatch
     right = execute.attend
 
-    def wrong(bound_layer: Any, request: Any, backend: str | None = None, *rest: Any) -> AttentionResult:
-        result = right(bound_layer, request, backend, *rest)
+    def wrong(bound_layer: Any, call: Any, backend: str | None = None, *rest: Any) -> AttentionResult:
+        result = right(bound_layer, call, backend, *rest)
         return AttentionResult(result.out * (1.2 if backend is None else 1.0), result.lse)
 
     monkeypatch.setattr(execute, "attend", wrong)
@@ -83,9 +83,9 @@ def test_only_the_first_calls_of_each_kind_are_compared(monkeypatch: pytest.Monk
     compared: list[Any] = []
     right = reference.attention
 
-    def counted(request: AttentionCall) -> Any:
-        compared.append(request)
-        return right(request)
+    def counted(call: AttentionCall) -> Any:
+        compared.append(call)
+        return right(call)
 
     monkeypatch.setattr(reference, "attention", counted)
     model.config.adaattn = {"shadow": 2}

@@ -123,9 +123,9 @@ def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]
             past_key_values=AdaAttnCache(model, "int8"), **how,
         )  # fmt: skip
     assert out.shape == (batch * how.get("num_return_sequences", 1), 44)
-    first, *rest = (spec for _, spec, _ in seen.calls)
+    first, *rest = (kind for _, kind, _ in seen.calls)
     assert first.stored is None
-    assert {spec.stored for spec in rest[1:]} == {"int8"}
+    assert {kind.stored for kind in rest[1:]} == {"int8"}
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -241,12 +241,12 @@ def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
     seen = Recorder()
     with listening(seen):
         model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
-    assert [spec.stored for _, spec, _ in seen.calls] == [None] * 2 + [stored] * 6
+    assert [kind.stored for _, kind, _ in seen.calls] == [None] * 2 + [stored] * 6
     adaattn_hf.restore(model)
     seen = Recorder()
     with listening(seen):
         model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
-    assert {spec.stored for _, spec, _ in seen.calls} == {None}
+    assert {kind.stored for _, kind, _ in seen.calls} == {None}
 
 
 # ---------------- refusals
@@ -314,9 +314,9 @@ def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
     model, tokens = llama(), ids(1, 20)
     with listening(seen):
         run(model, tokens, AdaAttnCache(model), 10, 10)
-    spec: CallKind = seen.calls[-1][1]
-    assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, spec))
-    assert "keys and values stored as int8" in spec.words()
+    kind: CallKind = seen.calls[-1][1]
+    assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, kind))
+    assert "keys and values stored as int8" in kind.words()
 
 
 def test_the_eager_backend_reads_what_the_kernels_read() -> None:
@@ -330,7 +330,7 @@ def test_the_eager_backend_reads_what_the_kernels_read() -> None:
 def test_explain_says_what_reads_the_codes_and_what_they_take() -> None:
     model, tokens = llama(), ids(2, 40)
     explained = adaattn_hf.explain(model, cache="int8")
-    (decode,) = {(choice.backend, choice.spec.stored) for choice in explained.layers if choice.phase == "decode"}
+    (decode,) = {(choice.backend, choice.kind.stored) for choice in explained.layers if choice.phase == "decode"}
     assert decode[1] == "int8"
     assert "bytes per token as int8, 3.88 times less" in str(explained)  # 32 channels in fp32 and one byte of scale
     cache = AdaAttnCache(model, "int8", reserve=40)

@@ -17,8 +17,8 @@ from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import find_rules
 
+from ..support.calls import attended
 from ..support.head_rules import rules
-from ..support.requests import attended
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])

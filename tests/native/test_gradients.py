@@ -12,7 +12,7 @@ from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.ops import attend_op, backward_op
 
-from ..support.requests import attended
+from ..support.calls import attended
 from .test_backend import STRUCTURES, call
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")

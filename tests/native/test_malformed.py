@@ -19,7 +19,7 @@ from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.patches.call.interface import attention_function
 
-from ..support.requests import ON_CPU
+from ..support.calls import ON_CPU
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 B, H, KV, Q, K, D = 2, 4, 2, 5, 9, 16
@@ -103,11 +103,11 @@ def test_the_backward_refuses_them_as_well(name: str) -> None:
     query, key, value, rules = MALFORMED[name]()
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
     with pytest.raises((ValueError, RuntimeError), match=r"got|inconsistent extents"):
-        entry.backward(out, query, key, value, out, lse, 0.25, rules)
+        entry.backward(out, (query, key, value, out, lse), 0.25, rules)
     query, key, value = tensors()
     for grad, bad in ((torch.zeros(B, Q, H, D + 1), lse), (out, torch.zeros(B, H, Q + 1)), (out, lse.double())):
         with pytest.raises(ValueError, match=r"got shape|got torch"):
-            entry.backward(grad, query, key, value, out, bad, 0.25)
+            entry.backward(grad, (query, key, value, out, bad), 0.25)
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -196,8 +196,8 @@ def test_nothing_asked_is_answered_as_torch_answers_it(
     for sinks in (None, torch.zeros(H)):
         asked = AttentionCall(query, key, value, structure, 0.25, sink_logits=sinks, need_lse=True)
         # torch's kernels return no log-sum-exp
-        for request in (replace(asked, need_lse=False), *(() if backend == "sdpa" else (asked,))):
-            result = select.attend(request, backend)
+        for call in (replace(asked, need_lse=False), *(() if backend == "sdpa" else (asked,))):
+            result = select.attend(call, backend)
             assert result.out.shape == (batch, q_len, H, D)
             assert not result.out.any()
             for gradient in torch.autograd.grad(result.out.sum(), (query, key, value)):
@@ -253,8 +253,8 @@ def test_one_score_may_be_as_large_as_numbers_are(q_len: int) -> None:
     bias = torch.zeros(1, 1, q_len, K)
     for large in (1e10, 1e20, 1e37):
         bias[0, 0, -1, 3] = large
-        request = AttentionCall(query, key, value, MaskStructure(B, q_len, K), 0.25, bias=bias)
-        out = select.attend(request, "native").out
+        call = AttentionCall(query, key, value, MaskStructure(B, q_len, K), 0.25, bias=bias)
+        out = select.attend(call, "native").out
         torch.testing.assert_close(out[:, -1], value[:, :, 3].repeat_interleave(H // KV, 1))
 
 

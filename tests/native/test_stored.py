@@ -51,8 +51,8 @@ def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tupl
 
 def rules_of(record: StoredKV, **more: object) -> Rules:
     x, codes = torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64, dtype=torch.int8)
-    request = AttentionCall(x, codes, codes, MaskStructure(2, 1, 1), 1.0, stored=record)
-    return asked_of(request, Rules(**more))  # type: ignore[arg-type]
+    call = AttentionCall(x, codes, codes, MaskStructure(2, 1, 1), 1.0, stored=record)
+    return asked_of(call, Rules(**more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", level_names())

@@ -11,17 +11,17 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 
-from ..support.requests import (
+from ..support.calls import (
     HALF,
     ON_CPU,
     assert_right,
     assert_right_gradients,
     attended,
     bound,
+    calls,
     gradchecked,
     leaves,
     refuses,
-    requests,
 )
 
 EXAMPLES = settings(max_examples=150)
@@ -30,7 +30,7 @@ FEWER = settings(max_examples=40)
 
 @pytest.mark.parametrize("name", ON_CPU)
 @EXAMPLES
-@given(call=requests())
+@given(call=calls())
 def test_output_equals_the_reference(name: str, call: AttentionCall) -> None:
     assume(not refuses(name, call))
     truth = reference.attention(call)
@@ -54,7 +54,7 @@ def test_output_equals_the_reference(name: str, call: AttentionCall) -> None:
 @FEWER
 @given(data=st.data())
 def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
-    call = data.draw(requests(dtype=dtype))
+    call = data.draw(calls(dtype=dtype))
     assume(not refuses(name, call))
     found = attended(ON_CPU[name], call).out
     assert found.dtype == dtype
@@ -63,7 +63,7 @@ def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("name", ON_CPU)
 @FEWER
-@given(call=requests())
+@given(call=calls())
 def test_gradients_equal_those_of_the_reference(name: str, call: AttentionCall) -> None:
     call = replace(call, need_lse=False)
     assume(not refuses(name, leaves(call)[0]))
@@ -114,7 +114,7 @@ def test_gradcheck_through_a_fixed_dropout_mask(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 @FEWER
-@given(call=requests())
+@given(call=calls())
 def test_what_is_not_seen_has_no_influence(name: str, call: AttentionCall) -> None:
     """Later tokens, padding and other documents may hold anything, not-a-number excepted, and no bit changes."""
     assume(not refuses(name, call))

@@ -19,9 +19,9 @@ from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import Choice, LayerPlan
 from adaattn_hf.plans.tensors import LayerTensors
 
+from ..support.calls import HALF, generator
 from ..support.choices import make_choice
 from ..support.malformed import Layer
-from ..support.requests import HALF, generator
 
 HUGE = 6e4
 

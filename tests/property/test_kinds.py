@@ -20,8 +20,8 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.patches.call.interface import attention_function
 
+from ..support.calls import ON_CPU, assert_right, calls, generator
 from ..support.malformed import Layer
-from ..support.requests import ON_CPU, assert_right, generator, requests
 
 B, H, KV, N, D = 2, 4, 2, 9, 8
 Change = Callable[[AttentionCall], AttentionCall]
@@ -171,7 +171,7 @@ def test_a_wrong_call_is_refused_in_the_same_words_behind_a_good_one(name: str, 
 
 
 @settings(max_examples=60)
-@given(calls=st.lists(requests(), min_size=2, max_size=4), backend=st.sampled_from([None, *ON_CPU]))
+@given(calls=st.lists(calls(), min_size=2, max_size=4), backend=st.sampled_from([None, *ON_CPU]))
 def test_calls_one_after_another_are_right(calls: list[AttentionCall], backend: str | None) -> None:
     for call in (*calls, *calls):
         served(call, backend)
@@ -215,7 +215,7 @@ def test_settings_of_the_process_are_heard(backend: str | None) -> None:
 
 
 def test_many_threads_with_more_kinds_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "MOST", 4)
+    monkeypatch.setattr(select, "MAX_KINDS", 4)
     rules = HeadRules((3, 0), (1, 0), ("model",) * 2)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -239,5 +239,5 @@ def test_many_threads_with_more_kinds_than_are_kept(monkeypatch: pytest.MonkeyPa
             list(pool.map(work, range(8)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(select.launches) <= select.MOST + 8
-    assert len(rules.kernels) <= select.MOST + 8
+    assert len(select.launches) <= select.MAX_KINDS + 8
+    assert len(rules.kernels) <= select.MAX_KINDS + 8

@@ -9,7 +9,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS, attend
 from adaattn_hf.eval.timing import peak_bytes
 
-from ..support.requests import attended
+from ..support.calls import attended
 
 
 def drawn(length: int, head_dim: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

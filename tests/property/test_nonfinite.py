@@ -14,7 +14,7 @@ from adaattn_hf.backends.native import entry
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.rules import Rules
 
-from ..support.requests import ON_CPU
+from ..support.calls import ON_CPU
 
 BACKENDS = [name for name in ON_CPU if name != "native" or not missing()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,13 +32,13 @@ def poisoned(where: str, what: float, q_len: int, kv_len: int, dtype: torch.dtyp
     return [t.to(dtype) for t in drawn], structure
 
 
-def bad_rows(where: str, request: AttentionCall) -> Tensor:
+def bad_rows(where: str, call: AttentionCall) -> Tensor:
     """`[batch, q_len, heads]`: rows that must not come out finite; of bad values those that see them."""
     # hidden keys weigh 0, and 0 times NaN is NaN in fused kernels
-    q_len = request.query.shape[2]
+    q_len = call.query.shape[2]
     if where != "value":
-        return ~torch.isfinite(attention(request).out).all(3)
-    rows = torch.zeros(request.query.shape[0], q_len, request.query.shape[1], dtype=torch.bool)
+        return ~torch.isfinite(attention(call).out).all(3)
+    rows = torch.zeros(call.query.shape[0], q_len, call.query.shape[1], dtype=torch.bool)
     rows[1, q_len - q_len // 2 - 1 :, 2:] = True
     return rows
 

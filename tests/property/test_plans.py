@@ -26,18 +26,18 @@ def test_a_plan_computes_its_definition_traced_or_not(call: Planned) -> None:
 
 
 def test_the_judgement_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = AttentionCall(
+    call = AttentionCall(
         torch.randn(1, 2, 40, 8), torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8),
         MaskStructure(1, 40, 40, causal=True), 0.3,
     )  # fmt: skip
     narrow, wide = (BoundLayer(LayerPlan(0, "", (Choice.of(Window(w, 1)),)), LayerTensors(), 99) for w in (5, 9))
-    assert judge(Planned(narrow, request, "eager")) == "served"
+    assert judge(Planned(narrow, call, "eager")) == "served"
     run = execute.attend
     with monkeypatch.context() as patch:
         patch.setattr(execute, "attend", lambda _, *a: run(wide, *a))
         with pytest.raises(AssertionError, match="off by"):
-            judge(Planned(narrow, request, "eager"))
-    later = request.structure.with_changes(q_offset=2)
+            judge(Planned(narrow, call, "eager"))
+    later = call.structure.with_changes(q_offset=2)
     monkeypatch.setattr(support, "as_traced", lambda r: replace(r, structure=later))
     with pytest.raises(AssertionError, match="from a dense mask: off by"):
-        judge(Planned(narrow, request, "eager"))
+        judge(Planned(narrow, call, "eager"))

@@ -14,15 +14,15 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.sdpa import SdpaBackend, decode, dispatch, kernels, masked
 from adaattn_hf.backends.sdpa.masked import Band
 
-from ..support.requests import (
+from ..support.calls import (
     HALF,
     assert_right,
     assert_right_gradients,
     attended,
+    calls,
     generator,
     gradchecked,
     leaves,
-    requests,
 )
 
 BACKEND = SdpaBackend()
@@ -43,12 +43,12 @@ def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def fresh(request: AttentionCall) -> AttentionCall:
-    return replace(request, structure=request.structure.with_changes())
+def fresh(call: AttentionCall) -> AttentionCall:
+    return replace(call, structure=call.structure.with_changes())
 
 
 @settings(max_examples=120)
-@given(drawn=requests())
+@given(drawn=calls())
 def test_output(drawn: AttentionCall) -> None:
     assert_right(drawn, attended(BACKEND, fresh(drawn)).out)
 
@@ -57,18 +57,18 @@ def test_output(drawn: AttentionCall) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
-    drawn = fresh(data.draw(requests(dtype=dtype)))
+    drawn = fresh(data.draw(calls(dtype=dtype)))
     assert_right(drawn, attended(BACKEND, drawn).out)
 
 
 @settings(max_examples=60)
-@given(drawn=requests())
+@given(drawn=calls())
 def test_gradients(drawn: AttentionCall) -> None:
     assert_right_gradients(drawn, lambda asked: attended(BACKEND, asked).out)
 
 
 @settings(max_examples=40)
-@given(drawn=requests(extras=False), extra=st.sampled_from(["plain", "softcap", "bias"]))
+@given(drawn=calls(extras=False), extra=st.sampled_from(["plain", "softcap", "bias"]))
 def test_the_way_of_dropout_computes_the_same(drawn: AttentionCall, extra: str) -> None:
     """With a tiny probability almost surely nothing is dropped."""
     more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(extra, {})
@@ -91,9 +91,9 @@ def test_a_step_whose_products_half_precision_cannot_say() -> None:
     query = torch.full((1, 2, 1, 128), 30.0, dtype=torch.float16)
     key, value = (torch.randn(1, 2, 40, 128, generator=generator(seed)).half() for seed in range(2))
     structure = MaskStructure(1, 1, 40, causal=True, q_offset=39)
-    request = AttentionCall(query, key * 0.1 + 30, value, structure, 128**-0.5)
-    assert (query.float() @ request.key.float().mT > torch.finfo(torch.float16).max).all()
-    assert_right(request, attended(BACKEND, request).out)
+    call = AttentionCall(query, key * 0.1 + 30, value, structure, 128**-0.5)
+    assert (query.float() @ call.key.float().mT > torch.finfo(torch.float16).max).all()
+    assert_right(call, attended(BACKEND, call).out)
 
 
 @pytest.mark.parametrize("offset", [0, 8])
@@ -105,8 +105,8 @@ def test_queries_that_are_padding_see_the_keys_with_holes(causal: bool, offset: 
     structure = MaskStructure(3, 4, 12, causal, q_offset=offset, key_padding=padding)
     query, key = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 12, 8)
     assert structure.segments() is None
-    request = AttentionCall(query, key, key, structure, 0.3)
-    found, truth = attended(BACKEND, request), reference.attention(request)
+    call = AttentionCall(query, key, key, structure, 0.3)
+    found, truth = attended(BACKEND, call), reference.attention(call)
     torch.testing.assert_close(found.out, truth.out.float())
     assert found.out[:2].any(3).any(2).all()
     assert not found.out[2].any()
@@ -142,10 +142,10 @@ def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, mon
         (wide[:, :, :, :9], wide[:, :, :, :9].contiguous(), wide[:, :, :, :9].contiguous()),
         strict=True,
     ):
-        request = AttentionCall(query, key, value, STEPS[case].with_changes(), 0.25)
-        found = attended(BACKEND, request).out
+        call = AttentionCall(query, key, value, STEPS[case].with_changes(), 0.25)
+        found = attended(BACKEND, call).out
         assert found.shape == (3, 1, 2 * groups, 16)
-        assert_right(request, found)
+        assert_right(call, found)
 
 
 LONG = {
@@ -213,12 +213,12 @@ def test_a_step_sees_the_keys_that_sinks_add_to_its_window(window: int, sinks: i
     padding = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]).bool()
     query, key, value = (torch.randn(4, 1, n, 8, generator=generator(0)) for n in (1, 2, 2))
     structure = MaskStructure(4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding)
-    request = AttentionCall(query, key, value, structure, 0.5)
-    torch.testing.assert_close(attended(BACKEND, request).out, reference.attention(request).out.float())
+    call = AttentionCall(query, key, value, structure, 0.5)
+    torch.testing.assert_close(attended(BACKEND, call).out, reference.attention(call).out.float())
 
 
 @settings(max_examples=40)
-@given(drawn=requests())
+@given(drawn=calls())
 def test_older_torch_is_given_as_many_key_heads_as_queries(drawn: AttentionCall) -> None:
     """Before 2.9 its kernel would write past grouped keys; the gradients are those of the keys given."""
     found = []

@@ -261,7 +261,7 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
 
 
 def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = select.remember
+    real = select.store_kernel
 
     def keeping(kernels: Any, kind: Any, made: Any) -> Any:
         keys: list[torch.Tensor] = []
@@ -273,7 +273,7 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
         return real(kernels, kind, made if made is None else kernel_with_a_key)
 
     monkeypatch.setattr(select, "launches", {})
-    monkeypatch.setattr(select, "remember", keeping)
+    monkeypatch.setattr(select, "store_kernel", keeping)
 
     def other_keys(call: again.Again) -> bool:
         return call.first.backend == "sdpa" and call.then.changes == ["key backwards along 2"]
@@ -440,24 +440,24 @@ def test_it_reports_layers_and_settings_that_nobody_looks_at(
 
 def test_it_reports_a_memory_that_threads_empty_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def unlocked(kernels: Any, kind: Any, made: Any) -> Any:
-        while len(kernels) >= select.MOST:
+        while len(kernels) >= select.MAX_KINDS:
             oldest = next(iter(kernels))
             time.sleep(0)
             del kernels[oldest]
         kernels[kind] = made
         return made
 
-    monkeypatch.setattr(select, "remember", unlocked)
+    monkeypatch.setattr(select, "store_kernel", unlocked)
     assert "in threads: KeyError" in reported(again.crowds(), again.judge_crowd, 20)
 
 
 def test_it_reports_a_mask_that_is_scaled_before_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     real = select.attend
 
-    def scaled(request: Any, backend: str | None = None) -> Any:
-        if request.bias is not None:
-            request = replace(request, bias=request.bias.float() * math.log2(math.e) / math.log2(math.e))
-        return real(request, backend)
+    def scaled(call: Any, backend: str | None = None) -> Any:
+        if call.bias is not None:
+            call = replace(call, bias=call.bias.float() * math.log2(math.e) / math.log2(math.e))
+        return real(call, backend)
 
     monkeypatch.setattr(extended, "attend", scaled)
     found = reported(ways.blind(), ways.judge, 2000, lambda call: call.door is None and call.way == "called")

@@ -25,9 +25,9 @@ from adaattn_hf.stats import paired, profile, spectrum
 
 from ..model import test_streaming_cache as streaming
 from . import cached
+from .calls import ON_CPU, attended, leaves
 from .choices import make_choice
 from .models import fresh_pair, padding, tokens
-from .requests import ON_CPU, attended, leaves
 
 LENGTH = 40
 

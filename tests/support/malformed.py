@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
+from .calls import DEFAULTS, calls, default_dtype, generator
 from .doors import door
-from .requests import DEFAULTS, default_dtype, generator, requests
 
 NONE, MOST = float("nan"), float("inf")
 Change = Callable[[Tensor], Any]
@@ -104,7 +104,7 @@ NUMBERS: dict[str, list[Any]] = {
 @st.composite
 def malformed(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, None, "native", "sdpa", "eager")) -> Call:
     """A valid call after one or two changes, most of which it does not survive."""
-    valid = draw(requests(longest=70))
+    valid = draw(calls(longest=70))
     structure = valid.structure
     kind = draw(st.sampled_from(["none", "none", "bool", "float", "columns", "structure"]))
     mask: Any = None

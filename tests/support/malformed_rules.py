@@ -12,8 +12,8 @@ from adaattn_hf.backends.native import entry
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
 
+from .calls import generator
 from .malformed import TENSOR_CHANGES, Shown, Unreadable, freed, raised_here
-from .requests import generator
 
 CHANGES = {
     name: change for name, change in TENSOR_CHANGES.items() if name not in ("a list", "an array", "a word", "a number")

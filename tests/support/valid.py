@@ -10,22 +10,23 @@ from torch import Tensor
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
+from .calls import DEFAULTS, HALF, assert_right, assert_right_gradients, default_dtype, refuses, words_of
+from .calls import calls as bare_calls
 from .doors import HUB, door
 from .malformed import Layer, Shown
-from .requests import DEFAULTS, HALF, assert_right, assert_right_gradients, default_dtype, refuses, requests, words_of
 
 
 @dataclass(repr=False)
 class Valid(Shown):
-    """A request, the backend that is named for it, whether its gradients are compared, and torch's default dtype."""
+    """A call, the backend that is named for it, whether its gradients are compared, and torch's default dtype."""
 
-    request: AttentionCall
+    call: AttentionCall
     backend: str | None
     gradient: bool
     default: torch.dtype
 
     def __repr__(self) -> str:
-        words = f"{words_of(self.request)}, default {self.default}"
+        words = f"{words_of(self.call)}, default {self.default}"
         return f"Valid({self.backend}, {words}, gradient={self.gradient})"
 
 
@@ -33,17 +34,17 @@ class Valid(Shown):
 def calls(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, "native", "sdpa", "eager")) -> Valid:
     backend = draw(st.sampled_from(doors))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, *HALF]))
-    request = draw(requests(dtype=dtype, longest=70))
-    assume(backend in (None, HUB) or not refuses(backend, request))
+    call = draw(bare_calls(dtype=dtype, longest=70))
+    assume(backend in (None, HUB) or not refuses(backend, call))
     gradient = dtype not in HALF and draw(st.integers(0, 2)) == 0
-    return Valid(replace(request, need_lse=False), backend, gradient, draw(st.sampled_from(DEFAULTS)))
+    return Valid(replace(call, need_lse=False), backend, gradient, draw(st.sampled_from(DEFAULTS)))
 
 
-def answer(request: AttentionCall, backend: str | None) -> Tensor:
-    given = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
+def answer(call: AttentionCall, backend: str | None) -> Tensor:
+    given = {"softcap": call.softcap, "s_aux": call.sink_logits, "position_bias": call.bias}
     out: Tensor = door(backend)(
-        Layer(1), request.query, request.key, request.value,
-        StructuredMask(request.structure, torch.device("cpu")), scaling=request.scaling,
+        Layer(1), call.query, call.key, call.value,
+        StructuredMask(call.structure, torch.device("cpu")), scaling=call.scaling,
         **{name: value for name, value in given.items() if value is not None},
     )[0]  # fmt: skip
     return out
@@ -51,13 +52,13 @@ def answer(request: AttentionCall, backend: str | None) -> Tensor:
 
 def judge(call: Valid) -> str:
     """`served`; fails where the output, or a gradient, is not that of the reference."""
-    request = call.request
+    call = call.call
     if call.gradient:
         with default_dtype(call.default):
-            assert_right_gradients(request, lambda asked: answer(asked, call.backend))
+            assert_right_gradients(call, lambda asked: answer(asked, call.backend))
         return "served"
     with torch.no_grad(), default_dtype(call.default):
-        found = answer(request, call.backend)
-    assert found.dtype == request.query.dtype
-    assert_right(request, found)
+        found = answer(call, call.backend)
+    assert found.dtype == call.query.dtype
+    assert_right(call, found)
     return "served"

@@ -191,7 +191,7 @@ def test_whoever_listens_is_told(long: list[int]) -> None:
     module = layer()
     mask, (q, k, v), seen = mask_for(module), draw(), []
 
-    def tap(who: nn.Module, request: AttentionCall) -> Tensor:
+    def tap(who: nn.Module, call: AttentionCall) -> Tensor:
         seen.append(who)
         return torch.zeros(2, N, 4, 16)
 
@@ -218,8 +218,8 @@ def test_whoever_listens_is_told(long: list[int]) -> None:
 
 
 def test_listeners_may_leave_in_any_order() -> None:
-    def tap(_: nn.Module, request: AttentionCall) -> Tensor:
-        return request.query
+    def tap(_: nn.Module, call: AttentionCall) -> Tensor:
+        return call.query
 
     first, second = tapping(tap), listening(Recorder())
     answers, recorder = first.__enter__(), second.__enter__()

@@ -14,7 +14,7 @@ from adaattn_hf.backends.native import library
 from adaattn_hf.backends.select import refusals_of
 
 X = torch.zeros(1, 2, 8, 16)
-SPEC = AttentionCall(X, X, X, MaskStructure(1, 8, 8, causal=True), 0.25).checked_kind()
+KIND = AttentionCall(X, X, X, MaskStructure(1, 8, 8, causal=True), 0.25).checked_kind()
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_what_a_cuda_device_cannot_do_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, backend: str, sm: tuple[int, int], reason: str
 ) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    spec = SPEC._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    of_the_device = [r for r in refusals_of(backend, spec) if "installed" not in r]
+    kind = KIND._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    of_the_device = [r for r in refusals_of(backend, kind) if "installed" not in r]
     assert bool(of_the_device) is bool(reason)
     assert all(reason in r for r in of_the_device)
 
@@ -91,6 +91,6 @@ def test_what_a_processor_cannot_do_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(library, "library", lambda: SimpleNamespace(level_name=level))
     monkeypatch.setattr(library, "missing", lambda: ())
-    reasons = refusals_of("native", SPEC._replace(features=HEAD_INT8))
+    reasons = refusals_of("native", KIND._replace(features=HEAD_INT8))
     assert (reasons == ()) is served
     assert served or f"at level avx512_bf16 or amx, this processor runs {level}" in reasons[0]

@@ -22,8 +22,8 @@ from adaattn_hf.backends.select import BACKENDS  # noqa: E402
 from adaattn_hf.backends.triton import backward, forward, step, tables  # noqa: E402
 from adaattn_hf.backends.triton.launch import Launcher, device_facts  # noqa: E402
 
+from ..support.calls import attended  # noqa: E402
 from ..support.on_device import Devices, OnSecond  # noqa: E402
-from ..support.requests import attended  # noqa: E402
 
 N = 70
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))

@@ -34,8 +34,8 @@ from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend
 
+from ..support.calls import attended
 from ..support.head_rules import rules
-from ..support.requests import attended
 from .test_triton import interpreted
 
 N = 300

@@ -22,7 +22,7 @@ from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBac
 from adaattn_hf.backends.select import BACKENDS, order
 from adaattn_hf.backends.triton import TritonBackend
 
-from ..support.requests import attended
+from ..support.calls import attended
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
@@ -128,24 +128,24 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_reference(backend: FlashBackend, name: str) -> None:
-    request = make(STRUCTURES[name])
-    out = attended(backend, request).out
-    torch.testing.assert_close(out, reference.attention(request).out.float(), atol=1e-5, rtol=1e-5)
+    call = make(STRUCTURES[name])
+    out = attended(backend, call).out
+    torch.testing.assert_close(out, reference.attention(call).out.float(), atol=1e-5, rtol=1e-5)
 
 
 def test_places_that_were_found_in_inference_mode_serve_gradients(backend: FlashBackend) -> None:
-    request = make(STRUCTURES["right padding"].with_changes())
+    call = make(STRUCTURES["right padding"].with_changes())
     with torch.inference_mode():
-        attended(backend, request)
-    request.query.requires_grad_()
-    out = attended(backend, request).out
-    theirs = torch.autograd.grad(reference.attention(request).out.sum(), request.query)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), request.query), theirs)
+        attended(backend, call)
+    call.query.requires_grad_()
+    out = attended(backend, call).out
+    theirs = torch.autograd.grad(reference.attention(call).out.sum(), call.query)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), call.query), theirs)
 
 
 def test_softcap_and_lse(backend: FlashBackend) -> None:
-    request = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
-    result, truth = attended(backend, request), reference.attention(request)
+    call = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
+    result, truth = attended(backend, call), reference.attention(call)
     torch.testing.assert_close(result.out, truth.out.float(), atol=1e-5, rtol=1e-5)
     assert result.lse is not None
     torch.testing.assert_close(result.lse, truth.lse.float(), atol=1e-5, rtol=1e-5)
@@ -228,8 +228,8 @@ def test_runs_that_packed_kernels_cannot_say_are_refused(flash: Backend) -> None
 
 def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_torch() -> None:
     holes = torch.tensor([[True, False, True, True]])
-    request = make(MaskStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
-    plain = request.checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    call = make(MaskStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
+    plain = call.checked_kind()._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
     asked = plain._replace(features=plain.features | GRAD)
     backends = [BACKENDS[name] for name in order(asked)]
     serving = [backend.name for backend in backends if not backend.refusals(asked)]
@@ -239,13 +239,13 @@ def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_tor
 
 def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
     holes = torch.tensor([[True, False, True, True]])
-    request = make(MaskStructure(1, 4, 4, causal=True, key_padding=holes))
+    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=holes))
     with pytest.raises(ValueError, match="holes"):
-        attended(backend, request)
+        attended(backend, call)
 
 
 def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
     short = torch.tensor([[True, True, False, False]])
-    request = make(MaskStructure(1, 4, 4, causal=True, window=2, key_padding=short))
+    call = make(MaskStructure(1, 4, 4, causal=True, window=2, key_padding=short))
     with pytest.raises(ValueError, match="last key"):
-        attended(backend, request)
+        attended(backend, call)

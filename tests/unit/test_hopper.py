@@ -18,8 +18,8 @@ from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.triton import forward, launch, specialised, tiling  # noqa: E402
 
+from ..support.calls import attended  # noqa: E402
 from ..support.on_device import shifted  # noqa: E402
-from ..support.requests import attended  # noqa: E402
 
 PROGRAMS = 4
 N = 512
@@ -225,7 +225,7 @@ class There(Tensor):
     ],
 )  # fmt: skip
 def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> None:
-    """As `order` is told of a request: sizes are rounded there. Calls that wait for the host, and longer ones."""
+    """As `order` is told of a call: sizes are rounded there. Calls that wait for the host, and longer ones."""
     parts = [
         torch.empty(1, 1, count, 1, dtype=torch.bfloat16).expand(1, n, count, dim).transpose(1, 2)
         for count in (heads, 1, 1)

@@ -17,7 +17,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call import interface, keywords
-from adaattn_hf.patches.call.keywords import IGNORED_KEYWORDS, MEANT
+from adaattn_hf.patches.call.keywords import IGNORED_KEYWORDS, MEANINGFUL_KEYWORDS
 
 from ..support.models import fresh_pair, tokens
 from ..support.versions import needs_tracing
@@ -34,7 +34,7 @@ def called(**keywords: Any) -> Tensor:
 def served() -> set[str]:
     """What the function names, and what it reads of the rest."""
     named = inspect.signature(interface.attention_function()).parameters
-    return {name for name, one in named.items() if one.kind is not one.VAR_KEYWORD} | MEANT
+    return {name for name, one in named.items() if one.kind is not one.VAR_KEYWORD} | MEANINGFUL_KEYWORDS
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -47,9 +47,9 @@ def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What this test allows is allowed to nobody else."""
-    before = set(keywords.IDLE)
+    before = set(keywords.ALLOWED_KEYWORDS)
     yield
-    keywords.IDLE.intersection_update(before)
+    keywords.ALLOWED_KEYWORDS.intersection_update(before)
 
 
 def options() -> set[str]:
@@ -117,7 +117,7 @@ def test_what_one_model_was_called_with_allows_nothing_to_another() -> None:
 
 
 @pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("name", [3, "two words", *sorted(MEANT)])
+@pytest.mark.parametrize("name", [3, "two words", *sorted(MEANINGFUL_KEYWORDS)])
 def test_no_keyword_that_changes_attention_can_be_allowed(name: Any) -> None:
     with pytest.raises(ValueError, match=r"^names: got"):
         adaattn_hf.allow_keywords("fine", name)
@@ -163,8 +163,8 @@ def test_any_scaling_leaves_hidden_keys_hidden(backend: str | None, bias: Any, s
     ours = interface.attention_function(backend)
     asked = {"scaling": scaling, "is_causal": True, "position_bias": bias}
     found = [ours(nn.Module(), QUERY, KEY, VALUE, None, **asked)[0] for _ in range(2)]
-    request = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6, causal=True), scaling, bias=bias)
-    truth = reference.attention(request).out
+    call = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6, causal=True), scaling, bias=bias)
+    truth = reference.attention(call).out
     assert all(float((out - truth).abs().max()) < 1e-5 for out in found)
 
 
@@ -182,9 +182,9 @@ def test_a_harmless_keyword_changes_nothing(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_served_keyword_changes_what_is_computed(keyword: str, field: str, value: Any) -> None:
-    request = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6), 8**-0.5, **{field: value})
+    call = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6), 8**-0.5, **{field: value})
     found = called(**{keyword: value})
-    assert float((found - reference.attention(request).out).abs().max()) < 1e-5
+    assert float((found - reference.attention(call).out).abs().max()) < 1e-5
     assert float((found - called()).abs().max()) > 1e-2
 
 

@@ -205,4 +205,4 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
 def test_shared_structures_do_not_pile_up() -> None:
     for length in range(1, 200):
         adaattn_mask(1, 1, length, q_offset=length - 1)
-    assert len(structured_mask._structures) <= structured_mask.MOST
+    assert len(structured_mask._structures) <= structured_mask.MAX_STRUCTURES

@@ -13,8 +13,8 @@ from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
+from ..support.calls import HALF, attended
 from ..support.malformed import Layer
-from ..support.requests import HALF, attended
 from .test_triton import interpreted
 
 EVERY = [pytest.param(name, marks=interpreted) if name == "triton" else name for name in BACKENDS]
@@ -84,8 +84,8 @@ def test_every_backend_answers_as_torch(backend: str, batch: int, q_len: int, kv
     structure = MaskStructure(batch, q_len, kv_len, causal=causal, q_offset=kv_len - q_len)
     asked = AttentionCall(*tensors, structure, 0.25, need_lse=True)
     right = F.scaled_dot_product_attention(*tensors, enable_gqa=True).transpose(1, 2)
-    for request in (asked, replace(asked, sink_logits=torch.zeros(4))):
-        result = attended(BACKENDS[backend], request)
+    for call in (asked, replace(asked, sink_logits=torch.zeros(4))):
+        result = attended(BACKENDS[backend], call)
         assert torch.equal(result.out, right)
         assert result.lse is not None
         assert result.lse.shape == (batch, 4, q_len)

@@ -19,7 +19,7 @@ from adaattn_hf.backends.sdpa import packed
 from adaattn_hf.backends.sdpa.dispatch import way_of
 from adaattn_hf.backends.sdpa.kernels import operator
 from adaattn_hf.backends.sdpa.masked import additive_mask
-from adaattn_hf.backends.sdpa.packed import layout_for, packed_attention
+from adaattn_hf.backends.sdpa.packed import layout_of, packed_attention
 
 from ..support.operators import NamedOperators
 from ..support.versions import OLD_TORCH
@@ -86,7 +86,7 @@ def walking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", GATHERED | WHOLE)
 def test_equals_reference(request: pytest.FixtureRequest, name: str, one_by_one: bool, gradient: bool) -> None:
     structure = (GATHERED | WHOLE)[name]
-    layout = layout_for(structure, CPU)
+    layout = layout_of(structure, CPU)
     assert layout is not None
     if not one_by_one:
         request.getfixturevalue("walking")
@@ -107,15 +107,15 @@ def test_equals_reference(request: pytest.FixtureRequest, name: str, one_by_one:
 
 def test_what_covers_the_batch_is_not_gathered() -> None:
     for name, structure in (GATHERED | WHOLE).items():
-        layout = layout_for(structure, CPU)
+        layout = structure.cached(layout_of, CPU)
         assert layout is not None
         assert (layout.queries is not None or layout.keys is not None) == (name in GATHERED)
-        assert layout_for(structure, CPU) is layout
+        assert structure.cached(layout_of, CPU) is layout
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_kernel_has_no_rule_for(name: str) -> None:
-    assert layout_for(REFUSED[name], CPU) is None
+    assert layout_of(REFUSED[name], CPU) is None
 
 
 def test_kernels_of_other_vendors_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +192,8 @@ def test_a_small_mask_is_made_once_per_pass() -> None:
 
 def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_has_flash", lambda device: True)
-    square, behind = layout_for(WHOLE["documents"], CPU), layout_for(WHOLE["chunked prefill"], CPU)
-    longer = layout_for(MaskStructure(3, N, N, causal=True, key_padding=RIGHT), CPU)
+    square, behind = layout_of(WHOLE["documents"], CPU), layout_of(WHOLE["chunked prefill"], CPU)
+    longer = layout_of(MaskStructure(3, N, N, causal=True, key_padding=RIGHT), CPU)
     assert square is not None and behind is not None and longer is not None  # noqa: PT018
     half, single = torch.zeros(4, 2, 64, dtype=torch.half), torch.zeros(4, 2, 64)
     assert packed._suits_flash(half, half, square)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
 from adaattn_hf.attention.rounding import through_int8
@@ -79,11 +79,11 @@ def test_facts_name_what_heads_ask_for() -> None:
     structure = MaskStructure(1, N, N, causal=True)
     assert not request_of(structure, None).checked_kind().per_head
     assert not request_of(structure, rules()).checked_kind().per_head
-    spec = request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))).checked_kind()
-    assert spec.per_head
-    assert spec.features & HEAD_WINDOWS
-    assert spec.features & HEAD_BF16
-    assert spec.features & HEAD_INT8
+    kind = request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))).checked_kind()
+    assert kind.per_head
+    assert kind.features & HEAD_WINDOWS
+    assert kind.features & HEAD_BF16
+    assert kind.features & HEAD_INT8
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])
@@ -122,9 +122,10 @@ def test_some_rows_keep_what_their_heads_see() -> None:
 def test_heads_come_apart_and_together_again() -> None:
     call = request_of(MaskStructure(1, N, N, causal=True), rules(windows=(0, 20, 50)))
     order = [[2, 0], [1]]
-    parts = [reference.attention(some_heads(call, heads)).out for heads in order]
-    joined = joined_heads(parts, [head for heads in order for head in heads], GROUP, dim=2)
-    torch.testing.assert_close(joined, reference.attention(call).out)
+    parts = [reference.attention(some_heads(call, heads)) for heads in order]
+    results = [AttentionResult(part.out, part.lse) for part in parts]
+    joined, truth = joined_heads([*zip(order, results, strict=True)], GROUP), reference.attention(call)
+    torch.testing.assert_close((joined.out, joined.lse), (truth.out, truth.lse))
 
 
 def test_rules_for_another_number_of_heads_are_refused() -> None:

@@ -81,7 +81,7 @@ def tokens(length: int = 40, batch: int = 2) -> Tensor:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one request", "a request a choice"])
+@pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one call", "a call a choice"])
 @pytest.mark.parametrize(
     "choice", [WINDOW, make_choice("window", 8, 2, precision="int8")], ids=["window", "window int8"]
 )

@@ -38,7 +38,7 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = BACKENDS["triton"]
     real = backend.refusals
     monkeypatch.setattr(
-        backend, "refusals", lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r), raising=False
+        backend, "refusals", lambda kind: tuple(r for r in real(kind) if "run on CUDA" not in r), raising=False
     )
     structured_mask._structures.clear()
     with registered(impossible=True):

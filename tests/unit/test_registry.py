@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.masking_utils import AttentionMaskInterface
 
 import adaattn_hf
-from adaattn_hf.backends.select import BACKENDS, possible
+from adaattn_hf.backends.select import BACKENDS, may_run_here
 
 from ..support.names import registered
 
@@ -34,7 +34,7 @@ def test_transformers_server_takes_no_registered_name() -> None:
 def test_a_name_for_every_backend_in_both_registries() -> None:
     every = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS)}
     assert set(adaattn_hf.NAMES) == every
-    here = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS if possible(name))}
+    here = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS if may_run_here(name))}
     assert {"adaattn_native", "adaattn_sdpa", "adaattn_eager"} < here
     assert ours(AttentionInterface) == ours(AttentionMaskInterface) == here
     adaattn_hf.register(impossible=True)

@@ -29,10 +29,10 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
     query = torch.empty(3, 8, 1, dim, device="meta", dtype=dtype)
     key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
     structure = MaskStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
-    request = AttentionCall(query, key, key, structure, 0.125)
-    way = dispatch.way_of(request.checked_kind()._replace(device=torch.device("cuda")))
+    call = AttentionCall(query, key, key, structure, 0.125)
+    way = dispatch.way_of(call.checked_kind()._replace(device=torch.device("cuda")))
     with NamedOperators() as noted:
-        out = way(request)
+        out = way(call)
     assert out is not None
     assert out.shape == (3, 1, 8, dim)
     names: list[str] = noted.names
@@ -66,7 +66,7 @@ def test_gradients_go_through_the_operator(device: None) -> None:
     query = torch.empty(1, 2, 1, 64, dtype=torch.float16, requires_grad=True)
     key = torch.empty(1, 2, 8, 64, dtype=torch.float16)
     structure = MaskStructure(1, 1, 8, causal=True, q_offset=7)
-    spec = AttentionCall(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
-    assert spec.needs_grad
-    assert not kernels.steps_by_flash(spec)
-    assert kernels.steps_by_flash(spec._replace(features=spec.features & ~GRAD))
+    kind = AttentionCall(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
+    assert kind.needs_grad
+    assert not kernels.steps_by_flash(kind)
+    assert kernels.steps_by_flash(kind._replace(features=kind.features & ~GRAD))

@@ -29,7 +29,7 @@ from adaattn_hf.backends.base import Backend, Kernel
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.sdpa import dispatch
 
-from ..support.requests import kind_with as spec
+from ..support.calls import kind_with
 
 
 class Picky(Backend):
@@ -72,7 +72,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
 
 
 def test_the_first_that_refuses_nothing_is_taken_and_remembered(three: dict[str, Picky]) -> None:
-    assert select.choose(spec()) is three["willing"]
+    assert select.choose(kind_with()) is three["willing"]
     for asked in (2, 2, 3):
         select.attend(call(4 if asked == 2 else 8))
         assert [backend.asked for backend in three.values()] == [asked] * 3
@@ -92,7 +92,7 @@ def test_one_line_says_which_was_taken_and_why_not_the_others(
 
 def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="adaattn_hf"):
-        select._made(spec(COMPILING), None, None)
+        select._made(kind_with(COMPILING), None, None)
     assert caplog.messages == []
 
 
@@ -101,37 +101,37 @@ def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], capl
 )
 def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, reasons: list[str]) -> None:
     with pytest.raises(select.BackendRefusal) as refused:
-        select.choose(spec(), name)
+        select.choose(kind_with(), name)
     for part in (repr(name), *reasons, 'attn_implementation="adaattn"'):
         assert part in str(refused.value)
     assert three["willing"].asked == 0
-    assert select.choose(spec(), "willing") is three["willing"]
+    assert select.choose(kind_with(), "willing") is three["willing"]
 
 
 def test_an_unknown_backend_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"backend: got 'spda', expected one of .*eager.*Did you mean 'sdpa'\?"):
-        select.refusals_of("spda", spec())
+        select.refusals_of("spda", kind_with())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
 def test_every_order_ends_with_backends_that_serve_everything(device: str) -> None:
-    names = select.order(spec(device=device))
+    names = select.order(kind_with(device=device))
     assert names[-1] == "eager"
     assert set(names) <= set(select.BACKENDS)
     assert len(set(names)) == len(names)
 
 
 def test_eager_refuses_nothing() -> None:
-    hardest = spec(SOFTCAP, SINKS, LSE, BIAS, DROPOUT, shape="irregular")
+    hardest = kind_with(SOFTCAP, SINKS, LSE, BIAS, DROPOUT, shape="irregular")
     assert select.refusals_of("eager", hardest) == ()
     assert select.refusals_of("sdpa", hardest) != ()
     assert select.choose(hardest).name == "eager"
 
 
 def test_the_log_sum_exp_of_other_devices_is_left_to_plain_attention() -> None:
-    (reason,) = select.refusals_of("sdpa", spec(LSE, device="mps"))
+    (reason,) = select.refusals_of("sdpa", kind_with(LSE, device="mps"))
     assert reason == "torch's kernels have no log-sum-exp"
-    assert select.choose(spec(LSE, device="mps")).name == "eager"
+    assert select.choose(kind_with(LSE, device="mps")).name == "eager"
 
 
 def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
@@ -143,7 +143,7 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
         return select.order(AttentionCall(query, key, key, structure, 1.0).checked_kind())[0]
 
     assert [first(64), first(16384)] == ["native", "sdpa"]
-    assert select.order(spec(ONE_QUERY, COMPILING, shape="suffix"))[0] == "sdpa"
+    assert select.order(kind_with(ONE_QUERY, COMPILING, shape="suffix"))[0] == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
 def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], first: str) -> None:
     """Nothing to gather in a packed row; in a padded batch our own kernels read tokens where they are."""
     ragged: dict[str, Any] = {"device": "cuda", "shape": "ragged", "pairs": 1 << 33, **changes}
-    assert select.order(spec(LOOKED, **ragged))[0] == first
+    assert select.order(kind_with(LOOKED, **ragged))[0] == first
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
     packed: dict[str, Any] = {"shape": "ragged", "packed": longest, "pairs": 1 << 33}
     heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
-    assert select.order(spec(LOOKED, device="cuda", **packed, **heads))[0] == first
+    assert select.order(kind_with(LOOKED, device="cuda", **packed, **heads))[0] == first
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict
     light: dict[str, Any] = {"device": "cuda", "shape": "ragged", "pairs": 1 << 25}
     half = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64}
     bits = LOOKED, changes.pop("grad", GRAD), changes.pop("more", 0)
-    asked = spec(*bits, **light | half | changes)
+    asked = kind_with(*bits, **light | half | changes)
     assert select.order(asked)[0] == first
     assert (dispatch.way_of(asked) is dispatch._masked) is (first == "sdpa")
 
@@ -196,17 +196,17 @@ def test_heavy_steps_are_ours_on_hopper(pairs: int, hopper: bool, monkeypatch: p
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
     step: dict[str, Any] = {"device": "cuda", "shape": "suffix", "keys": 1 << 15, "pairs": pairs}
     heads: dict[str, Any] = {"dtype": torch.float16, "groups": 4, "head_dim": 128, "head_dim_v": 128}
-    assert (select.order(spec(ONE_QUERY, **step | heads))[0] == "triton") is (hopper and pairs == 1 << 20)
+    assert (select.order(kind_with(ONE_QUERY, **step | heads))[0] == "triton") is (hopper and pairs == 1 << 20)
 
 
 def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> None:
     """As docs/results/gpu_plans.md has it; exact heavy calls go to the build for inference first."""
     bits, wide = (HEAD_WINDOWS, PER_HEAD), {"head_dim": 128, "head_dim_v": 128}
-    assert select.order(spec(*bits, device="cuda", **wide, pairs=1 << 30)) == ("fa4", "triton")
-    assert select.order(spec(*bits, device="cuda", **wide, pairs=1 << 29)) == ("triton", "fa4")
+    assert select.order(kind_with(*bits, device="cuda", **wide, pairs=1 << 30)) == ("fa4", "triton")
+    assert select.order(kind_with(*bits, device="cuda", **wide, pairs=1 << 29)) == ("triton", "fa4")
     small = {"head_dim": 64, "head_dim_v": 64}
-    assert select.order(spec(*bits, device="cuda", **small, pairs=1 << 33)) == ("triton", "fa4")
-    assert select.order(spec(device="cuda", shape="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
+    assert select.order(kind_with(*bits, device="cuda", **small, pairs=1 << 33)) == ("triton", "fa4")
+    assert select.order(kind_with(device="cuda", shape="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
 
 
 def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not() -> None:
@@ -222,7 +222,7 @@ def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not()
 def test_what_was_decided_is_remembered_and_does_not_pile_up(
     three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(select, "MOST", 3)
+    monkeypatch.setattr(select, "MAX_KINDS", 3)
     three["willing"].reasons = reasons
     for size in range(1, 9):
         assert (select.kernel_of(call(size)) is None) is bool(reasons)
@@ -237,5 +237,5 @@ def test_what_a_backend_does_not_name_it_refuses(name: str, monkeypatch: pytest.
     """An option that is added to requests is served by nobody who has not heard of it."""
     monkeypatch.setitem(OPTIONS, ONE_QUERY, "planted option")
     backend = select.BACKENDS[name]
-    assert any(said.endswith("have no planted option") for said in backend.refusals(spec(ONE_QUERY)))
-    assert not any("planted" in said for said in backend.refusals(spec()))
+    assert any(said.endswith("have no planted option") for said in backend.refusals(kind_with(ONE_QUERY)))
+    assert not any("planted" in said for said in backend.refusals(kind_with()))

@@ -11,7 +11,7 @@ import torch
 from adaattn_hf.backends import select
 from adaattn_hf.plans import store
 
-from ..support.requests import kind_with
+from ..support.calls import kind_with
 
 KIND = kind_with()
 
@@ -20,7 +20,7 @@ KIND = kind_with()
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads take turns as often as can be, over memories that hold little."""
     monkeypatch.setattr(select, "launches", {})
-    monkeypatch.setattr(select, "MOST", 4)
+    monkeypatch.setattr(select, "MAX_KINDS", 4)
     monkeypatch.setattr(store, "_tensors", {})
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-9)
@@ -40,10 +40,10 @@ def test_more_kinds_than_are_remembered() -> None:
     def work(thread: int) -> None:
         for turn in range(50_000):
             kind = KIND._replace(head_dim=thread, pairs=turn)
-            assert select.remember(select.launches, (kind, None), KERNEL) is KERNEL
+            assert select.store_kernel(select.launches, (kind, None), KERNEL) is KERNEL
 
     at_once(work)
-    assert len(select.launches) <= select.MOST + 8
+    assert len(select.launches) <= select.MAX_KINDS + 8
 
 
 def test_tensors_that_are_in_use_are_there() -> None:

@@ -11,7 +11,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.structure import MaskStructure
 
-from ..support.requests import structures
+from ..support.calls import structures
 
 
 @st.composite

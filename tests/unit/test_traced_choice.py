@@ -9,7 +9,7 @@ from adaattn_hf.attention.kind import COMPILING, GRAD, HEAD_WINDOWS, ONE_QUERY, 
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 
-from ..support.requests import kind_with
+from ..support.calls import kind_with
 from ..support.versions import needs_tracing
 
 CALL: dict[str, Any] = {
@@ -36,11 +36,11 @@ def test_a_graph_is_whole(sm: int, changes: dict[str, Any], taken: str | None, m
     monkeypatch.setattr(capability_module, "_sm_while_tracing", torch.compiler.assume_constant_result(lambda index: sm))
     asked = CALL | changes
     bits = asked.pop("bits", 0)
-    spec = kind_with()._replace(**asked, features=COMPILING | bits)
+    kind = kind_with()._replace(**asked, features=COMPILING | bits)
     names = tuple(select.BACKENDS)
 
     def place(x: torch.Tensor) -> torch.Tensor:
-        found = select.serving(spec)
+        found = select.choose_or_none(kind)
         return x + (-1 if found is None else names.index(found.name))
 
     torch._dynamo.reset()

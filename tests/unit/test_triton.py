@@ -22,8 +22,8 @@ from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import MaskStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
 
+from ..support.calls import attended
 from ..support.on_device import shifted
-from ..support.requests import attended
 
 OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
 interpreted = pytest.mark.skipif(
@@ -70,9 +70,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-def attend(request: AttentionCall) -> AttentionResult:
-    """By the Triton kernel of the request's kind."""
-    return attended("triton", request)
+def attend(call: AttentionCall) -> AttentionResult:
+    """By the Triton kernel of the call's kind."""
+    return attended("triton", call)
 
 
 def make(
@@ -91,8 +91,8 @@ def make(
     return AttentionCall(q, k, v, structure, scaling=0.3, **{"need_lse": True, **extra})
 
 
-def check(request: AttentionCall, atol: float = 4e-3) -> None:
-    result, truth = attend(request), reference.attention(request)
+def check(call: AttentionCall, atol: float = 4e-3) -> None:
+    result, truth = attend(call), reference.attention(call)
     torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
     assert result.lse is not None
     torch.testing.assert_close(result.lse.double(), truth.lse, atol=atol / 2, rtol=0)
@@ -121,28 +121,28 @@ def test_a_query_in_single_precision(name: str, extra: str) -> None:
 
 @interpreted
 def test_a_scaling_of_zero_weighs_all_that_is_seen_alike() -> None:
-    request = make(STRUCTURES["left padding"], 2, 2, 16, 16)
-    request.scaling = 0.0
-    check(request)
+    call = make(STRUCTURES["left padding"], 2, 2, 16, 16)
+    call.scaling = 0.0
+    check(call)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["left padding", "few sinks of padded rows", "nothing to see"])
 def test_the_kernel_itself_writes_rows_that_see_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     structure = STRUCTURES["few sinks"].with_changes(key_padding=LEFT)
-    request = make(STRUCTURES.get(name, structure), 4, 2, 16, 16, sink_logits=torch.zeros(4))
+    call = make(STRUCTURES.get(name, structure), 4, 2, 16, 16, sink_logits=torch.zeros(4))
     empty = Tensor.new_empty
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "new_empty", lambda *args, **kw: empty(*args, **kw).fill_(7.0))
-        check(request)
+        check(call)
 
 
 @interpreted
 def test_many_shares_are_merged() -> None:
     """One sequence and key/value head cut into more shares than one step of the merge holds."""
-    request = make(MaskStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False)
-    out = attend(request).out
-    torch.testing.assert_close(out.double(), reference.attention(request).out, atol=4e-6, rtol=0)
+    call = make(MaskStructure(1, 1, 5000, causal=True, q_offset=4999), 2, 1, 16, 16, torch.float32, need_lse=False)
+    out = attend(call).out
+    torch.testing.assert_close(out.double(), reference.attention(call).out, atol=4e-6, rtol=0)
 
 
 @interpreted
@@ -261,9 +261,9 @@ far = room.as_strided((1, 3, 20, 16), (3 * apart, apart, 16, 1)).copy_(torch.ran
 near = torch.randn(1, 3, 20, 16).half()
 for structure in (MaskStructure(1, 20, 20, causal=True), MaskStructure(1, 1, 20)):
     for query, key, value in ((near, far, near), (near, near, far), (far, near, near)):
-        request = AttentionCall(query[:, :, : structure.q_len], key, value, structure, 0.3)
-        kernel = TritonBackend().kernel(request.checked_kind(), None)
-        error = (kernel(request).out.double() - reference.attention(request).out).abs().amax()
+        call = AttentionCall(query[:, :, : structure.q_len], key, value, structure, 0.3)
+        kernel = TritonBackend().kernel(call.checked_kind(), None)
+        error = (kernel(call).out.double() - reference.attention(call).out).abs().amax()
         assert error < 4e-3, (structure, error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

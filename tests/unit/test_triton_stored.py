@@ -24,7 +24,7 @@ STEPS = [name for name, structure in STRUCTURES.items() if structure.q_len == 1]
 
 
 def stored(call: AttentionCall, bits: int, *, mean: bool = True, first: bool = True, turned: bool = True) -> Any:
-    """The request over codes of its keys, as a cache makes them; itself for 0 bits."""
+    """The call over codes of its keys, as a cache makes them; itself for 0 bits."""
     if not bits:
         return call
     key, value = call.key.float(), call.value.float()
@@ -121,7 +121,7 @@ def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences:
 @pytest.mark.parametrize("windows", [None, ((1 << 30, 0), (1024, 16)) * 4])
 @pytest.mark.parametrize("lengths", [(128, *(8,) * 7), (8,) * 8, (128,), (9, 8, 8, 9, 10, 11, 8, 8)], ids=str)
 def test_requests_of_any_lengths_fill_the_device(windows: HeadWindows | None, lengths: tuple[int, ...]) -> None:
-    """264 programs run at once on an H100; shares are of the longest request, and not of all that lie in its row."""
+    """264 programs run at once on an H100; shares are of the longest call, and not of all that lie in its row."""
     from adaattn_hf.backends.triton.step import split
 
     spans = tuple((length, lengths.count(length)) for length in sorted(set(lengths)))

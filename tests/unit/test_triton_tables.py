@@ -15,7 +15,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import base
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.launch import Launcher
-from adaattn_hf.backends.triton.tables import Cut
+from adaattn_hf.backends.triton.tables import Blocking
 from adaattn_hf.backends.triton.tiling import Warps
 
 from ..support.operators import NamedOperators
@@ -57,7 +57,7 @@ def test_every_block_is_an_entry_once_those_with_most_to_do_first(
     """Of a class they are ordered by head, and those of queries from the last one on."""
     monkeypatch.setattr(tables, "_LINE", line)
     structure = STRUCTURES[name]
-    table, entries = tables.find_entries(structure, CPU, Cut(of, block), 2)
+    table, entries = tables.find_entries(structure, CPU, Blocking(of, block), 2)
     runs = structure.cached(tables.runs_of)
     assert table.tolist() == [list(run) for run in runs]
     blocks = [
@@ -81,7 +81,7 @@ def test_every_block_is_an_entry_once_those_with_most_to_do_first(
 
 def test_no_runs_have_no_entries() -> None:
     structure = MaskStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool))
-    assert tables.find_entries(structure, CPU, Cut("keys", 16), 2)[1].shape == (0, 3)
+    assert tables.find_entries(structure, CPU, Blocking("keys", 16), 2)[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize(("name", "launches"), [("left padding", 2), ("documents", 2), ("causal", 3)])
@@ -92,7 +92,7 @@ def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest
     structure = STRUCTURES[name].with_changes()
     assert structure.segments() is not None
     with NamedOperators() as noted:
-        tables.find_entries(structure, CPU, Cut("queries", 16), 2)
+        tables.find_entries(structure, CPU, Blocking("queries", 16), 2)
     made = {"aten::new_empty", "aten::view", "aten::lift_fresh", "aten::empty"}  # which compute nothing
     assert (len(log), set(noted.names) - made) == (launches, set())
 
@@ -101,7 +101,7 @@ def test_entries_take_few_launches(name: str, launches: int, monkeypatch: pytest
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
     structure = MaskStructure(1, 100, 100, causal=True)
-    asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
+    asked = structure, CPU, tables.find_entries, Blocking("queries", 16), 2
     before = base.derived_on(*asked)
     monkeypatch.setattr(base, "capturing", lambda device: True)
     assert base.derived_on(*asked) is not before

@@ -40,7 +40,9 @@ class Differentiable(torch.autograd.Function):
         """Gradients of query, key, value, bias and learned sinks."""
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
         need_bias, need_sinks = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
-        found = entry.backward(grad, q, k, v, out, lse, ctx.scaling, ctx.rules, need_bias=need_bias)
-        dbias = None if found.bias is None else found.bias.sum_to_size(bias.shape).to(bias.dtype)
+        saved = q, k, v, out, lse
+        dq, dk, dv, dbias = entry.backward(grad, saved, ctx.scaling, ctx.rules, need_bias=need_bias)
+        if dbias is not None:
+            dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
         dsinks = sink_gradient(grad, out, lse, sinks) if need_sinks else None
-        return found.q, found.k, found.v, dbias, dsinks, None, None
+        return dq, dk, dv, dbias, dsinks, None, None

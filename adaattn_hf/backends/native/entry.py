@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...attention.call import head_dim_of
 from .guard import check_rule, readable
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
-from .rules import NO_RULES, NONE4, Rules, pointer
+from .rules import NO_RULES, NONE4, Rules
 
 NO_BACKWARD = bytes(BACKWARD.size)
 _ERRORS = {
@@ -26,41 +26,49 @@ def error_of(status: int) -> RuntimeError:
     return RuntimeError(_ERRORS[status])
 
 
-def without_memory() -> RuntimeError:
-    """The error of a call whose output has no memory to be written to."""
-    return RuntimeError(
-        "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
-        'without any; use attn_implementation="adaattn_sdpa" under it'
-    )
-
-
-def packed(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor | None,
+def run(
+    function: Callable[[bytes], int],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    places: tuple[int, int, int],
+    outputs: tuple[Tensor, Tensor | None],
     scaling: float,
-    level: int,
     rules: bytes,
+    level: int,
     backward: bytes = NO_BACKWARD,
-) -> bytes:
-    """The argument structure of a call; every tensor in it must outlive the call.
+) -> None:
+    """Packs the argument structure of a call, and calls a function of the library by it.
 
-    `inputs` are those that the rules were checked for. `out` `[batch, q_len, heads, head_dim_v]` is contiguous, and so
-    is `lse` `[batch, heads, q_len]`, None where it is not computed. `level` is the number of an instruction set.
+    Args:
+        function: `ada_forward` or `ada_backward`.
+        tensors: Query, key and value, whose memory can be read and for which the rules were checked.
+        places: Their addresses.
+        outputs: Contiguous: `out` `[batch, q_len, heads, head_dim_v]` and, where it is computed, `lse` `[batch, heads,
+            q_len]`.
+        scaling: Factor on the scores.
+        rules: Everything else, packed; each tensor that it points to must outlive the call.
+        level: Number of an instruction set.
+        backward: What gradients are computed of and written to, packed.
     """
+    (query, key, value), (out, lse) = tensors, outputs
     if type(out) is not Tensor:
-        raise without_memory()
-    q, k, v = inputs
-    batch, heads, q_len, dim = q.shape
-    dim_v = head_dim_of(v)
+        raise RuntimeError(
+            "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
+            'without any; use attn_implementation="adaattn_sdpa" under it'
+        )
+    batch, heads, q_len, dim = query.shape
+    _, kv_heads, kv_len, _ = key.shape
+    dim_v = out.shape[3]
     layout = LAYOUT.pack(
-        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], batch, heads, k.shape[1], q_len, k.shape[2], dim, dim_v,
-        *q.stride(), *k.stride(), *v.stride(), q_len * heads * dim_v, dim_v, heads * dim_v, 1,
+        DTYPES[query.dtype], DTYPES[key.dtype], DTYPES[value.dtype],
+        batch, heads, kv_heads, q_len, kv_len, dim, dim_v,
+        *query.stride(), *key.stride(), *value.stride(), q_len * heads * dim_v, dim_v, heads * dim_v, 1,
     )  # fmt: skip
-    return CALL.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), pointer(lse), layout, scaling,
+    asked = CALL.pack(
+        *places, out.data_ptr(), 0 if lse is None else lse.data_ptr(), layout, scaling,
         torch.get_num_threads(), level, rules, backward,
     )  # fmt: skip
+    if status := function(asked):
+        raise error_of(status)
 
 
 def forward(
@@ -98,42 +106,30 @@ def forward(
     out = torch.empty(batch, q_len, heads, head_dim_of(v), dtype=q.dtype, device="cpu")
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
     level = native.level if level is None else level
-    if status := native.forward(packed((q, k, v), out, lse, scaling, level, rules.packed())):
-        raise error_of(status)
+    places = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    run(native.forward, (q, k, v), places, (out, lse), scaling, rules.packed(), level)
     return out, lse
-
-
-class Gradients(NamedTuple):
-    """Gradients of one call; `bias` is fp32 `[batch, heads, q_len, kv_len]`, None where not asked for."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
 
 
 def backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     scaling: float,
     rules: Rules = NO_RULES,
     *,
     need_bias: bool = False,
     level: int | None = None,
-) -> Gradients:
-    """Gradients of `forward`, recomputed from `lse`; the same numbers every time, for any number of threads.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias; the same numbers every time, for any number of threads.
 
-    `grad` has any strides, `out` and `lse` are what `forward` returned; keys and values are not int8. With `need_bias`
-    comes the gradient of the bias. A library that is missing or refuses the call is a RuntimeError.
+    `grad` has any strides; `saved` are query, key and value, which are not int8, and what `forward` returned. The
+    gradient of the bias is fp32 `[batch, heads, q_len, kv_len]`, None without `need_bias`. A library that is missing or
+    refuses the call is a RuntimeError.
     """
     native = loaded()
-    q, k, v, grad, out, lse = (
+    q, k, v, out, lse, grad = (
         readable(tensor, name)
-        for name, tensor in zip(("query", "key", "value", "grad", "out", "lse"), (q, k, v, grad, out, lse), strict=True)
+        for name, tensor in zip(("query", "key", "value", "out", "lse", "grad"), (*saved, grad), strict=True)
     )
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     check_rule("grad", grad, shape, q.dtype, "strided")
@@ -153,7 +149,6 @@ def backward(
     )  # fmt: skip
     rules.check(*q.shape, *k.shape[1:3])
     level = native.level if level is None else level
-    asked = packed((q, k, v), out, lse, scaling, level, rules.packed(), tail)
-    if status := native.handle.ada_backward(asked):
-        raise error_of(status)
-    return Gradients(dq, dk, dv, dbias)
+    places = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    run(native.handle.ada_backward, (q, k, v), places, (out, lse), scaling, rules.packed(), level, tail)
+    return dq, dk, dv, dbias

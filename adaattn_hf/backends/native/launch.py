@@ -18,7 +18,7 @@ from ..base import Kernel
 from . import entry
 from .autograd import Differentiable
 from .guard import FLOATS, OFFSETS
-from .library import CALL, DTYPES, HEADS, LAYOUT, loaded
+from .library import HEADS, loaded
 from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules
 
 _FIND_RULES = (find_rules,)
@@ -34,55 +34,40 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
         return lambda call: by_groups(call, groups)
     if kind.features & _EXTRAS:
         return (lambda call: by_groups(call, groups)) if groups else computed
-    native, heads = loaded(), groups[0].packed if groups else ALL_ALIKE
+    native, of_heads = loaded(), groups[0].packed if groups else ALL_ALIKE
+    heads, dim_v, sinks = kind.heads, kind.head_dim_v, rules is not None and any(rules.sinks)
 
     def launch(call: AttentionCall) -> AttentionResult:
         query, key, value, structure = call.query, call.key, call.value, call.structure
-        told = structure.made.get(_FIND_RULES) or structure.cached(find_rules)
+        seen = structure.made.get(_FIND_RULES) or structure.cached(find_rules)
         end = NOTHING_ELSE if call.stored is None else codes_packed(call.stored, key)
         try:
-            # as `guard.lies` asks of each, without a call for each in every layer
+            # as `guard.lies` asks of each, without a call for each in every layer; the kind says the device
             readable = (
-                query.is_cpu
-                and key.is_cpu
-                and value.is_cpu
-                and (q_at := query.data_ptr()) > OFFSETS
+                (q_at := query.data_ptr()) > OFFSETS
                 and (k_at := key.data_ptr()) > OFFSETS
                 and (v_at := value.data_ptr()) > OFFSETS
                 and not (query.is_neg() or key.is_neg() or value.is_neg())
             )
         except (RuntimeError, NotImplementedError):
             readable = False  # sparse tensors and the like have no storage to ask for
-        if end is None or not readable or (rules is not None and not at_runs(rules, told)):
+        at_runs = rules is None or (seen.mask is None and (seen.sinks_at_runs or not sinks))
+        if end is None or not readable or not at_runs:
             # tensors that must be written out first, and masks
             call.check()
             return by_groups(call, groups) if groups else computed(call)
-        batch, q_heads, q_len, dim = query.shape
-        _, kv_heads, kv_len, dim_v = value.shape
-        if value.dtype is torch.uint8:
-            dim_v *= 2
-        width = q_heads * dim_v
-        out = query.new_empty(batch, q_len, q_heads, dim_v)
-        if type(out) is not Tensor:
-            raise entry.without_memory()
-        layout = LAYOUT.pack(
-            DTYPES[query.dtype], DTYPES[key.dtype], DTYPES[value.dtype],
-            batch, q_heads, kv_heads, q_len, kv_len, dim, dim_v,
-            *query.stride(), *key.stride(), *value.stride(), q_len * width, dim_v, width, 1,
-        )  # fmt: skip
-        asked = CALL.pack(
-            q_at, k_at, v_at, out.data_ptr(), 0, layout, call.scaling,
-            torch.get_num_threads(), native.level, told.visible + heads + end, entry.NO_BACKWARD,
-        )  # fmt: skip
-        if status := native.forward(asked):
-            raise entry.error_of(status)
+        out = query.new_empty(structure.batch, structure.q_len, heads, dim_v)
+        packed = seen.visible + of_heads + end
+        entry.run(
+            native.forward, (query, key, value), (q_at, k_at, v_at), (out, None), call.scaling, packed, native.level
+        )
         return _new(AttentionResult, (out, None))  # without a call of Python for each layer
 
     return launch
 
 
 def asked_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
-    """All that a request asks for beside its tensors; `rules` stand for those of its structure."""
+    """All that a call asks for beside its tensors; `rules` stand for those of its structure."""
     rules = call.structure.cached(find_rules) if rules is None else rules
     stored, bias, sink_logits = call.stored, call.bias, call.sink_logits
     if stored is not None:
@@ -107,7 +92,7 @@ def asked_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
 
 
 def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult:
-    """The library's answer to any request whose heads all do the same, without a gradient; `rules` as in `asked_of`."""
+    """The library's answer to any call whose heads all do the same, without a gradient; `rules` as in `asked_of`."""
     tensors, asked = (call.query, call.key, call.value), asked_of(call, rules)
     return AttentionResult(*entry.forward(*tensors, call.scaling, asked, need_lse=call.need_lse))
 
@@ -132,13 +117,17 @@ class Group(NamedTuple):
     key_mean: Tensor | None
 
 
-def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
-    """The calls of the library for heads with rules of their own, whose queries have a dtype."""
-    by_precision: dict[str, list[int]] = {}
+def groups_of(rules: HeadRules, dtype: torch.dtype, structure: MaskStructure | None = None) -> list[Group]:
+    """The calls of the library for heads with rules of their own, whose queries have a dtype.
+
+    With a `structure` heads of a group have one window in it, too.
+    """
+    alike: dict[tuple[str, tuple[int | None, int] | None], list[int]] = {}
     for head, precision in enumerate(rules.precisions):
-        by_precision.setdefault(precision, []).append(head)
+        window = None if structure is None else rules.window_in(structure, head)
+        alike.setdefault((precision, window), []).append(head)
     found = []
-    for precision, heads in by_precision.items():
+    for (precision, _), heads in alike.items():
         # products of half precision are those of the model, but for int8
         compute = precision if precision == "int8" or dtype == torch.float32 else "model"
         windows = torch.tensor([rules.windows[head] or -1 for head in heads], dtype=torch.int64, device="cpu")
@@ -151,51 +140,26 @@ def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
     return found
 
 
-def at_runs(rules: HeadRules, told: Rules) -> bool:
-    """Whether a structure is told in runs that begin where the sinks of its heads count from."""
-    return told.mask is None and (told.sinks_at_runs or not any(rules.sinks))
-
-
 def by_groups(call: AttentionCall, groups: Sequence[Group]) -> AttentionResult:
-    """Any request whose heads have rules of their own.
+    """Any call whose heads have rules of their own.
 
     Where a mask says what queries see, or sinks count from elsewhere than where runs begin, each head's window becomes
     part of a mask: there heads of one window share a call.
     """
     rules, structure = call.per_head, call.structure
     assert rules is not None
-    told = structure.cached(find_rules)
-    dense = not at_runs(rules, told)
+    seen = structure.cached(find_rules)
+    dense = seen.mask is not None or (any(rules.sinks) and not seen.sinks_at_runs)
     if dense:
-        groups = [part for group in groups for part in _by_window(group, rules, structure)]
-    results = []
+        groups = groups_of(rules, call.query.dtype, structure)
+    results: list[tuple[tuple[int, ...], AttentionResult]] = []
     for group in groups:
         part = some_heads(call, group.heads)
         if dense:
             window, sinks = rules.window_in(structure, group.heads[0])
             asked = find_rules(part.structure.with_changes(window=window, sinks=sinks))
         else:
-            asked = replace(told, head_windows=group.tensors[0], head_sinks=group.tensors[1])
+            asked = replace(seen, head_windows=group.tensors[0], head_sinks=group.tensors[1])
         asked = replace(asked, compute=group.precision, key_mean=group.key_mean)
-        results.append(computed(part, asked))
-    order = [head for group in groups for head in group.heads]
-    repeats = call.query.shape[1] // call.key.shape[1]
-    out = joined_heads([one.out for one in results], order, repeats, dim=2)
-    lses = [one.lse for one in results if one.lse is not None]
-    return AttentionResult(out, joined_heads(lses, order, repeats, dim=1) if lses else None)
-
-
-def _by_window(group: Group, rules: HeadRules, structure: MaskStructure) -> list[Group]:
-    parts: dict[tuple[int | None, int], list[int]] = {}
-    for head in group.heads:
-        parts.setdefault(rules.window_in(structure, head), []).append(head)
-    place = {head: index for index, head in enumerate(group.heads)}
-    return [
-        group._replace(
-            heads=tuple(heads),
-            key_mean=None
-            if group.key_mean is None
-            else group.key_mean[:, [place[head] for head in heads]].contiguous(),
-        )
-        for heads in parts.values()
-    ]
+        results.append((group.heads, computed(part, asked)))
+    return joined_heads(results, call.query.shape[1] // call.key.shape[1])

@@ -21,7 +21,7 @@ _NAMESPACE = __name__.partition(".")[0]
 _INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float? softcap, {OPERANDS}"
 
 
-def _request(inputs: Sequence[Any]) -> AttentionCall:
+def _call(inputs: Sequence[Any]) -> AttentionCall:
     q, k, v, bias, sink_logits, scaling, softcap, *operands = inputs
     structure = MaskStructure.of_operands(q, k, *operands)
     call = AttentionCall(
@@ -36,7 +36,7 @@ def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
     from .launch import computed
 
-    call = _request(inputs)
+    call = _call(inputs)
     out, lse = zero_output(call) if call.is_empty else computed(call)
     assert lse is not None
     return out, lse
@@ -60,12 +60,12 @@ def backward_op(
     from . import entry
     from .launch import asked_of
 
-    call, bias = _request(inputs), inputs[3]
-    tensors = call.query, call.key, call.value
-    found = entry.backward(grad, *tensors, out, lse, call.scaling, asked_of(call), need_bias=need_bias)
-    if bias is None or found.bias is None:
-        return found.q, found.k, found.v, grad.new_empty(0)
-    return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)
+    call, bias = _call(inputs), inputs[3]
+    saved = call.query, call.key, call.value, out, lse
+    dq, dk, dv, dbias = entry.backward(grad, saved, call.scaling, asked_of(call), need_bias=need_bias)
+    if bias is None or dbias is None:
+        return dq, dk, dv, grad.new_empty(0)
+    return dq, dk, dv, dbias.sum_to_size(bias.shape).to(bias.dtype)
 
 
 @backward_op.register_fake
@@ -102,7 +102,7 @@ attend_op.register_autograd(_gradients, setup_context=_save)
 
 
 def traced(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The request as one operator, for a graph that is being traced."""
+    """The call as one operator, for a graph that is being traced."""
     out, lse = attend_op(
         call.query,
         call.key,

@@ -64,7 +64,7 @@ class Rules:
             to int8, here or by whoever stored them.
         first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous; stands for the first of the stored keys.
         sinks_at_runs: That of the structure.
-        rotated: 1 where stored keys, 2 where stored values are those of vectors turned by `hadamard`, 3 for both.
+        rotated: 1 where stored keys, 2 where stored values are those of vectors rotated by `hadamard`, 3 for both.
         visible: What queries see, packed once by `find_rules`, as the layers of a pass share it; else empty.
     """
 

@@ -16,7 +16,7 @@ from ..base import Kernel
 from .decode import SHORT_KEYS, attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash
 from .masked import added, additive_mask, in_bands, masked_call
-from .packed import layout_for, packed_attention, walks_runs
+from .packed import layout_of, packed_attention, walks_runs
 
 Way = Callable[[AttentionCall], "Tensor | None"]
 """Maps a call of a settled structure to the output `[batch, q_len, heads, head_dim_v]`; None where it needs bands."""
@@ -78,22 +78,15 @@ def way_of(kind: CallKind) -> Way:
     if kind.decode and (one_product or kind.shape == "suffix") and not kind.features & DROPOUT:
         return _step(kind)
     if one_product:
-        return _causal if kind.shape == "causal" else _full
+        causal = kind.shape == "causal"
+        return lambda call: operator(
+            call.query, call.key, call.value, call.scaling, causal=causal, dropout=call.dropout
+        ).transpose(1, 2)
     if kind.decode and kind.device.type == "cpu":
         return attend_few
     if kind.light_training or (kind.shape == "ragged" and kind.holes is None and not kind.decode):
         return _masked
     return _over_runs(walks_runs(kind.device, kind.dtype, kind.head_dim, kind.head_dim_v))
-
-
-def _full(call: AttentionCall) -> Tensor:
-    query, key, value = call.query, call.key, call.value
-    return operator(query, key, value, call.scaling, dropout=call.dropout).transpose(1, 2)
-
-
-def _causal(call: AttentionCall) -> Tensor:
-    query, key, value = call.query, call.key, call.value
-    return operator(query, key, value, call.scaling, causal=True, dropout=call.dropout).transpose(1, 2)
 
 
 def _step(kind: CallKind) -> Way:
@@ -129,7 +122,7 @@ def _masked(call: AttentionCall) -> Tensor:
 
 def _over_runs(fused: bool) -> Way:
     def runs(call: AttentionCall) -> Tensor | None:
-        layout = layout_for(call.structure, call.query.device)
+        layout = call.structure.cached(layout_of, call.query.device)
         if layout is None or not (fused or layout.rule <= FROM_FIRST):
             return None
         return packed_attention(call.query, call.key, call.value, layout, call.scaling)

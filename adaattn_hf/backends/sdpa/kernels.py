@@ -40,15 +40,12 @@ def operator(
         return _efficient(query, key, value, scaling, mask)
     if query.is_cpu and mask is None and key.shape[2] < VECTOR_KEYS:
         # with fewer keys than a vector holds the kernel drops rows of not-a-numbers, unless it is given a mask
-        mask, causal = _hiding_later(query, key) if causal else query.new_zeros(1, key.shape[2]), False
+        later = query.new_full((query.shape[2] if causal else 1, key.shape[2]), float("-inf"))
+        mask, causal = later.triu_(1) if causal else later.zero_(), False
     if query.is_cpu and size != dim:
         query, key, value = (F.pad(t, (0, max(size, dim) - t.shape[3])) for t in (query, key, value))
     out = bare_operator(query, key, value, scaling, mask, causal=causal, dropout=dropout)
     return out if out.shape[3] == size else out[..., :size]
-
-
-def _hiding_later(query: Tensor, key: Tensor) -> Tensor:
-    return query.new_full((query.shape[2], key.shape[2]), float("-inf")).triu_(1)
 
 
 def bare_operator(

@@ -47,29 +47,25 @@ def masked_call(
 ) -> Tensor:
     """One call, `[batch, heads, q_len, head_dim_v]`; a single query takes its group's heads as rows on processors.
 
-    Tokens are some of the request's. The mask is additive or boolean, broadcastable to `[batch, heads, q_len, kv_len]`.
+    Tokens are some of the call's. The mask is additive or boolean, broadcastable to `[batch, heads, q_len, kv_len]`.
     """
     batch, heads, q_len, _ = query.shape
     groups = heads // key.shape[1]
     if call.softcap is not None or call.sink_logits is not None:
-        return _written_out(call, query, key, value, mask)
+        # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is
+        # what the matrix units of a device compute many times as fast.
+        own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
+        weights, _, _ = softmax_parts(
+            query, key, call.scaling,
+            softcap=call.softcap, sinks=call.sink_logits, mask=mask, work=query.dtype if own else None,
+        )  # fmt: skip
+        return weighted(weights, value, call.dropout)
     # a CUDA device shares work out by heads: folded into rows, they would leave most of it idle
     folded = groups > 1 and q_len == 1 and (mask is None or mask.shape[1] == 1) and not query.is_cuda
     if folded:
         query = query.reshape(batch, heads // groups, groups, -1)
     out = kernel(query, key, value, call.scaling, mask, dropout=call.dropout)
     return out.reshape(batch, heads, 1, value.shape[3]) if folded else out
-
-
-def _written_out(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
-    # the matrix units of a device compute many times as fast.
-    own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
-    weights, _, _ = softmax_parts(
-        query, key, call.scaling,
-        softcap=call.softcap, sinks=call.sink_logits, mask=mask, work=query.dtype if own else None,
-    )  # fmt: skip
-    return weighted(weights, value, call.dropout)
 
 
 class Band(NamedTuple):

@@ -8,7 +8,6 @@ a call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,19 +18,22 @@ from ..capability import capability
 from .kernels import operator, repeated, suits_efficient, wants_gradient
 
 
-def layout_for(structure: MaskStructure, device: torch.device) -> Packed | None:
-    """The layout of a structure's runs, None where it is not made of such; found once per forward pass."""
-    return structure.cached(_layout, device)
-
-
-def _layout(structure: MaskStructure, device: torch.device) -> Packed | None:
+def layout_of(structure: MaskStructure, device: torch.device) -> Packed | None:
+    """The layout of a structure's runs, None where it is not made of such; for `MaskStructure.cached`."""
     if structure.windowed:
         return None
     segments, keys = structure.segments(), None
     if segments is None:
         segments, keys = _without_holes(structure, device)
-    rule = _rule(structure, segments)
-    return pack(structure, segments, rule, device, keys) if segments and rule is not None else None
+    if not structure.causal:
+        rule = FULL
+    elif all(s.offset == 0 for s in segments):
+        rule = FROM_FIRST
+    elif all(s.offset == s.k_len - s.q_len for s in segments):
+        rule = TO_LAST
+    else:
+        return None
+    return pack(structure, segments, rule, device, keys) if segments else None
 
 
 @torch.inference_mode(False)  # as `pack`
@@ -46,16 +48,6 @@ def _without_holes(structure: MaskStructure, device: torch.device) -> tuple[tupl
     counts: list[int] = real.sum(1).tolist()
     segments = (Segment(row, 0, structure.q_len, 0, count, 0) for row, count in enumerate(counts) if count)
     return tuple(segments), real.flatten().nonzero().squeeze(1).to(device)
-
-
-def _rule(structure: MaskStructure, segments: Sequence[Segment]) -> int | None:
-    if not structure.causal:
-        return FULL
-    if all(s.offset == 0 for s in segments):
-        return FROM_FIRST
-    if all(s.offset == s.k_len - s.q_len for s in segments):
-        return TO_LAST
-    return None
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:

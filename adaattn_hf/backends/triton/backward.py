@@ -20,7 +20,7 @@ from ...attention.heads import head_windows
 from ..base import derived_on
 from .forward import attend_forward
 from .launch import Launcher, aligned, descriptor_of, device_facts
-from .tables import Cut, find_entries, window_table
+from .tables import Blocking, find_entries, window_table
 from .tiles import edge_tile, edges_of, entry_of, keys_of, rows_of, tanh, visible
 from .tiling import fitting_tile, padded, scale_of
 
@@ -284,7 +284,7 @@ class _Attention(torch.autograd.Function):
 
             runs = windows is not None or len(segments) > batch
             tile = fitting_tile("of_keys of runs" if runs else "of_keys", width, memory)
-            table, entries = derived_on(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
+            table, entries = derived_on(structure, query.device, find_entries, Blocking("keys", tile.columns), kv_heads)
             limits = table if windows is None else window_table(windows, query.device)
             bulk = descriptor_of(query, tile.rows), descriptor_of(grad.transpose(1, 2), tile.rows)
             by_tma = bulk[0] is not None and bulk[1] is not None
@@ -297,7 +297,7 @@ class _Attention(torch.autograd.Function):
             of_keys((len(entries),), arguments, {**constants, "BULK": by_tma, **tile.constants()}, kind)
 
             tile = fitting_tile("of_queries", width, memory)
-            table, entries = derived_on(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
+            table, entries = derived_on(structure, query.device, find_entries, Blocking("queries", tile.rows), kv_heads)
             numbers = *strides, *dq.stride()[:3], *lse.stride()[:2]
             arguments = query, key, value, grad, shift, sums, dq, table, entries, limits, *numbers, *scales
             programs = heads // kv_heads * len(entries)

@@ -18,7 +18,7 @@ from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.structure import MaskStructure
 from ..base import derived_on
 from .launch import Launcher, aligned, descriptor_of, device_facts
-from .tables import Cut, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
+from .tables import Blocking, ends_with_tiles, find_entries, find_items, pairs_seen, runs_of, window_table
 from .tiles import capped, edge_tile, edges_of, entry_of, keys_of, rows_of, step, visible
 from .tiling import fitting_tile, padded, pays, scale_of, warps_of
 
@@ -201,7 +201,7 @@ def find_parts(
     parts: tuple[Part, ...] = ()
     if on_hopper and heavy and shape.dim == shape.dim_v and not shape.has_cap and device_facts(device).specialised:
         parts = _parts_on_hopper(structure, device, shape, windows)
-    return parts or _plain_part(structure, device, shape, windows, heavy, Cut("queries", 0))
+    return parts or _plain_part(structure, device, shape, windows, heavy, Blocking("queries", 0))
 
 
 def _is_heavy(shape: Shape, pairs: int) -> bool:
@@ -210,7 +210,12 @@ def _is_heavy(shape: Shape, pairs: int) -> bool:
 
 
 def _plain_part(
-    structure: MaskStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, heavy: bool, cut: Cut
+    structure: MaskStructure,
+    device: torch.device,
+    shape: Shape,
+    windows: HeadWindows | None,
+    heavy: bool,
+    cut: Blocking,
 ) -> tuple[Part, ...]:
     """The launch of the kernel for all devices over the runs of a cut; none where there are no queries."""
     pad, pad_v = padded(shape.dim), padded(shape.dim_v)
@@ -265,4 +270,4 @@ def _parts_on_hopper(
     part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64), True)
     if not structure.cached(runs_of, keys, True):
         return (part,)
-    return (part, *_plain_part(structure, device, shape, windows, False, Cut("queries", 0, keys, short=True)))
+    return (part, *_plain_part(structure, device, shape, windows, False, Blocking("queries", 0, keys, short=True)))

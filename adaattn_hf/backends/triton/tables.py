@@ -186,7 +186,7 @@ def deal_items(blocks_ptr, order_ptr, cost_ptr, items_ptr, blocks, count, progra
     tl.store(item + 2, -1, mask=there)
 
 
-class Cut(NamedTuple):
+class Blocking(NamedTuple):
     """How runs are cut into blocks of so many queries, or keys.
 
     With `least`, only those whose last tile of so many keys reaches no others; with `short` those that it leaves out.
@@ -227,7 +227,7 @@ def silent_runs(structure: MaskStructure) -> list[Segment]:
 
 
 def runs_of(structure: MaskStructure, least: int = 0, short: bool = False) -> tuple[Segment, ...]:
-    """The runs that a `Cut` is of; those without keys belong to the short ones where there are any."""
+    """The runs that a `Blocking` is of; those without keys belong to the short ones where there are any."""
     segments, silent = structure.segments() or (), structure.cached(silent_runs)
     if not least:
         return (*segments, *silent)
@@ -275,7 +275,7 @@ def find_runs(structure: MaskStructure, device: torch.device, least: int, short:
     return table.to(device, non_blocking=True)
 
 
-def find_blocks(structure: MaskStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor]:
+def find_blocks(structure: MaskStructure, device: torch.device, cut: Blocking) -> tuple[Tensor, Tensor]:
     """Runs, and int32 `[blocks, 3]`: run, first row in that and class of work of each of their blocks.
 
     Windows are left out: of each head those with most to do have most under any window, or as much as all others.
@@ -293,7 +293,7 @@ def find_blocks(structure: MaskStructure, device: torch.device, cut: Cut) -> tup
     return runs, blocks
 
 
-def find_entries(structure: MaskStructure, device: torch.device, cut: Cut, kv_heads: int) -> tuple[Tensor, Tensor]:
+def find_entries(structure: MaskStructure, device: torch.device, cut: Blocking, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Runs, and int32 `[entries, 3]`: run, first row and key/value head of each block, those with most to do first."""
     runs, blocks = derived_on(structure, device, find_blocks, cut)
     count = len(blocks)
@@ -311,7 +311,7 @@ def find_items(
 
     Items are of a block of queries and those heads of a key/value head that go together.
     """
-    runs, table = derived_on(structure, device, find_blocks, Cut("queries", warps.rows, warps.part))
+    runs, table = derived_on(structure, device, find_blocks, Blocking("queries", warps.rows, warps.part))
     parts = warps.sharing // warps.together
     blocks, heads = len(table), len(windows) * parts
     count = blocks * heads

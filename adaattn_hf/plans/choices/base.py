@@ -113,15 +113,15 @@ class Choice:
 
     # ------------------------------------------------------------------ what it computes
     def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
-        """Returns the request of these key/value heads with the operands as they are computed."""
+        """Returns the call of these key/value heads with the operands as they are computed."""
         for part in self.operands:
             call, layer = part.running(call, heads, layer), part.left(layer)
         return call
 
     def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
-        """Returns the request whose exact attention is what the choice computes for these key/value heads.
+        """Returns the call whose exact attention is what the choice computes for these key/value heads.
 
-        It may hold a dense mask, and serves tests, `output_attentions` and calibration. The request is of these heads
+        It may hold a dense mask, and serves tests, `output_attentions` and calibration. The call is of these heads
         alone (`attention.slicing.some_heads`); `heads` are their indices in `layer`.
         """
         changed = call
@@ -132,9 +132,9 @@ class Choice:
     def attend(
         self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors, backend: str | None
     ) -> AttentionResult:
-        """What the choice computes for these key/value heads, in the query's dtype, by a request of its own."""
+        """What the choice computes for these key/value heads, in the query's dtype, by a call of its own."""
         changed = self.running(call, heads, layer)
-        if self.keys is not None:  # selected by the request as it came, not by projected or rounded operands
+        if self.keys is not None:  # selected by the call as it came, not by projected or rounded operands
             changed = replace(changed, structure=self.keys.structure(call))
         result = select.attend(changed, backend)
         return AttentionResult(result.out.to(call.query.dtype), result.lse)

@@ -98,7 +98,7 @@ class Part(ABC):
             few: Whether sequences have fewer than `MIN_PREFILL_ROWS` query rows in the call.
 
         Returns:
-            None if `HeadRules` cannot express it; such heads get a request of their own.
+            None if `HeadRules` cannot express it; such heads get a call of their own.
         """
         return None
 
@@ -149,7 +149,7 @@ class Operands(Part):
 
     @abstractmethod
     def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
-        """The definition: the request of these key/value heads with other operands in their own dtype."""
+        """The definition: the call of these key/value heads with other operands in their own dtype."""
 
     def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """The same as it runs, in the dtype that it is computed in."""

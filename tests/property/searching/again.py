@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from adaattn_hf.backends import select
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support import malformed
+from tests.support.calls import DEFAULTS, calls
 from tests.support.doors import HUB
 from tests.support.malformed import TENSOR_CHANGES, Call, Shown
-from tests.support.requests import DEFAULTS, requests
 
 CHANGES = (
     *["on meta"] * 6, "in float16", "in bfloat16", "in float64", "a parameter", "sparse", "negated lazily",
@@ -37,10 +37,10 @@ class Again(Shown):
 @st.composite
 def repeated(draw: st.DrawFn) -> Again:
     """A valid call, made anew with some of its tensors changed; most calls are of the kinds that are remembered."""
-    request = draw(requests(longest=31, extras=False))
-    mask = StructuredMask(request.structure, torch.device("cpu")) if draw(st.integers(0, 2)) == 0 else None
-    given = {"query": request.query, "key": request.key, "value": request.value}
-    first = Call(draw(st.sampled_from(DOORS)), {**given, "attention_mask": mask, "scaling": request.scaling})
+    call = draw(calls(longest=31, extras=False))
+    mask = StructuredMask(call.structure, torch.device("cpu")) if draw(st.integers(0, 2)) == 0 else None
+    given = {"query": call.query, "key": call.key, "value": call.value}
+    first = Call(draw(st.sampled_from(DOORS)), {**given, "attention_mask": mask, "scaling": call.scaling})
     first.default = draw(st.sampled_from(DEFAULTS))
     then = replace(first, given=dict(first.given), changes=[])
     names = list(given) if draw(st.integers(0, 3)) == 0 else [draw(st.sampled_from(list(given)))]
@@ -63,10 +63,10 @@ def crowds(draw: st.DrawFn) -> list[Call]:
     """Calls of several kinds, which threads make at once, each in an order of its own."""
     calls = []
     for _ in range(8):
-        request = draw(requests(longest=31, extras=False))
-        mask = StructuredMask(request.structure, torch.device("cpu"))
-        given = {"query": request.query, "key": request.key, "value": request.value, "attention_mask": mask}
-        calls.append(Call(draw(st.sampled_from([None, "eager"])), given | {"scaling": request.scaling}))
+        call = draw(calls(longest=31, extras=False))
+        mask = StructuredMask(call.structure, torch.device("cpu"))
+        given = {"query": call.query, "key": call.key, "value": call.value, "attention_mask": mask}
+        calls.append(Call(draw(st.sampled_from([None, "eager"])), given | {"scaling": call.scaling}))
     return calls
 
 
@@ -87,9 +87,9 @@ def judge_crowd(calls: list[Call], threads: int = 4, remembered: int = 3) -> str
         near = [torch.allclose(out, alone[at], atol=1e-5, equal_nan=True) for at, out in answers]
         wrong.extend(["another answer"] * near.count(False))
 
-    before, most = sys.getswitchinterval(), select.MOST
+    before, most = sys.getswitchinterval(), select.MAX_KINDS
     crowd = [threading.Thread(target=work, args=(seed,)) for seed in range(threads)]
-    select.MOST = remembered
+    select.MAX_KINDS = remembered
     select.launches.clear()
     sys.setswitchinterval(1e-6)
     try:
@@ -98,7 +98,7 @@ def judge_crowd(calls: list[Call], threads: int = 4, remembered: int = 3) -> str
         for thread in crowd:
             thread.join()
     finally:
-        select.MOST = most
+        select.MAX_KINDS = most
         sys.setswitchinterval(before)
     assert not wrong, f"{len(wrong)} times in threads: {wrong[0]}"
     return "served"

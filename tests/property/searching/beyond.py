@@ -11,10 +11,10 @@ from torch import Tensor
 
 import adaattn_hf
 from adaattn_hf.plans.choices import Choice, Precision, Window
+from tests.support.calls import generator
 from tests.support.malformed import Shown, refused
 from tests.support.models import VOCABULARY
 from tests.support.plans import plan_for
-from tests.support.requests import generator
 
 from .inputs import Inputs, masks
 from .oracle import CLOSE

@@ -19,10 +19,10 @@ import adaattn_hf
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice, Precision, Window
 from adaattn_hf.plans.plan import PlanError
+from tests.support.calls import generator
 from tests.support.families import models
 from tests.support.models import tokens
 from tests.support.plans import plan_for
-from tests.support.requests import generator
 
 WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
 """A model whose matrices have more entries than anybody would look at one by one: 512 rows of 512."""

@@ -10,9 +10,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.support.calls import default_dtype, generator
 from tests.support.malformed import Shown, raised_here
 from tests.support.models import VOCABULARY, main_output
-from tests.support.requests import default_dtype, generator
 
 from .inputs import POSITIONS, Inputs, masks, position_rows
 from .oracle import answers, compare, documents, may_refuse

@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.calls import generator
 from tests.support.malformed import Shown
 from tests.support.models import VOCABULARY
-from tests.support.requests import generator
 
 MOST_TOKENS = 24
 POSITIONS = (

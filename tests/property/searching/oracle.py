@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.calls import default_dtype
 from tests.support.malformed import raised_here
-from tests.support.requests import default_dtype
 
 from .inputs import Inputs
 from .twins import BORDERLESS as BORDERLESS

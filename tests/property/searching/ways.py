@@ -15,9 +15,9 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
+from tests.support.calls import DEFAULTS, HALF, bound, calls, default_dtype, generator, words_of
 from tests.support.doors import HUB, door
 from tests.support.malformed import Layer, Shown, refused
-from tests.support.requests import DEFAULTS, HALF, bound, default_dtype, generator, requests, words_of
 
 DOORS = (None, None, "native", "sdpa", "eager", HUB, HUB, HUB)
 WAYS = ("called", "called", "traced", "forward mode", "batched")
@@ -32,9 +32,9 @@ Function = Callable[..., Tensor]
 
 @dataclass(repr=False)
 class Way(Shown):
-    """A request, the door and the way that it takes, and what is said beside it."""
+    """A call, the door and the way that it takes, and what is said beside it."""
 
-    request: AttentionCall
+    call: AttentionCall
     door: str | None
     form: str  # how the mask is handed over: structure, boolean, additive, none; or made, as `mask`
     way: str  # one of WAYS
@@ -45,28 +45,28 @@ class Way(Shown):
     slack: float = 0.0  # how far its own rounding of scores may lead, besides
 
     def __repr__(self) -> str:
-        more = f"{words_of(self.request)}, default {self.default}"
+        more = f"{words_of(self.call)}, default {self.default}"
         return f"Way({self.door}, {self.way}, {self.form}, {self.said}, {more})"
 
 
 @st.composite
 def ways(draw: st.DrawFn) -> Way:
-    """Any request by any door in any way; what is said of windows and documents, over a call that has no mask."""
-    request = replace(draw(requests(longest=31)), need_lse=False)
+    """Any call by any door in any way; what is said of windows and documents, over a call that has no mask."""
+    call = replace(draw(calls(longest=31)), need_lse=False)
     said = draw(st.sampled_from(SAID))
     keywords: dict[str, Any] = {}
     form = draw(st.sampled_from(["structure", "boolean", "additive"]))
     if said in ("window without mask", "lengths"):
-        length = min(request.query.shape[2], request.key.shape[2])
+        length = min(call.query.shape[2], call.key.shape[2])
         plain = MaskStructure(1, length, length, causal=True)
-        query, key, value = (t[:1, :, :length] for t in (request.query, request.key, request.value))
-        request, form = AttentionCall(query, key, value, plain, request.scaling), "none"
+        query, key, value = (t[:1, :, :length] for t in (call.query, call.key, call.value))
+        call, form = AttentionCall(query, key, value, plain, call.scaling), "none"
         if said == "lengths":
             starts = sorted({0, *(draw(st.integers(0, length - 1)) for _ in range(2))})
             borders = torch.tensor([*starts, length], dtype=torch.int32)
             documents = torch.repeat_interleave(borders.diff())[None]
             plain = plain.with_changes(q_segments=documents, k_segments=documents)
-            request = replace(request, structure=plain)
+            call = replace(call, structure=plain)
             keywords = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
         elif length == 1:
             said = "nothing"  # a window of one key is no window then
@@ -77,13 +77,13 @@ def ways(draw: st.DrawFn) -> Way:
     elif said == "weights":
         keywords = {"output_attentions": True}
     way = draw(st.sampled_from(WAYS))
-    return Way(request, draw(st.sampled_from(DOORS)), form, way, said, keywords, draw(st.sampled_from(DEFAULTS)))
+    return Way(call, draw(st.sampled_from(DOORS)), form, way, said, keywords, draw(st.sampled_from(DEFAULTS)))
 
 
 @st.composite
 def beside_a_cache(draw: st.DrawFn) -> Way:
     """Documents that are told by lengths behind what a cache holds, in a layer with or without a window."""
-    given = draw(requests(longest=31, extras=False))
+    given = draw(calls(longest=31, extras=False))
     kv_len = given.key.shape[2]
     assume(kv_len > 1)
     length = draw(st.integers(1, min(given.query.shape[2], kv_len - 1)))
@@ -102,18 +102,18 @@ def beside_a_cache(draw: st.DrawFn) -> Way:
     keys = torch.cat([torch.full((1, past), int(said == "the first continues")), queries], 1)[:, None, None]
     own = plain.with_changes(mask=(queries[:, None, :, None] == keys) | (keys == 0))
     parts = given.query[:1, :, :length], given.key[:1], given.value[:1]
-    request, told = AttentionCall(*parts, own, given.scaling), {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
+    call, told = AttentionCall(*parts, own, given.scaling), {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
     # in a traced graph nobody reads whether lengths fit
     door, way = draw(st.sampled_from(DOORS)), draw(st.sampled_from(WAYS if said != TOLD[3] else WAYS[:2]))
-    return Way(request, door, "made", way, said, told, draw(st.sampled_from(DEFAULTS)), plain)
+    return Way(call, door, "made", way, said, told, draw(st.sampled_from(DEFAULTS)), plain)
 
 
 @st.composite
 def blind(draw: st.DrawFn) -> Way:
     """Masks of every form and dtype in which some rows see nothing; a finite number is added and hides nothing."""
     dtype = draw(st.sampled_from([torch.float32, torch.float32, *HALF]))
-    request = replace(draw(requests(dtype, longest=31)), need_lse=False)
-    rules, form, slack = request.structure, draw(st.sampled_from(["bool", "number", "number", "columns"])), 0.0
+    call = replace(draw(calls(dtype, longest=31)), need_lse=False)
+    rules, form, slack = call.structure, draw(st.sampled_from(["bool", "number", "number", "columns"])), 0.0
     row, rows = draw(st.integers(0, rules.batch - 1)), draw(st.integers(0, rules.q_len))
     if form == "columns":
         mask = torch.ones(rules.batch, rules.kv_len, dtype=draw(st.sampled_from([torch.bool, torch.int64, dtype])))
@@ -121,53 +121,53 @@ def blind(draw: st.DrawFn) -> Way:
         at = rules.kv_len - rules.q_len if rules.q_len > 1 else 0
         rules = MaskStructure(rules.batch, rules.q_len, rules.kv_len, rules.q_len > 1, at, key_padding=mask.bool())
         given: Any = draw(st.sampled_from(DOORS)), "made", "called", "nothing", {}, draw(st.sampled_from(DEFAULTS))
-        return Way(replace(request, structure=rules), *given, mask)
+        return Way(replace(call, structure=rules), *given, mask)
     seen = rules.visible().expand(rules.batch, -1, -1, -1).clone()
     seen[row, :, rows:] = False
     whole = MaskStructure(rules.batch, rules.q_len, rules.kv_len)
     if form == "bool":
-        mask, request = seen, replace(request, structure=whole.with_changes(mask=seen))
+        mask, call = seen, replace(call, structure=whole.with_changes(mask=seen))
     else:
         kind, fill = draw(st.sampled_from([torch.float32, dtype])), draw(st.sampled_from(FILLS))
         fill = torch.finfo(kind).min if fill is None or FILLS[0] < fill < torch.finfo(kind).min else fill
         mask = torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, fill)
         slack = 0.05 if fill > -1e6 else 0.0  # half precision's least number leaves scores some digits
-        request = replace(request, structure=whole, bias=mask if request.bias is None else mask.float() + request.bias)
+        call = replace(call, structure=whole, bias=mask if call.bias is None else mask.float() + call.bias)
     # a finite number leaves a row a slope that no difference of double precision shows
     way = draw(st.sampled_from([way for way in WAYS if way != "forward mode"]))
     given = draw(st.sampled_from(DOORS)), "made", way, "nothing", {}, draw(st.sampled_from(DEFAULTS))
-    return Way(request, *given, mask, slack)
+    return Way(call, *given, mask, slack)
 
 
 def function(call: Way) -> Function:
-    request = call.request
-    mask: Any = {"made": call.mask, "structure": request.structure}.get(call.form)
-    named = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
+    call = call.call
+    mask: Any = {"made": call.mask, "structure": call.structure}.get(call.form)
+    named = {"softcap": call.softcap, "s_aux": call.sink_logits, "position_bias": call.bias}
     if isinstance(mask, MaskStructure):
         mask = StructuredMask(mask, torch.device("cpu"))
     elif call.form == "made" and mask.dim() == 4 and mask.is_floating_point():
         mask = named.pop("position_bias")
     elif call.form in ("boolean", "additive"):
-        seen = request.structure.visible().expand(request.structure.batch, -1, -1, -1)
+        seen = call.structure.visible().expand(call.structure.batch, -1, -1, -1)
         mask = seen.clone() if call.form == "boolean" else torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
     more = {name: value for name, value in named.items() if value is not None} | call.keywords
-    return lambda *tensors: door(call.door)(Layer(1), *tensors, mask, scaling=request.scaling, **more)[0]
+    return lambda *tensors: door(call.door)(Layer(1), *tensors, mask, scaling=call.scaling, **more)[0]
 
 
-def other(request: AttentionCall) -> AttentionCall:
+def other(call: AttentionCall) -> AttentionCall:
     source = generator(11)
-    drawn = (torch.randn(t.shape, generator=source).to(t.dtype) for t in (request.query, request.key, request.value))
-    return replace(request, **dict(zip(("query", "key", "value"), drawn, strict=True)))
+    drawn = (torch.randn(t.shape, generator=source).to(t.dtype) for t in (call.query, call.key, call.value))
+    return replace(call, **dict(zip(("query", "key", "value"), drawn, strict=True)))
 
 
 def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
     """What the way gives, what is true, and how far they may differ."""
-    request, attend = call.request, function(call)
-    first, second = (request.query, request.key, request.value), other(request)
+    call, attend = call.call, function(call)
+    first, second = (call.query, call.key, call.value), other(call)
     others = (second.query, second.key, second.value)
-    truth = [reference.attention(each).out for each in (request, second)]
-    slack = call.slack * float(request.value.abs().amax() + 4) if call.slack else 0.0
-    limits = [bound(request, truth[0]) + slack, bound(second, truth[1]) + slack]
+    truth = [reference.attention(each).out for each in (call, second)]
+    slack = call.slack * float(call.value.abs().amax() + 4) if call.slack else 0.0
+    limits = [bound(call, truth[0]) + slack, bound(second, truth[1]) + slack]
     with warnings.catch_warnings(), default_dtype(call.default):
         warnings.simplefilter("ignore")
         if call.way == "traced":
@@ -177,14 +177,14 @@ def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
         elif call.way == "batched":
             found = list(torch.func.vmap(attend)(*(torch.stack(pair) for pair in zip(first, others, strict=True))))
         elif call.way == "forward mode":
-            tangent = torch.randn(request.query.shape, generator=generator(12), dtype=torch.float32)
+            tangent = torch.randn(call.query.shape, generator=generator(12), dtype=torch.float32)
             with forward_ad.dual_level():
                 dual = forward_ad.unpack_dual(attend(forward_ad.make_dual(first[0], tangent), *first[1:]))
             assert dual.tangent is not None, "no tangent came out"
             found, step = [dual.primal, dual.tangent], 1e-4 * tangent
-            ends = (replace(request, query=request.query.double() + way) for way in (step, -step))
+            ends = (replace(call, query=call.query.double() + way) for way in (step, -step))
             truth[1] = torch.sub(*(reference.attention(end).out for end in ends)) / 2e-4
-            size = 1 + float(request.key.abs().amax() * tangent.abs().amax()) * abs(request.scaling)
+            size = 1 + float(call.key.abs().amax() * tangent.abs().amax()) * abs(call.scaling)
             limits[1] = 1e-4 * size * max(1.0, float(truth[1].abs().amax()))
         else:
             with torch.no_grad():

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adaattn_hf import AdaAttnCache
+from tests.support.calls import DEFAULTS
 from tests.support.malformed import Shown
 from tests.support.models import main_output
-from tests.support.requests import DEFAULTS
 
 from .inputs import Inputs, additive, inputs, kept
 from .twins import BORDERLESS, DECODERS, ENCODERS, KERNEL, ROUTES, SHARING, class_of, offers

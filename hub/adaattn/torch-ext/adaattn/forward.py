@@ -114,13 +114,13 @@ def flash_attn_forward(
         structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
     structure = with_selected_keys(module, structure, heads, kwargs)
     scaling = (head_dim or 1) ** -0.5 if scaling is None else scaling
-    request = AttentionCall(
+    call = AttentionCall(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
-    request.check()
+    call.check()
     bound_layer = None if settings.plan is None else layer_by(module, settings.plan)
     if bound_layer is None:
-        out = select.attend(request, backend).out
+        out = select.attend(call, backend).out
     else:
         if structure.mask is not None or (attention_mask is not None and attention_mask.dtype.is_floating_point):
             raise ValueError(
@@ -128,6 +128,6 @@ def flash_attn_forward(
                 "plan in config.adaattn, which needs to know where sequences start; install adaattn-hf and load the "
                 "model with attn_implementation='adaattn', or remove the plan"
             )
-        out = execute.attend(bound_layer, request, backend).out
+        out = execute.attend(bound_layer, call, backend).out
     # AFMoE takes a view of it
     return restored(out, out_dtype), None

@@ -24,7 +24,7 @@ __all__ = ["traced_varlen"]
 _NAMESPACE = __name__.partition(".")[0]
 
 
-def _request(
+def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,9 +40,9 @@ def _request(
     structure = packed_runs(tuple(cu_q.tolist()), tuple(cu_k.tolist()), q.shape[0], k.shape[0], causal, window)
     query, key, value = map(_heads_first, (q, k, v))
     cap = softcap or None
-    request = AttentionCall(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
-    request.check()
-    return request
+    call = AttentionCall(query, key, value, structure, scaling, softcap=cap, sink_logits=sinks, need_lse=True)
+    call.check()
+    return call
 
 
 def _heads_first(t: Tensor) -> Tensor:
@@ -64,8 +64,8 @@ def varlen(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[q_tokens, heads, head_dim_v]` and log-sum-exp `[heads, q_tokens]` of packed sequences."""
-    request = _request(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
-    out, lse = zero_output(request) if request.is_empty else computed(request)
+    call = _call(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
+    out, lse = zero_output(call) if call.is_empty else computed(call)
     assert lse is not None
     return out[0], lse[0]
 
@@ -93,9 +93,10 @@ def varlen_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    asked = _request(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
-    of = entry.backward(grad[None], asked.query, asked.key, asked.value, out[None], lse[None], scaling, asked_of(asked))
-    dq, dk, dv = (t[0].transpose(0, 1).contiguous() for t in (of.q, of.k, of.v))
+    call = _call(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
+    saved = call.query, call.key, call.value, out[None], lse[None]
+    gradients = entry.backward(grad[None], saved, scaling, asked_of(call))[:3]
+    dq, dk, dv = (gradient[0].transpose(0, 1).contiguous() for gradient in gradients)
     return dq, dk, dv
 
 
@@ -158,11 +159,11 @@ def masked_varlen(
     mask = _mask(cu_q, cu_k, q.shape[0], k.shape[0], asked)
     structure = MaskStructure(1, q.shape[0], k.shape[0], mask=mask)
     query, key, value = map(_heads_first, (q, k, v))
-    request = AttentionCall(
+    call = AttentionCall(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
     )  # fmt: skip
-    out, lse = select.attend(request, backend)
+    out, lse = select.attend(call, backend)
     return AttentionResult(out[0], None if lse is None else lse[0])
 
 

@@ -39,14 +39,14 @@ def attend(
     transform = None if torch.compiler.is_compiling() else transform_at_work()
     if not torch.compiler.is_compiling() and transform is None:
         structure = structure.simplified()
-    request = AttentionCall(
+    call = AttentionCall(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
     )  # fmt: skip
     if transform is None:
-        return select.attend(request)
+        return select.attend(call)
     check_transform(None, transform, query, key)
-    return select.attend(request, "eager")  # of torch's own operations, which transforms see
+    return select.attend(call, "eager")  # of torch's own operations, which transforms see
 
 
 def lse_of(result: AttentionResult) -> Tensor:

@@ -80,9 +80,7 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> MaskStru
 
 
 @st.composite
-def requests(
-    draw: st.DrawFn, dtype: torch.dtype = torch.float32, longest: int = 40, extras: bool = True
-) -> AttentionCall:
+def calls(draw: st.DrawFn, dtype: torch.dtype = torch.float32, longest: int = 40, extras: bool = True) -> AttentionCall:
     """A call: odd lengths and head sizes, grouped heads, strided inputs, huge logits, learned sinks, softcap, bias."""
     batch = draw(st.integers(1, 3))
     kv_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2, 3]))
@@ -148,7 +146,7 @@ def refuses(name: str, call: AttentionCall) -> bool:
 def bound(call: AttentionCall, truth: Tensor) -> float:
     """Largest error that a backend may have: twice that of the same mathematics in its dtype, and one rounding.
 
-    The reference is evaluated in the request's dtype (at least fp32, its result rounded), which is what reordering the
+    The reference is evaluated in the call's dtype (at least fp32, its result rounded), which is what reordering the
     same operations costs; both errors are against double precision.
     """
     dtype = call.value.dtype
@@ -161,7 +159,7 @@ def bound(call: AttentionCall, truth: Tensor) -> float:
 
 
 def leaves(call: AttentionCall) -> tuple[AttentionCall, list[Tensor]]:
-    """The request over tensors that collect gradients, and these tensors."""
+    """The call over tensors that collect gradients, and these tensors."""
     found: dict[str, Tensor] = {}
     for name in ("query", "key", "value", "sink_logits", "bias"):
         tensor = getattr(call, name)
@@ -179,7 +177,7 @@ def assert_right(call: AttentionCall, out: Tensor) -> None:
 
 
 def assert_right_gradients(call: AttentionCall, attend: Callable[[AttentionCall], Tensor]) -> None:
-    """The gradients of every tensor of a request, in a drawn direction, are those of the reference."""
+    """The gradients of every tensor of a call, in a drawn direction, are those of the reference."""
     ours, tensors = leaves(call)
     theirs, copies = leaves(call)
     truth = reference.attention(theirs).out
