@@ -51,10 +51,10 @@ def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], li
     resolve_device(options.device)
     writable(directory, "output_dir")
     if options.model is None:
-        for one in fields(options):
-            if one.name in OF_A_MODEL and (value := getattr(options, one.name)) != one.default:
+        for field in fields(options):
+            if field.name in OF_A_MODEL and (value := getattr(options, field.name)) != field.default:
                 raise UsageError(
-                    f"{one.name}: got {value!r} without MODEL; the models in the package have their own text and bars. "
+                    f"{field.name}: got {value!r} without MODEL; the models in the package have their own text. "
                     "Name a model first: adaattn eval MODEL --data …"
                 )
         team.join()

@@ -82,7 +82,7 @@ class Unpadding:
         self.config: Any = trunk.config
         self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
         self._rule = position_rule(trunk, self.config)
-        self.least = LEAST_STATES // trunk.config.get_text_config().hidden_size
+        self.least = LEAST_STATES // self.config.get_text_config().hidden_size
         self._handles: list[RemovableHandle] = []
         self._said: set[str] = set()
         head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None

@@ -107,16 +107,16 @@ def as_traced(call: AttentionCall) -> AttentionCall:
     return replace(call, structure=traced)
 
 
-def judge(call: Planned) -> str:
+def judge(made: Planned) -> str:
     """`served`, or `refused` where the kernels that are named do not take such a call.
 
     Raises:
         AssertionError: The output is not what the definition has; or the operator of traced graphs computes otherwise.
     """
-    bound_layer, call, backend = call.bound_layer, call.call, call.backend
+    bound_layer, call, backend = made.bound_layer, made.call, made.backend
     rounds_weights = any(precision_of(choice) == "int8" for choice in bound_layer.plan.choices) and backend != "eager"
     try:
-        with torch.no_grad(), default_dtype(call.default):
+        with torch.no_grad(), default_dtype(made.default):
             found = execute.attend(bound_layer, call, backend).out
     except BackendRefusal:
         return "refused"

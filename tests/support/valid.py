@@ -50,15 +50,15 @@ def answer(call: AttentionCall, backend: str | None) -> Tensor:
     return out
 
 
-def judge(call: Valid) -> str:
+def judge(made: Valid) -> str:
     """`served`; fails where the output, or a gradient, is not that of the reference."""
-    call = call.call
-    if call.gradient:
-        with default_dtype(call.default):
-            assert_right_gradients(call, lambda asked: answer(asked, call.backend))
+    call = made.call
+    if made.gradient:
+        with default_dtype(made.default):
+            assert_right_gradients(call, lambda asked: answer(asked, made.backend))
         return "served"
-    with torch.no_grad(), default_dtype(call.default):
-        found = answer(call, call.backend)
+    with torch.no_grad(), default_dtype(made.default):
+        found = answer(call, made.backend)
     assert found.dtype == call.query.dtype
     assert_right(call, found)
     return "served"

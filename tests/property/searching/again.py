@@ -61,13 +61,13 @@ def judge(call: Again) -> str:
 @st.composite
 def crowds(draw: st.DrawFn) -> list[Call]:
     """Calls of several kinds, which threads make at once, each in an order of its own."""
-    calls = []
+    crowd = []
     for _ in range(8):
         call = draw(calls(longest=31, extras=False))
         mask = StructuredMask(call.structure, torch.device("cpu"))
         given = {"query": call.query, "key": call.key, "value": call.value, "attention_mask": mask}
-        calls.append(Call(draw(st.sampled_from([None, "eager"])), given | {"scaling": call.scaling}))
-    return calls
+        crowd.append(Call(draw(st.sampled_from([None, "eager"])), given | {"scaling": call.scaling}))
+    return crowd
 
 
 def judge_crowd(calls: list[Call], threads: int = 4, remembered: int = 3) -> str:

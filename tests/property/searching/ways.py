@@ -139,19 +139,19 @@ def blind(draw: st.DrawFn) -> Way:
     return Way(call, *given, mask, slack)
 
 
-def function(call: Way) -> Function:
-    call = call.call
-    mask: Any = {"made": call.mask, "structure": call.structure}.get(call.form)
+def function(way: Way) -> Function:
+    call = way.call
+    mask: Any = {"made": way.mask, "structure": call.structure}.get(way.form)
     named = {"softcap": call.softcap, "s_aux": call.sink_logits, "position_bias": call.bias}
     if isinstance(mask, MaskStructure):
         mask = StructuredMask(mask, torch.device("cpu"))
-    elif call.form == "made" and mask.dim() == 4 and mask.is_floating_point():
+    elif way.form == "made" and mask.dim() == 4 and mask.is_floating_point():
         mask = named.pop("position_bias")
-    elif call.form in ("boolean", "additive"):
+    elif way.form in ("boolean", "additive"):
         seen = call.structure.visible().expand(call.structure.batch, -1, -1, -1)
-        mask = seen.clone() if call.form == "boolean" else torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
-    more = {name: value for name, value in named.items() if value is not None} | call.keywords
-    return lambda *tensors: door(call.door)(Layer(1), *tensors, mask, scaling=call.scaling, **more)[0]
+        mask = seen.clone() if way.form == "boolean" else torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    more = {name: value for name, value in named.items() if value is not None} | way.keywords
+    return lambda *tensors: door(way.door)(Layer(1), *tensors, mask, scaling=call.scaling, **more)[0]
 
 
 def other(call: AttentionCall) -> AttentionCall:
@@ -160,29 +160,29 @@ def other(call: AttentionCall) -> AttentionCall:
     return replace(call, **dict(zip(("query", "key", "value"), drawn, strict=True)))
 
 
-def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
+def answers(way: Way) -> list[tuple[Tensor, Tensor, float]]:
     """What the way gives, what is true, and how far they may differ."""
-    call, attend = call.call, function(call)
+    call, attend = way.call, function(way)
     first, second = (call.query, call.key, call.value), other(call)
     others = (second.query, second.key, second.value)
     truth = [reference.attention(each).out for each in (call, second)]
-    slack = call.slack * float(call.value.abs().amax() + 4) if call.slack else 0.0
+    slack = way.slack * float(call.value.abs().amax() + 4) if way.slack else 0.0
     limits = [bound(call, truth[0]) + slack, bound(second, truth[1]) + slack]
-    with warnings.catch_warnings(), default_dtype(call.default):
+    with warnings.catch_warnings(), default_dtype(way.default):
         warnings.simplefilter("ignore")
-        if call.way == "traced":
+        if way.way == "traced":
             with torch.no_grad():
                 traced = torch.jit.trace(attend, first, check_trace=False)
                 found = [traced(*first), traced(*others)]
-        elif call.way == "batched":
+        elif way.way == "batched":
             found = list(torch.func.vmap(attend)(*(torch.stack(pair) for pair in zip(first, others, strict=True))))
-        elif call.way == "forward mode":
+        elif way.way == "forward mode":
             tangent = torch.randn(call.query.shape, generator=generator(12), dtype=torch.float32)
             with forward_ad.dual_level():
                 dual = forward_ad.unpack_dual(attend(forward_ad.make_dual(first[0], tangent), *first[1:]))
             assert dual.tangent is not None, "no tangent came out"
             found, step = [dual.primal, dual.tangent], 1e-4 * tangent
-            ends = (replace(call, query=call.query.double() + way) for way in (step, -step))
+            ends = (replace(call, query=call.query.double() + move) for move in (step, -step))
             truth[1] = torch.sub(*(reference.attention(end).out for end in ends)) / 2e-4
             size = 1 + float(call.key.abs().amax() * tangent.abs().amax()) * abs(call.scaling)
             limits[1] = 1e-4 * size * max(1.0, float(truth[1].abs().amax()))
