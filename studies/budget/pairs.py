@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from adaattn_hf.attention.heads import ALL
 
@@ -42,18 +40,3 @@ def window_of(label: str) -> tuple[int, int] | None:
             return None
         window, sinks = map(int, found.groups())
     return window, sinks
-
-
-def line_of(records: Sequence[Mapping[str, Any]], words: str) -> str:
-    """A line on the plans of a budget, at their longest length.
-
-    Args:
-        records: Seeds that met the budget; the pairs of all their plans are known.
-        words: The budget.
-    """
-    each = (fewer_pairs(record["picks"], max(map(int, record["ratio"]))) for record in records)
-    found = [times for times in each if times is not None]
-    return (
-        f"* {words}: plans read {statistics.median(found):.2f} times fewer pairs than exact attention "
-        f"({min(found):.2f} to {max(found):.2f}), which bounds what equally fast kernels gain"
-    )

@@ -1,13 +1,11 @@
-"""The pages of the budget study, texts of other kinds, and pairs that plans of windows read."""
+"""Texts of other kinds, and pairs that plans of windows read."""
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from studies.budget import report, texts
+from studies.budget import texts
 from studies.budget.pairs import fewer_pairs
 
 
@@ -29,22 +27,6 @@ def test_help_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert left.value.code == 0
     assert "python -m studies.budget.texts" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["budget", "budget_cuda"])
-def test_the_committed_pages_are_those_of_their_records(name: str, tmp_path: Path, checkout: Path) -> None:
-    results = checkout / "docs" / "results"
-    shutil.copy(results / f"{name}.json", tmp_path)
-    report.main(tmp_path / f"{name}.json")
-    assert (tmp_path / f"{name}.md").read_text("utf-8") == (results / f"{name}.md").read_text("utf-8")
-
-
-def test_a_bound_above_the_budget_on_unseen_text_is_outside() -> None:
-    def seed(upper: float) -> dict[str, Any]:
-        return {"met": True, "budget": 1e-3, "check": {"64": {"upper": upper, "delta_nll": upper / 2}}}
-
-    assert [report.inside(seed(upper)) for upper in (9e-4, 1.1e-3)] == [True, False]
-    assert report.elsewhere(seed(1.1e-3)) == 5.5e-4
 
 
 @pytest.mark.parametrize("length", [5, 64])
