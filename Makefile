@@ -204,8 +204,8 @@ explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the price
 	mkdir -p build
 	$(BIN)/python -c "import json; print(json.dumps(json.load(open('docs/results/budget.json'))['prices']))" > build/prices.json
 	$(BIN)/adaattn calibrate $(MODEL) $(if $(GGUF),--gguf-file $(GGUF)) $(addprefix --data ,$(DATA)) --verify-data $(HELD_OUT) \
-	  --prices build/prices.json --lengths 4k --budget 0.1% --dtype float32 --sequences 2 --labels 1 --joint 2 --held-out 8 \
-	  --most-held-out 16 --tries 2 --bolder 0 --threads 1 --device cpu --output-dir build/explorer-smollm2
+	  --prices build/prices.json --lengths 4k --budget 0.1% --dtype float32 --sequences 2 --labels 1 --joint 2 --held-out 16 \
+	  --threads 1 --device cpu --output-dir build/explorer-smollm2
 	$(BIN)/adaattn plan explore build/explorer-smollm2 --name SmolLM2-135M --html docs/assets/explorer_smollm2.html
 
 .PHONY: notebooks

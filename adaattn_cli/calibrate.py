@@ -32,7 +32,7 @@ from .job import Job, job_of, out_of_memory, outlook, scoring_of
 from .on_text import Calibrate
 from .options import Done
 from .place import Place, folders, refuse_other_plan
-from .storing import BUDGET_NOT_MET, Show, store, stored
+from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
 
 MEASURED = "moments", "risk", "prices"
 """Stages that all budgets share."""
@@ -99,7 +99,7 @@ def calibrated(
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
-    directory. An earlier verified plan of these weights is kept if none passes now.
+    directory. An earlier verified plan of these weights is the first candidate, and is kept if none passes now.
     """
     wanted = job.options.device
     if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
@@ -142,15 +142,17 @@ def calibrated(
                     prices=job.prices,
                     run=Run(job.target, job.options.resume, job.known, step, say, expect, job.began),
                 )
-                state = measurement.state
-                for place, budget in job.budgets.items():
+                state, proven = measurement.state, proven_in(job.target, "", "*/")
+                # the smaller first: what it proves is a candidate of the larger
+                for place, budget in sorted(job.budgets.items(), key=lambda one: one[1]):
                     if place.name in state.finished:
                         say(f"kept: {place}, which the interrupted run finished")
                         worst = max(worst, state.finished[place.name])
                         every[place.name] = stored(place) if team.leads else {}
                         continue
                     about = words[place]
-                    result = calibration.decided(measurement, budget)
+                    result = calibration.decided(measurement, budget, proven)
+                    proven += [result.plan] * result.met
                     one = replace(job, target=place)
                     code, every[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
                     if team.leads:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.errors import ModelUnavailable
 from adaattn_hf.eval.texts import read_documents
@@ -18,8 +19,6 @@ from adaattn_hf.patches import checkpoint
 
 LENGTHS = (4096, 2048, 1024, 512, 256, 128)
 """Lengths that are tried where none is asked for, longest first."""
-FEWEST = 6
-"""Held-out sequences that a first look makes do with where the text is short."""
 
 
 def opened(name: str, **source: Any) -> tuple[Any, Encode]:
@@ -54,26 +53,24 @@ def fit_to_text(
 ) -> tuple[CalibrationSettings, str]:
     """Returns settings whose length and folds the text can fill, and a sentence that says which.
 
-    The longest length is taken at which the text verifies two plans, then one, then with fewer held-out sequences. Text
-    too short for the shortest length is a ValueError.
+    The longest length is taken at which the text holds as many held-out sequences as are asked for, then half, then the
+    least. Text too short for the shortest length is a ValueError.
     """
     lengths = [length for length in LENGTHS if positions is None or length <= positions] or [positions or 0]
     if positions is not None and lengths[0] < min(positions, LENGTHS[0]):
         lengths.insert(0, positions)
     own = settings.sequences + settings.joint
-    enough = lengths[0] * (own + 2 * settings.held_out)
-    fewest = max(FEWEST, 2 * len(verify_data or ()))
+    enough = lengths[0] * (own + settings.held_out)
+    fewest = max(min(LEAST_HELD_OUT, settings.held_out), 2 * len(verify_data or ()))
     tokens = count_tokens(data, encode, enough)
     held = count_tokens(verify_data, encode, enough) if verify_data else 0
-    for plans, first in ((2, settings.held_out), (1, settings.held_out), (1, fewest)):
-        first = min(first, settings.held_out)
+    for wanted in (settings.held_out, max(settings.held_out // 2, fewest), fewest):
         for length in lengths:
             room = tokens // length - own if not verify_data else held // length
-            if room >= plans * first and tokens // length >= own:
-                fitted = replace(settings, lengths=(length,), held_out=first)
-                most = min(fitted.most_held_out, room)
-                held_out = f"{first} to {most}" if most > first else f"{first}"
-                return fitted, f"text: {own} sequences of {length:,} tokens to choose the plan, {held_out} to verify it"
+            if room >= wanted and tokens // length >= own:
+                most = min(settings.held_out, room)
+                said = f"text: {own} sequences of {length:,} tokens to choose the plan, {most} to verify it"
+                return replace(settings, lengths=(length,)), said
     needed = lengths[-1] * (own + (0 if verify_data else fewest))
     also = f" and {lengths[-1] * fewest} held out" if verify_data else ""
     raise ValueError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import Known, kept_in
 from adaattn_hf.eval.demo import demo_model_path, pages_path
@@ -93,7 +94,7 @@ def outlook(job: Job, stages: Mapping[str, float]) -> list[str]:
     if stages["risk"] > stages["plans"]:
         shorter += [f"--sequences {s.sequences // 2}"] * (s.sequences > 1)
     else:
-        shorter += ["--bolder 0"] * (s.bolder > 0)
+        shorter += [f"--held-out {s.held_out // 2}"] * (s.held_out >= 2 * LEAST_HELD_OUT)
     lines = [f"time: about {duration(total)} in all ({told}); shorter with {', '.join(shorter)} or --minutes N"]
     if s.minutes is not None and total > 60.0 * s.minutes:
         lines.append(f"--minutes {s.minutes:g} will end it before that, perhaps without a plan")

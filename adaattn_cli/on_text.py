@@ -169,7 +169,7 @@ class Calibrate(Source, Judged, Threads, Json):
 
     panels: ClassVar = {
         "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
-        "Verification": ("held_out", "most_held_out", "tries", "bolder", "top1", "needles_lost"),
+        "Verification": ("held_out", "top1", "max_kl", "needles_lost"),
         "Search": (
             "optimize", "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices",
             "decode_tokens", "batch", "captured",
@@ -211,9 +211,6 @@ class Calibrate(Source, Judged, Threads, Json):
         f"Directory for the plan. Default: {PLAN_DIRECTORY} (without MODEL {DEMO_DIRECTORY}). MODEL stays.",
     )
     in_place: bool = option(False, "Write the plan into MODEL, a directory, whose config.json then carries it.")
-    held_out: int = option(12, "Held-out sequences per length at the first look at a plan.")
-    tries: int = option(3, "Plans that may fail before the answer is exact.")
-    bolder: int = option(2, "More plans to try, each closer to the budget, after one that passed with room to spare.")
     optimize: str = option("time", "memory: the smallest cache inside the budget, windows alone.", choices=OPTIMIZED)
     kv_bytes: float | None = option(None, "Cache at the longest length, as a share of the model's (0.4x).", read=share)
     families: tuple[str, ...] = option(
@@ -234,7 +231,7 @@ class Calibrate(Source, Judged, Threads, Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(Source, Judged, Threads, Json):
-    """Verify a saved plan again on your text: one look at the level of 95 %, by the same test as in calibration.
+    """Verify a saved plan again on your text at the level of 95 %, by the same test as in calibration.
 
     The plan says its budget, lengths, choices and cache. It says no limit: those are the program's, or your options. Of
     the calibration's own text it reads what was held out. It reports which limits were used, and if options, machine,
@@ -244,7 +241,7 @@ class Verify(Source, Judged, Threads, Json):
     be read; 4 model unavailable; 6 out of memory.
     """
 
-    panels: ClassVar = {"Basic": ("data", "plan", "device"), "Proof": ("most_held_out", "top1", "needles_lost")}
+    panels: ClassVar = {"Basic": ("data", "plan", "device"), "Proof": ("held_out", "top1", "max_kl", "needles_lost")}
 
     model: str = argument(..., "Hub id or directory of the model that the plan was made for.")
     data: tuple[Path, ...] = option((), f"{TEXT}; the plan must pass on each.")

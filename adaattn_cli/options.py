@@ -234,13 +234,11 @@ class Judged(Options):
     seed: int = option(0, "Seed of every random choice: the text sample, the labels, the rows and the needles.")
     sequences: int = option(4, "Sequences per length that risks are measured on.")
     joint: int = option(3, "Sequences per length that re-scale the risks, by measuring whole plans.")
-    most_held_out: int = option(
-        36,
-        "Held-out sequences per length at the last look, where the first do not decide; never fewer than at the first.",
-    )
+    held_out: int = option(24, "Held-out sequences per length, fewer where the text holds fewer.")
     top1: float | None = option(
         None, "Least agreement on the likeliest token (99%). Default: the budget's.", read=share
     )
+    max_kl: float | None = option(None, "Largest mean KL, nats/token (1e-3), where it is to be less than the budget.")
     needles_lost: float | None = option(
         None, "Share of the needles that may be lost (2%). Default: 2% beyond chance.", "--needles", read=share
     )

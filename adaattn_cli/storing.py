@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     prices = result.report.pop("prices")
     report = json_text({**result.report, PLAN_HASH: digest(plan.encode())}, indent=1, sort_keys=True)
     found = {"plan": json.loads(plan), "report": json.loads(report)}
-    if not result.met and _proven(job.target, result.plan.weight_hash):
+    if not result.met and any(one.weight_hash == result.plan.weight_hash for one in proven_in(job.target, "")):
         failed = job.target / FAILED_FILE
         write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
         kept = f"kept: the plan in {job.target}, which was verified before"
@@ -100,12 +101,13 @@ def _tell_all(console: Console, lines: Sequence[str]) -> None:
         tell(console, line)
 
 
-def _proven(directory: Path, weights: str) -> bool:
-    try:
-        plan = Plan.from_pretrained(directory)
-    except PlanError:
-        return False
-    return plan.weight_hash == weights and plan.verified is not None and unproven(plan) is None
+def proven_in(directory: Path, *folders: str) -> list[Plan]:
+    """Returns the plans that held-out text has proven, of those in some folders of a directory (glob patterns)."""
+    found = []
+    for path in sorted(file for folder in folders for file in directory.glob(f"{folder}{PLAN_FILE}")):
+        with contextlib.suppress(PlanError):  # what cannot be read is replaced, or refused where it is another model's
+            found.append(Plan.from_pretrained(path))
+    return [plan for plan in found if plan.verified is not None and unproven(plan) is None]
 
 
 def evaluation(job: Job, dtype: str) -> str:

@@ -65,7 +65,7 @@ def run(options: Verify) -> Done:
     tell(
         console,
         f"limits: perplexity {allowed(used['budget'])} at a level of {in_percent(used['confidence'])}, mean KL "
-        f"{in_nats(used['budget'] + used['rounding'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, "
+        f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, "
         f"needles lost {lost}",
     )
     tell(console, f"stored verification: {found['stored_verdict']}")
@@ -87,8 +87,9 @@ def prove(options: Verify, console: Console) -> dict[str, Any]:
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
+    loosest = Gates.loosest(plan.budget, plan.dtype)
     stored, reason = plan.verified if stored_as == "model" else plan.cache_verified, unproven(plan)
-    said = words(stored, plan.budget) if stored and not reason else f"the plan {reason}" if reason else "none"
+    said = words(stored, loosest) if stored and not reason else f"the plan {reason}" if reason else "none"
     with room_or_sentence(f"memory: {device} has none left ({{}}), {room}".format):
         if not plan.is_exact or stored_as != "model":
             loaded = load(model, plans=(str(path),), device="cpu", implementation="adaattn", **options.source())
@@ -98,7 +99,7 @@ def prove(options: Verify, console: Console) -> dict[str, Any]:
         "cache": stored_as,
         "passed": all(one.passed for one in verdicts.values()),
         "verdicts": {str(length): asdict(one) for length, one in verdicts.items()},
-        "limits": {**asdict(gates), "top1": gates.least_top1, "confidence": LEVEL},
+        "limits": {**asdict(gates), "top1": gates.least_top1, "kl": gates.most_kl, "confidence": LEVEL},
         "stored": None if stored is None else asdict(stored),
         "stored_verdict": said,
         "differing": differing(plan, device, judged),
@@ -108,7 +109,7 @@ def prove(options: Verify, console: Console) -> dict[str, Any]:
 def _verdicts(
     plan: Plan, loaded: Checkpoint, scoring: Objective, options: Verify, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
-    settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, held_out=2, **asdict(options.fill(Judged)))
+    settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, **asdict(options.fill(Judged)))
     subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
     found = BoundPlan(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
@@ -120,7 +121,7 @@ def _verdicts(
         samples[length] = LengthSample((), cut[:1], cut, "")
     inputs = Inputs(subject, ModelArms(loaded.model), settings, scoring, samples)
     rounding = min(stock_distance(inputs).kl, most_rounding(plan.dtype))
-    gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding)
+    gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
     haystacks = settings.haystacks if scoring.generates else 0
     heads = len(found) * len(plan.layers[0].choices) if programs else 1
     verdicts, tap = dict[int, Verified](), stored_tap(programs, plan.cache[0] if plan.cache else "model")
@@ -131,7 +132,7 @@ def _verdicts(
             step = partial(progress, f"verify {length}", total=len(pool) + haystacks)
             gather(inputs, tap, sample.held_out, evidence, settings.seed + 1, haystacks, step)
             share = activation(programs, heads, length, scoring.causal)
-            look = partial(judge, confidence=LEVEL, tries=1, predicted=plan.predicted_loss)
+            look = partial(judge, confidence=LEVEL, number=1, predicted=plan.predicted_loss)
             verdicts[length] = look(evidence, gates, activation_share=share)
     return verdicts, gates
 
@@ -146,11 +147,11 @@ def held_out(
     """
     s, length = settings, scoring.content(plan.max_length)
     own = s.sequences + s.joint
-    sample = draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.most_held_out - 2)
+    sample = draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.held_out - 2)
     drawn = sample.parts["held_out"]
     text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
-    drawn = drawn[: s.most_held_out] if apart else drawn[own:]
+    drawn = drawn[: s.held_out] if apart else drawn[own:]
     counts = Counter(one.source for one in drawn)
     fewest = min(counts[str(path)] for path in data) if apart else len(drawn)
     if fewest < 2:

@@ -125,8 +125,8 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
     missing = [budget for budget, file in files.items() if not file.is_file()]
     if not missing:
         return list(files.values())
-    # decode steps are priced as they are captured; with random weights one try says what it takes
-    words = {"captured": study.device.type == "cuda"} | ({"tries": 1, "bolder": 0} if study.random else {}) | more
+    # decode steps are priced as they are captured
+    words = {"captured": study.device.type == "cuda"} | more
     wanted = {
         budget: CalibrationSettings(budget=nats(budget), lengths=(length,), seed=seed, **words) for budget in missing
     }
@@ -139,9 +139,11 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
     peak, started = _peak(study.device), time.perf_counter()
     measurement = measure(inputs, prices=study.prices)
     measuring, highest = time.perf_counter() - started, peak()
-    for budget in missing:
+    proven: list[Plan] = []
+    for budget in sorted(missing, key=nats):
         peak, started = _peak(study.device), time.perf_counter()
-        result = choose_and_verify(measurement, wanted[budget])
+        result = choose_and_verify(measurement, wanted[budget], proven)
+        proven += [result.plan] * result.met
         record = {
             "model": study.name, "length": length, "budget": budget, "nats": wanted[budget].budget, "seed": seed,
             "random": study.random, "met": result.met, "sentence": result.sentence,

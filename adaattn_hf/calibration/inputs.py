@@ -31,12 +31,14 @@ FORETOLD = 256
 """Sequences of no more tokens soon tell by themselves how long a calibration takes."""
 SHORTEST, PARTS = 128, 8
 """Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work."""
-PLANS = 1.5
-"""Plans that are verified on average: one, and half of the time a bolder or a smaller one."""
-SEARCHED = 3
-"""Whole plans that a search measures as a rule."""
-FIRST_LOOKS = 1.5
-"""Sequences that one is verified on as a rule, by those of the first look."""
+SEARCHED = 7
+"""Whole plans that are measured on calibration text as a rule."""
+CANDIDATES = 5
+"""Those of them that held-out text judges as a rule."""
+LEAST_HELD_OUT = 6
+"""Held-out sequences that a verification makes do with where the text is short."""
+STATES = 1 << 30
+"""Most bytes of what exact attention made of text, kept for the next plan that is compared with it."""
 
 
 class OutOfTime(Exception):
@@ -70,8 +72,8 @@ class Run:
 class LengthSample:
     """Disjoint sequences of one length: to measure risks, to compare whole plans in the search, and for verification.
 
-    Each plan is verified on held-out sequences that no earlier plan has seen; there are as many as the text holds and
-    the settings can use. `fingerprint` is a hash of the text that they were drawn from.
+    All candidates are verified on the same held-out sequences. `fingerprint` is a hash of the text that they were drawn
+    from.
     """
 
     risk: tuple[TokenSequence, ...]
@@ -89,9 +91,9 @@ class Inputs:
         other_source: Whether the held-out text comes from another source.
         team: The processes that share the work.
         pace: What steps take, None where nobody asked.
-        states: By length and place, what exact attention makes of the windows of a sequence that plans are compared
-            on, in the host's memory: the searches for several budgets share it.
-        haystacks: Likewise a haystack of the sequence, and which needles exact attention finds.
+        states: By sequence and seed, what exact attention makes of its windows, in the host's memory: all plans that
+            are compared on it share that.
+        haystacks: By length and place, a haystack of the sequence, and which needles exact attention finds.
     """
 
     subject: Subject
@@ -103,7 +105,7 @@ class Inputs:
     other_source: bool = False
     team: team.Team = field(default_factory=team.present)
     pace: Pace | None = None
-    states: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    states: dict[tuple[TokenSequence, int | None], list[Tensor]] = field(default_factory=dict)
     haystacks: dict[tuple[int, int], tuple[needles.Haystack, tuple[bool, ...]]] = field(default_factory=dict)
 
     @property
@@ -137,6 +139,15 @@ class Inputs:
     def windows(self, sequence: TokenSequence, seed: int | None = None) -> list[TokenWindow]:
         """Returns the passes over a sequence; by the settings' seed where no other is given."""
         return self.scoring.windows(sequence.tokens, self.settings.seed if seed is None else seed)
+
+    def exact(self, sequence: TokenSequence, seed: int | None = None) -> list[tuple[TokenWindow, Tensor]]:
+        """Returns the passes over a sequence, and what exact attention makes of each, kept up to `STATES` bytes."""
+        passes, states = self.windows(sequence, seed), self.states.get((sequence, seed))
+        if states is None:
+            states = [self.arms.exact(one).cpu() for one in passes]
+            if sum(one.nbytes for kept in (*self.states.values(), states) for one in kept) <= STATES:
+                self.states[sequence, seed] = states
+        return list(zip(passes, states, strict=True))
 
     def haystack(self, sequence: TokenSequence, generator: torch.Generator) -> needles.Haystack:
         """Returns a sequence with needles, as many as the settings ask for and it can hold."""
@@ -207,15 +218,15 @@ def _draw(
     s: CalibrationSettings,
 ) -> windows.Sample:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
-    own, held = {"risk": s.sequences, "joint": s.joint}, {"held_out": s.held_out}
-    spare = s.most_held_out * (s.tries + s.bolder) - s.held_out
+    least = max(min(s.held_out, LEAST_HELD_OUT), 2 * len(verify_data or ()))
+    own, held, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
     if verify_data is None:
         sample = windows.draw(data, encode, length, {**own, **held}, s.seed, spare)
         return windows.Sample(sample.parts, f"{sample.fingerprint}:")
     if s.held_out < 2 * len(verify_data):
         raise ValueError(
             f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
-            f"{2 * len(verify_data)}: two of every source at the first look; raise it (--held-out)"
+            f"{2 * len(verify_data)}: two of every source; raise it (--held-out)"
         )
     first = windows.draw(data, encode, length, own, s.seed)
     second = windows.draw(verify_data, encode, length, held, s.seed, spare)
@@ -252,20 +263,22 @@ class Pace:
 
     def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
         """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
-        plan = sum(self.plan(s, size, dict.fromkeys(s.lengths, FIRST_LOOKS * s.held_out)).values())
+        searched = SEARCHED * (s.joint + min(s.haystacks, s.joint)) * sum(self.pair.values()) / 2
+        verified = sum(self.plan(s, size, CANDIDATES).values())
         return {
             "moments": sum(self.moments.values()),
             "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
             "prices": sum(self.prices.values()),
-            "plans": min(PLANS, s.tries + s.bolder) * plan + self.speed(s),
+            "plans": searched / size + verified + self.speed(s),
         }
 
-    def plan(self, s: CalibrationSettings, size: int, sequences: Mapping[int, float]) -> dict[str, float]:
-        """Returns the seconds that a plan takes which is verified on so many held-out sequences of each length."""
-        searched = (s.joint + min(s.haystacks, s.joint)) * (1 + SEARCHED) / 2
-        looks = {f"verify {length}": (many + s.haystacks) * self.pair[length] for length, many in sequences.items()}
-        stages = {"joint": searched * sum(self.pair.values()), **looks}
-        return {stage: seconds / size for stage, seconds in stages.items()}
+    def plan(self, s: CalibrationSettings, size: int, candidates: int) -> dict[str, float]:
+        """Returns the seconds by length that so many candidates take on held-out text, for so many processes.
+
+        Exact attention reads the text once, and each of them once.
+        """
+        passes = (s.held_out * (1 + candidates) / 2 + s.haystacks * candidates) / size
+        return {f"verify {length}": passes * self.pair[length] for length in s.lengths}
 
     def speed(self, s: CalibrationSettings) -> float:
         """Returns the seconds that timing whole passes takes."""

@@ -1,10 +1,8 @@
-"""Verifies plans on held-out text: paired loss, KL, likeliest tokens, needles and activation rate.
-
-One plan is tested in looks at growing text, until it passes, is hopeless, or the text is used up.
-"""
+"""Judges plans by held-out text: paired loss, KL, likeliest tokens, needles and activation rate, in one judgement."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,11 +18,10 @@ from ..plans.bound_layer import BoundLayer
 from ..plans.limits import Gates, words
 from ..plans.plan import Verified
 from ..plans.wording import share
-from ..policy.aim import Observation
-from ..policy.sequential import hopeless, look_levels, look_sizes
-from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio, joined
+from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio, joined, student_quantile
 from .inputs import Inputs
-from .layers import Measurement, Picks, bound_layers
+from .layers import Measurement, bound_layers
+from .search import Way
 
 
 @dataclass
@@ -79,11 +76,6 @@ class Evidence:
         """Returns the mean KL, nats/token."""
         return float(np.concatenate(self.kl).mean())
 
-    def observed(self, kl: float) -> Observation:
-        """Returns these sequences as an observation of loss per KL; `kl` is that on calibration text, nats/token."""
-        deltas = np.array(self.sums) / np.array(self.tokens, dtype=np.float64)
-        return Observation(kl, deltas, tuple(self.sources))
-
 
 def gather(
     inputs: Inputs,
@@ -104,7 +96,7 @@ def gather(
 
     def scored(sequence: TokenSequence) -> TokenScores:
         inputs.refuse_late(together=False)
-        return joined([compare(arms, window, tap) for window in inputs.windows(sequence, seed)])
+        return joined([compare(arms, window, tap, exact) for window, exact in inputs.exact(sequence, seed)])
 
     for sequence, score in zip(sequences, inputs.team.work(sequences, scored), strict=True):
         evidence.add(sequence.document, score, sequence.source)
@@ -138,11 +130,11 @@ def judge(
     gates: Gates,
     *,
     confidence: float,
-    tries: int,
+    number: int,
     activation_share: tuple[float, float],
     predicted: float,
 ) -> Verified:
-    """Returns the verdict on the evidence; `confidence` is the bound's level, corrected for the number of tries."""
+    """Returns the verdict on the evidence of the `number`-th candidate; `confidence` is the bound's level."""
     worst, tokens = evidence.worst(confidence), sum(evidence.tokens)
     upper, mean, tail = worst.upper(confidence), evidence.mean_kl(), np.quantile(np.concatenate(evidence.kl), 0.999)
     top1 = evidence.agree / max(tokens, 1)
@@ -152,7 +144,7 @@ def judge(
         delta_nll=worst.mean,
         upper=upper,
         confidence=confidence,
-        tries=tries,
+        tries=number,
         documents=worst.clusters,
         tokens=tokens,
         kl=mean,
@@ -171,98 +163,96 @@ def judge(
     if reasons:
         return replace(found, sentence=f"failed: {'; '.join(reasons)}")
     gate, used = gates.nearest(upper, mean, top1)
-    nearest = f"{words(found, gates.budget)}; nearest to its limit: {gate}, at {share(used)}"
+    nearest = f"{words(found, gates)}; nearest to its limit: {gate}, at {share(used)}"
     return replace(found, passed=True, sentence=nearest)
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """The verdicts of held-out text on a plan, and its evidence, both by length.
+    """The verdicts on a candidate by length: of the plan `alone`, and over its cache's format (`coded`).
 
-    Lengths after one that failed were not tested. `lost` says whether a limit other than that of the loss failed.
+    After one that failed nothing more was tested. `loss` is the loss difference that the last bound is of.
     """
 
-    verdicts: Mapping[int, Verified]
-    evidence: Mapping[int, Evidence]
-    lost: bool = False
+    alone: Mapping[int, Verified]
+    coded: Mapping[int, Verified]
+    loss: Ratio
+
+    @property
+    def verdicts(self) -> tuple[Verified, ...]:
+        """All verdicts."""
+        return *self.alone.values(), *self.coded.values()
 
     @property
     def passed(self) -> bool:
-        """Whether every length passed."""
-        return all(verdict.passed for verdict in self.verdicts.values())
+        """Whether every one passed."""
+        return all(verdict.passed for verdict in self.verdicts)
 
     @property
     def worst(self) -> Verified:
         """The verdict that failed, or the one with the largest bound."""
-        return max(self.verdicts.values(), key=lambda verdict: (not verdict.passed, verdict.upper))
+        return worst(self.verdicts)
+
+    def remedy(self, gates: Gates) -> str:
+        """Returns in words what would change the verdict of a proof that failed."""
+        failed, loss = self.worst, self.loss
+        others = gates.failures(0.0, failed.kl, failed.top1, *failed.compared)
+        if others or loss.mean >= gates.budget or loss.error is None:
+            return "more held-out text would not change that; a larger budget, or shorter --lengths, may"
+        quantile = student_quantile(failed.confidence, loss.clusters - 1)
+        more = math.ceil((quantile * loss.error / (gates.budget - loss.mean)) ** 2)
+        return (
+            f"about {more:,} times as much held-out text would change that: its mean is within the budget (--held-out)"
+        )
 
 
-@dataclass(frozen=True)
-class Test:
-    """How a plan is tested, as the `number`-th, over a cache of the format `stored`.
+def worst(verdicts: Iterable[Verified]) -> Verified:
+    """Returns the verdict that failed, or the one with the largest bound."""
+    return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.upper))
 
-    `level` is the error rate of all looks at one length: a plan must pass at every one. KL is predicted in nats/token.
+
+def prove(measurement: Measurement, way: Way, predicted: Mapping[int, float], gates: Gates, number: int) -> Proof:
+    """Returns the verdicts of all held-out text on the `number`-th candidate, at the full level.
+
+    It must pass at every length, alone and over its cache's format, so each is tested at the full level (an
+    intersection-union test). KL is predicted by length, nats/token.
     """
-
-    gates: Gates
-    level: float
-    number: int
-    predicted: Mapping[int, float]
-    stored: str = "model"
-
-
-def prove(measurement: Measurement, picks: Picks, shards: Mapping[int, Sequence[TokenSequence]], test: Test) -> Proof:
-    """Returns the verdicts on an allocation.
-
-    `shards` are held-out sequences by length that were not used before, as many as the last look needs.
-    """
-    verdicts: dict[int, Verified] = {}
-    gathered: dict[int, Evidence] = {}
-    by_layer = bound_layers(measurement, picks)
-    for length, shard in shards.items():
-        verdicts[length], gathered[length], lost = _length(measurement, by_layer, length, shard, test)
-        if not verdicts[length].passed:
-            break
-    return Proof(verdicts, gathered, lost)
+    s = measurement.inputs.settings
+    bound, alone, coded = bound_layers(measurement, way.allocation.picks), dict[int, Verified](), dict[int, Verified]()
+    for stored, verdicts in (("model", alone), (way.stored, coded)):
+        if stored == "model" and (verdicts is coded or not bound):
+            continue
+        for length in s.lengths:
+            evidence = _evidence(measurement, bound, length, stored)
+            share = activation(bound, len(measurement.layers.units), length, measurement.inputs.scoring.causal)
+            verdicts[length] = judge(
+                evidence,
+                gates,
+                confidence=1.0 - s.alpha,
+                number=number,
+                activation_share=share,
+                predicted=predicted[length],
+            )
+            if not verdicts[length].passed:
+                return Proof(alone, coded, evidence.worst(1.0 - s.alpha))
+    return Proof(alone, coded, evidence.worst(1.0 - s.alpha))
 
 
-def _length(
-    measurement: Measurement,
-    by_layer: Mapping[int, BoundLayer],
-    length: int,
-    shard: Sequence[TokenSequence],
-    test: Test,
-) -> tuple[Verified, Evidence, bool]:
+def _evidence(measurement: Measurement, bound: Mapping[int, BoundLayer], length: int, stored: str) -> Evidence:
     inputs = measurement.inputs
-    s, tap = inputs.settings, stored_tap(by_layer, test.stored)
-    sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
-    levels = look_levels(test.level, sizes)
-    haystacks = s.haystacks if inputs.scoring.generates else 0
-    total, evidence = sizes[-1] + haystacks, Evidence(apart=inputs.other_source)
-    share = activation(by_layer, len(measurement.layers.units), length, inputs.scoring.causal)
+    inputs.refuse_late()
+    held_out = inputs.samples[length].held_out
+    haystacks = inputs.settings.haystacks if inputs.scoring.generates else 0
+    total = len(held_out) + haystacks
 
     def step(done: int) -> None:
-        inputs.run.progress(f"verify {length}", min(done, total), total)
+        inputs.run.progress(f"verify {length}", done, total)
 
-    for start, size, level in zip([0, *sizes], sizes, levels, strict=False):
-        inputs.refuse_late()
-        step(start)
-        evidence = gather(
-            inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if start else haystacks, step
-        )
-        verdict = judge(
-            evidence,
-            test.gates,
-            confidence=1.0 - level,
-            tries=test.number,
-            activation_share=share,
-            predicted=test.predicted[length],
-        )
-        # what fails whatever the budget will not pass a later look
-        lost = test.gates.beside_the_loss(verdict.top1, *compared(evidence.needles))
-        if lost and size < sizes[-1]:  # an early look's bound is of a level so high that it says nothing of the loss
-            verdict = replace(verdict, sentence=f"failed: {'; '.join(lost)}")
-        if verdict.passed or lost or hopeless(evidence.ratio(), test.gates.budget, sizes, size, levels[-1]):
-            break
+    step(0)
+    # one seed: masked positions and needles are the same for all candidates, as the text is
+    found = gather(
+        inputs, stored_tap(bound, stored), held_out, Evidence(apart=inputs.other_source), inputs.settings.seed + 1,
+        haystacks, step,
+    )  # fmt: skip
     step(total)
-    return verdict, evidence, bool(lost)
+    return found

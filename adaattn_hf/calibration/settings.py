@@ -15,8 +15,8 @@ from ..plans.plan import Plan
 from ..policy.candidates import FAMILIES
 
 _OF_THE_PROOF = (
-    "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "top1", "needles_lost",
-    "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch", "captured",
+    "budget", "held_out", "haystacks", "top1", "max_kl", "needles_lost", "alpha", "minutes", "rounds", "optimize",
+    "kv_bytes", "batch", "captured",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""
 
@@ -31,8 +31,9 @@ class Judged:
     seed: int = 0
     sequences: int = 4
     joint: int = 3
-    most_held_out: int = 36
+    held_out: int = 24
     top1: float = 0.0
+    max_kl: float | None = None
     needles_lost: float | None = None
 
 
@@ -45,7 +46,7 @@ class CalibrationSettings(Judged):
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
         windows: Windows to consider.
-        alpha: Significance level of the tests of all plans together.
+        alpha: Significance level of the sequence of candidates, and of each of them.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
     """
 
@@ -53,9 +54,6 @@ class CalibrationSettings(Judged):
     lengths: tuple[int, ...] = (4096,)
     rows: int = 256
     labels: int = 2
-    held_out: int = 12
-    tries: int = 3
-    bolder: int = 2
     haystacks: int = 4
     needles: int = 16
     families: tuple[str, ...] = FAMILIES
@@ -70,8 +68,7 @@ class CalibrationSettings(Judged):
     kv_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "most_held_out", max(self.most_held_out, self.held_out))
-        counted = ("sequences", "rows", "labels", "joint", "tries", "needles", "batch")
+        counted = ("sequences", "rows", "labels", "joint", "needles", "batch")
         lengths, kv_bytes, lost = self.lengths, self.kv_bytes, self.needles_lost
         rising = bool(lengths) and list(lengths) == sorted(set(lengths)) and lengths[0] >= 32
         keeps_less = not self.with_cache or "window" in self.families
@@ -89,7 +86,7 @@ class CalibrationSettings(Judged):
              "window among them: only heads with windows keep less in a cache, so add it, or leave optimize and "
              "kv_bytes out", ",".join(self.families)),
             ("minutes", self.minutes is None or self.minutes > 0.0, "a time above 0, or None for no end"),
-            ("bolder", self.bolder >= 0, "a number of plans, 0 for none"),
+            ("max_kl", self.max_kl is None or self.max_kl > 0.0, "a KL above 0 nats/token, or None for the budget's"),
             ("top1", 0.0 <= self.top1 < 1.0, "a share of the tokens below 1, such as 0.99"),
             ("needles_lost", lost is None or 0.0 <= lost <= LOST, f"a share of at most {LOST}, such as 0.02"),
             ("alpha", 0.0 < self.alpha <= 1.0 - LEVEL, "an error rate above 0 and of at most 0.05"),

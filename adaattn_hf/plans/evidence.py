@@ -69,8 +69,8 @@ class Verified:
         passed: Whether every gate was passed.
         delta_nll: Mean paired difference plan - stock, nats/token.
         upper: Its one-sided upper confidence bound, clustered by document.
-        confidence: Level of the bound, corrected for the number of tries.
-        tries: How many plans had been verified, including this one.
+        confidence: Level of the bound; in older files that of all plans that might fail, shared among them.
+        tries: How many plans the text had judged, including this one.
         documents: Held-out documents that the bound tells apart, or stretches of text where there are too few; of the
             source with the largest bound.
         tokens: Scored tokens.

@@ -46,6 +46,7 @@ class Gates:
             fails only where chance does not explain it.
         rounding: Mean KL between two stock implementations in the model's dtype, nats/token.
         by_chance: Whether needles that chance may have lost are forgiven though the user set a limit.
+        max_kl: Largest mean KL beyond what rounding adds, nats/token, where the user wants less than the budget.
     """
 
     budget: float
@@ -53,6 +54,7 @@ class Gates:
     needles: float | None = None
     rounding: float = 0.0
     by_chance: bool = False
+    max_kl: float | None = None
 
     @classmethod
     def loosest(cls, budget: float, dtype: str) -> Gates:
@@ -71,7 +73,7 @@ class Gates:
     @property
     def most_kl(self) -> float:
         """Largest mean KL, nats/token."""
-        return self.budget + self.rounding
+        return min(self.budget, self.max_kl or self.budget) + self.rounding
 
     @property
     def least_top1(self) -> float:
@@ -144,12 +146,13 @@ def most_rounding(dtype: str) -> float:
     return ROUNDING_IN_HALF if dtype in ("bfloat16", "float16") else ROUNDING
 
 
-def words(proof: Verified, budget: float) -> str:
-    """Returns the figures of a verdict that passed, and the budget in nats/token that they keep, for a reader."""
+def words(proof: Verified, gates: Gates) -> str:
+    """Returns the figures of a verdict that passed, and the limits on loss and KL that they keep, for a reader."""
     return (
         f"passed: perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed "
-        f"{wording.allowed(budget)} (Δnll {signed_nats(proof.delta_nll)}, at most {signed_nats(proof.upper)} at "
-        f"{share(proof.confidence, 2)}, budget {in_nats(budget)} nats/token)"
+        f"{wording.allowed(gates.budget)} (Δnll {signed_nats(proof.delta_nll)}, at most {signed_nats(proof.upper)} at "
+        f"{share(proof.confidence, 2)}, budget {in_nats(gates.budget)} nats/token; mean KL {in_nats(proof.kl)}, "
+        f"allowed {in_nats(gates.most_kl)})"
     )
 
 
@@ -177,4 +180,8 @@ def verdict_of(plan: Plan) -> str:
     reason = unproven(plan)
     if reason is not None:
         return f"not verified: the plan {reason}"
-    return "every layer is exact" if plan.verified is None else words(plan.verified, plan.budget)
+    return (
+        "every layer is exact"
+        if plan.verified is None
+        else words(plan.verified, Gates.loosest(plan.budget, plan.dtype))
+    )

@@ -30,7 +30,7 @@ LEFT_OUT = {
 """What differs from run to run, from version to version or from directory to directory."""
 CLOSE, LEAST = 1e-2, 1e-5
 """How far numbers of another machine may be, as a share and in nats. Another sample of the text moves them further."""
-SIZE = "--sequences 2 --joint 2 --rows 16 --labels 1 --held-out 4 --most-held-out 8 --tries 2 --bolder 1"
+SIZE = "--sequences 2 --joint 2 --rows 16 --labels 1 --held-out 8"
 CALIBRATIONS = {
     "gpt2": ["--lengths", "160,320", "--budget", "3%"],
     "llama": ["--lengths", "320", "--budget", "5%", "--optimize", "memory"],
@@ -94,7 +94,7 @@ def measured(name: str, directory: Path) -> dict[str, Any]:
     own: list[object] = ["--data", directory / "own.jsonl", "--verify-data", news, "--output-dir", plan]
     own += ["--prices", HERE / "prices.json", *SIZE.split(), *CALIBRATIONS[name]]
     found = {"calibrate": said("calibrate", model, *own)}
-    found["verify"] = said("verify", model, "--plan", plan, "--data", news, "--most-held-out", 8, code=(0, 1))
+    found["verify"] = said("verify", model, "--plan", plan, "--data", news, "--held-out", 8, code=(0, 1))
     how: list[object] = [*EVALUATIONS[name], "--plan", plan, "--output-dir"]
     found["eval"] = said("eval", model, "--data", news, *how, directory / "pages")
     how = ["--context", 96, "--plan", plan, "--output-dir", directory / "lastword"]

@@ -244,8 +244,8 @@ def test_calibrating_a_model_on_two_devices(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     text, found = random_words(tmp_path / "text.txt"), []
     settings = CalibrationSettings(
-        budget=0.2, lengths=(192,), sequences=2, rows=48, labels=2, held_out=4, most_held_out=8, tries=1, needles=2,
-        haystacks=1, bolder=0, windows=(32, 64),
+        budget=0.2, lengths=(192,), sequences=2, rows=48, labels=2, held_out=8, needles=2, haystacks=1,
+        windows=(32, 64),
     )  # fmt: skip
     for device in ("auto", SECOND):
         model = placed(lettered_llama(layers=4), device)

@@ -14,21 +14,20 @@ import adaattn_hf
 from adaattn_cli.pictures.grid import notes
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.attention.listeners import listening, tapping
-from adaattn_hf.calibration.calibrate import Campaign, choose_and_verify, searched
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.ladder import Ladder, ladder
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
-from adaattn_hf.calibration.proof import prove
-from adaattn_hf.calibration.search import TOLERANCE, seek, solve
+from adaattn_hf.calibration.search import JointPasses, roundings, solve
 from adaattn_hf.calibration.settings import Calibration
-from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.eval.arms import FIRST, stored_tap
 from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates
-from adaattn_hf.plans.plan import Plan, PlanError, Verified
+from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
@@ -121,19 +120,7 @@ def test_what_no_format_reaches_and_what_the_budget_forbids_is_refused(measured:
     assert "0.01x of the bytes is not reached by any format" in result.sentence
     tight = found(measured, budget=1e-6, kv_bytes=0.2)
     assert not tight.met
-    assert "allows no format that takes 0.2x of the bytes" in tight.sentence
-
-
-def test_text_that_is_used_up_proves_no_format_and_leaves_windows(measured: Measurement) -> None:
-    s, exact = measured.inputs.settings, np.zeros(4, dtype=np.int64)
-    windows = exact + [choice.label for choice in measured.layers.candidates.choices].index("w32+16")
-    used = len(measured.inputs.samples[s.lengths[-1]].held_out)
-    kept, words = choose_storage(measured, windows, Gates(s.budget), 0.05, used, {})
-    assert kept is not None
-    assert (kept["stored"], kept["streaming"], kept["verified"]) == ("model", True, None)
-    assert kept["share"] == pytest.approx(48 / s.lengths[-1])
-    assert "int8 with streaming heads (0.06x of the bytes) is not verified" in words
-    assert choose_storage(measured, exact, Gates(s.budget), 0.05, used, {})[0] is None
+    assert "0.2x of the bytes is not reached" in tight.sentence
 
 
 def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, text: list[Path]) -> None:
@@ -179,79 +166,47 @@ def flat(*labels: str) -> PriceTable:
     return price_table(MEMORY.lengths[0], dict.fromkeys(("exact", *labels), 1.0))
 
 
-def campaign(measured: Measurement, **changes: Any) -> Campaign:
+def steps(measured: Measurement, **changes: Any) -> Ladder:
     inputs = measured.inputs.with_settings(replace(MEMORY, **changes))
-    return Campaign(replace(measured, inputs=inputs), stock_distance(inputs))
+    stock, own = stock_distance(inputs), replace(measured, inputs=inputs)
+    passes = JointPasses(own, stock.kl)
+    return ladder(passes, roundings(passes), Gates(inputs.settings.budget, rounding=stock.kl), stock, [])
 
 
-def ended(measured: Measurement, **changes: Any) -> Calibration:
-    last, state = searched(campaign(measured, **changes))
-    return last.result(state)
-
-
-def test_windows_are_sought_beside_the_format_of_the_smallest_cache(measured: Measurement) -> None:
-    (tight, state), wide = searched(campaign(measured, budget=1.5e-3)), campaign(measured)
-    result, wide = tight.result(state), wide.with_format(wide.start())
-    costs = {one.stored: one.kl[MEMORY.lengths[0]] for one in tight.roundings}
+def test_candidates_are_the_smallest_caches_within_their_share_whatever_their_format(measured: Measurement) -> None:
+    length = MEMORY.lengths[0]
+    costs = {one.stored: one.kl[length] for one in roundings(JointPasses(measured))}
     assert costs["k8v4"] > 1.5e-3 > costs["int8"] > 0
-    assert tight.format is not None
-    assert wide.format is not None
-    assert (tight.format.stored, wide.format.stored) == ("int8", "k8v4")
-    # without windows the format is proved alone, and the one that cannot pass costs no text
-    assert result.plan.protocol["cache"]["stored"] == "int8"
-    assert result.plan.protocol["cache"]["verified"]["upper"] <= 1.5e-3
-    assert tight.aim(state, 8).beside == tight.format.kl
-    asked = campaign(measured, kv_bytes=0.9)
-    assert asked.with_format(asked.start()).format is None  # numbers reach it
+    tight, wide = steps(measured, budget=1.5e-3).candidates, steps(measured).candidates
+    assert {one.way.stored for one in tight} <= {"model", "int8"}
+    assert wide[-1].way.stored == "k8v4"
+    for many in (tight, wide):
+        shares = [one.way.cost for one in many]
+        assert shares == sorted(set(shares), reverse=True), "by bytes"
+        for one in many:
+            assert one.added(length) >= costs.get(one.way.stored, 0.0)
+    (asked,) = steps(measured, kv_bytes=0.9).candidates
+    assert asked.way.stored == "model", "numbers reach it, and no more is asked for"
+    result = found(measured, budget=1.5e-3)
+    assert result.plan.protocol["cache"]["stored"] == tight[-1].way.stored
 
 
-def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
+def test_a_format_that_held_out_text_refuses_ends_the_sequence(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A format that held-out text says more of than calibration text did is not kept; what was proved alone is."""
+    """A plan is judged alone and over its cache, on the same text; where codes fail, the last that passed is kept."""
 
     def worse(bound_layers: Any, stored: str) -> Any:
         tap = stored_tap(bound_layers, stored)
         return tap if stored == "model" else lambda module, call: -3.0 * tap(module, call)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
-    result = ended(measured)
-    assert result.met
-    assert result.plan.verified is not None
-    assert result.plan.verified.passed
-    cache = result.plan.protocol["cache"]
-    assert (cache["stored"], cache["streaming"], cache["verified"]) == ("model", True, None)
-    assert "k8v4 with streaming heads" in result.sentence
-    assert "beside the plan failed: the perplexity may rise by" in result.sentence
-    assert "int8 with streaming heads" in result.sentence
-    assert "windows were sought beside k8v4" in result.sentence
-
-
-def test_windows_that_fail_are_halved_and_not_given_up(measured: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failure says of the loss may leave nothing beside the format's own; codes alone are the last resort."""
-    sought: list[float] = []
-
-    def seen(*words: Any) -> Any:
-        found, *more = seek(*words)
-        sought.append(0.0 if found is None else found.joint[MEMORY.lengths[0]].added)
-        return found, *more
-
-    def dear(*words: Any) -> Any:
-        proof = prove(*words)
-        if len(sought) > 1:
-            return proof
-        evidence = {length: replace(one, sums=[1.0 * n for n in one.tokens]) for length, one in proof.evidence.items()}
-        return replace(proof, evidence=evidence, verdicts={n: failed(one) for n, one in proof.verdicts.items()})
-
-    def failed(verdict: Verified) -> Verified:
-        return replace(verdict, passed=False, upper=1.0, sentence="failed: the test says so")
-
-    monkeypatch.setattr("adaattn_hf.calibration.calibrate.prove", dear)
-    monkeypatch.setattr("adaattn_hf.calibration.calibrate.seek", seen)
-    result = ended(measured)
-    assert 0.25 * sought[0] < sought[1] <= 0.5 * sought[0] * (1 + TOLERANCE), sought
-    assert result.met
-    assert result.plan.protocol["cache"]["streaming"]
+    first = next(at for at, one in enumerate(steps(measured).candidates) if one.way.stored != "model")
+    result = found(measured)
+    judged = [step for step in result.report["history"] if "verified" in step]
+    assert [step["verified"]["passed"] for step in judged] == [True] * first + [False]
+    assert result.met == (first > 0)
+    assert "predictions differ too much" in judged[-1]["verified"]["sentence"]
 
 
 def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
@@ -263,24 +218,3 @@ def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
         replace(MEMORY, families=("rank", "bf16"))
     with pytest.raises(ValueError, match=r"kv_bytes is 1\.4"):
         replace(MEMORY, kv_bytes=1.4)
-
-
-def test_formats_that_are_tested_when_every_plan_has_failed_spend_what_is_left(
-    measured: Measurement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three plans at a third of the level each, and a format at the whole of it, erred twice as often as was said."""
-    levels: list[float] = []
-
-    def fails(*args: Any) -> Any:
-        proof = prove(*args)
-        levels.append(args[3].level)
-        verdicts = {length: replace(one, passed=False) for length, one in proof.verdicts.items()}
-        return replace(proof, verdicts=verdicts)
-
-    monkeypatch.setattr("adaattn_hf.calibration.calibrate.prove", fails)
-    monkeypatch.setattr("adaattn_hf.calibration.storage.prove", fails)
-    result = ended(measured)
-    assert not result.met
-    plans = measured.inputs.settings.tries
-    assert len(levels) > plans, "formats were tested, too"
-    assert sum(levels) <= measured.inputs.settings.alpha * (1 + 1e-9)

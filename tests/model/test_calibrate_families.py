@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from adaattn_hf.calibration.inputs import OutOfTime
-from adaattn_hf.calibration.search import MOST_JOINT_STEPS
+from adaattn_hf.calibration.ladder import SHARES, TAMED
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import PriceTable
@@ -26,7 +26,7 @@ from ..support.calibration import calibrate, price_table
 LENGTH, OWN = 192, 48
 WINDOWS = {"w16+16": 0.3, "w32+16": 0.4, "w64+16": 0.6}
 SETTINGS = CalibrationSettings(
-    lengths=(LENGTH,), sequences=1, rows=32, labels=1, joint=2, held_out=4, most_held_out=8, tries=2, bolder=1,
+    lengths=(LENGTH,), sequences=1, rows=32, labels=1, joint=2, held_out=8,
     haystacks=0, windows=(16, 32, 64), families=("window", "bf16"),
 )  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_a_search_decides_and_its_plan_changes_something(family: str, budget: fl
     settings = replace(SETTINGS, budget=budget)
     result = found(family, text, settings)
     steps = [entry for entry in result.report["history"] if "measured" in entry]
-    assert len(steps) <= MOST_JOINT_STEPS * (settings.tries + settings.bolder)
+    assert len(steps) <= TAMED * (1 + len(SHARES))
     chosen = [(layer.layer, choice) for layer in result.plan.layers for choice in layer.choices]
     if budget < 1e-6:
         assert not result.met

@@ -179,7 +179,7 @@ Claim = tuple[Path, Plan, dict[str, Any]]
 
 def judged(text: Path, plan: Plan, place: Path, *words: str) -> dict[str, Any]:
     (place / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
-    say = ("--plan", place, "--data", text, "--most-held-out", "4", "--quiet", "--json", *words)
+    say = ("--plan", place, "--data", text, "--held-out", "4", "--quiet", "--json", *words)
     found: dict[str, Any] = json.loads(adaattn("verify", demo_model_path("llama"), *say, code=1).stdout)
     return found
 
@@ -200,7 +200,7 @@ def claim(tmp_path_factory: pytest.TempPathFactory) -> Claim:
     [
         *({"verified": replace(PROVEN, **edit)} for edit, _ in EDITS), {"verified": None},
         {"protocol": {"gates": {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0}}},
-        {"protocol": {"settings": {"alpha": 0.5, "most_held_out": 2, "haystacks": 0, "tries": 9, "another": "one"}}},
+        {"protocol": {"settings": {"alpha": 0.5, "held_out": 2, "haystacks": 0, "another": "one"}}},
         {"protocol": {"settings": {"sequences": 30, "joint": 9}, "machine": "x" * 100_000}},
         {"protocol": {"scoring": {"mask_share": 0.9, "maskings": 1}}}, {"verified": replace(PROVEN, tries=9)},
         {"seed": 7}, {"data_fingerprint": "ab" * 32}, {"attention_layers": ()},

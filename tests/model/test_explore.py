@@ -13,9 +13,8 @@ from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.layers import Measurement, picks_of
 from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.search import solve
+from adaattn_hf.calibration.search import solve, storages
 from adaattn_hf.calibration.settings import Calibration
-from adaattn_hf.calibration.storage import storages
 from adaattn_hf.policy.table import SolverTable
 from adaattn_hf.presets import load_preset
 
@@ -63,9 +62,8 @@ def test_every_plan_of_the_page_is_the_solvers(made: tuple[Measurement, Calibrat
     assert own["proof"]["upper"] == result.plan.verified.upper  # type: ignore[union-attr]
     assert own["loss"] == pytest.approx(result.plan.predicted_loss, rel=1e-3)
     assert own["loss"] == pytest.approx(sum(own["risk"]), rel=1e-3)
-    every = storages(measurement, np.array(own["picks"]))
-    (storage,) = [one for one in every if one.stored == "model"]
-    assert own["memory"] == pytest.approx(storage.share, rel=1e-3)
+    share = storages(measurement, np.array(own["picks"]))["model"].share
+    assert own["memory"] == pytest.approx(share, rel=1e-3)
     assert data["stops"][0]["memory"] == 1.0 > data["stops"][-1]["memory"]
     losses = [stop["loss"] for stop in data["stops"]]
     assert losses == sorted(losses)

@@ -81,7 +81,7 @@ def result(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
     path = random_words(tmp_path_factory.mktemp("text") / "book.txt")
     row = {"exact": 1.0, "bf16": 2.0, "e128": 0.5, "e128 bf16": 2.0, "e160": 0.6, "e160 bf16": 2.0}
     settings = CalibrationSettings(
-        budget=2e-2, lengths=(LENGTH,), sequences=2, rows=32, labels=1, held_out=4, tries=2, needles=2,
+        budget=2e-2, lengths=(LENGTH,), sequences=2, rows=32, labels=1, held_out=4, needles=2,
         families=("every_second", "bf16"),
     )  # fmt: skip
     return calibrate(model, encode, [path], settings, prices=price_table(LENGTH, row))

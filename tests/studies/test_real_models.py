@@ -16,7 +16,7 @@ from ..support.calibration import price_table
 
 LENGTH = 192
 SETTINGS: dict[str, Any] = {
-    "sequences": 1, "rows": 32, "labels": 1, "joint": 2, "held_out": 3, "tries": 2, "haystacks": 0, "windows": (64,),
+    "sequences": 1, "rows": 32, "labels": 1, "joint": 2, "held_out": 3, "haystacks": 0, "windows": (64,),
     "families": ("window",),
 }  # fmt: skip
 
@@ -82,8 +82,7 @@ def test_attention_is_timed_layer_by_layer(study: real_models.Study, monkeypatch
 def test_devices_share_no_table_and_random_weights_have_no_losses(study: real_models.Study, tmp_path: Path) -> None:
     random = real_models.opened("tiny", tmp_path / "texts", tmp_path / "out", "cpu", 2, PRICES)
     assert max(random.encode("text")) < random.model.config.vocab_size
-    settings = {**SETTINGS, "tries": 1}
-    file = real_models.rows_of(random, LENGTH, ["60%"], 0, **settings)[0]
+    file = real_models.rows_of(random, LENGTH, ["60%"], 0, **SETTINGS)[0]
     row = json.loads(file.read_text())
     assert "third" not in row
     other = tmp_path / "out" / "NVIDIA-H100" / "rows" / file.name

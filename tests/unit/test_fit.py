@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from adaattn_cli.fit import FEWEST, LENGTHS, count_tokens, fit_to_text
+from adaattn_cli.fit import LENGTHS, count_tokens, fit_to_text
 from adaattn_cli.job import Job, job_of
 from adaattn_cli.on_text import Calibrate
 from adaattn_cli.options import share
+from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings
 
-SETTINGS = CalibrationSettings(sequences=4, joint=3, held_out=12, most_held_out=36)
+SETTINGS = CalibrationSettings(sequences=4, joint=3, held_out=24)
 OWN = SETTINGS.sequences + SETTINGS.joint
 
 
@@ -45,31 +46,25 @@ def test_counting_stops_where_it_is_enough(book: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "held", "plans"),
-    [(512, 12, 2), (512, 12, 1), (512, FEWEST, 1)],
-    ids=["two plans", "one plan", "fewer held out"],
+    "held", [24, 12, LEAST_HELD_OUT], ids=["as many as are asked for", "half as many", "as few as will do"]
 )
-def test_the_longest_length_that_the_text_can_prove_is_taken(book: Path, length: int, held: int, plans: int) -> None:
-    """A text that just fills a length at some number of plans takes the longest length with as many."""
-    tokens = math.ceil((OWN + plans * held) * length / 100) * 100
+def test_the_longest_length_that_the_text_can_prove_is_taken(book: Path, held: int) -> None:
+    """A text that just fills a length with so many held-out sequences takes the longest length with as many."""
+    tokens = math.ceil((OWN + held) * 512 / 100) * 100
     fitted, sentence = fit_to_text(SETTINGS, encode, [text(book, tokens)], None, None)
     room = tokens // fitted.lengths[0] - OWN
-    assert room >= (2 * 12 if fitted.held_out == 12 else FEWEST)
+    assert room >= 24, "a shorter length holds as many as are asked for"
     longer = [one for one in LENGTHS if one > fitted.lengths[0]]
-    assert all(tokens // one - OWN < 2 * 12 for one in longer)
-    assert sentence.startswith(
-        f"text: {OWN} sequences of {fitted.lengths[0]:,} tokens to choose the plan, {fitted.held_out}"
-    )
-    if plans == 2:
-        assert fitted.lengths == (length,)
+    assert all(tokens // one - OWN < 24 for one in longer)
+    assert sentence == f"text: {OWN} sequences of {fitted.lengths[0]:,} tokens to choose the plan, 24 to verify it"
+    assert (fitted.lengths == (512,)) == (held == 24)
 
 
 def test_a_short_text_makes_do_with_fewer_held_out_sequences(book: Path) -> None:
-    tokens = (OWN + FEWEST) * LENGTHS[-1] // 100 * 100 + 100
+    tokens = (OWN + LEAST_HELD_OUT) * LENGTHS[-1] // 100 * 100 + 100
     fitted, sentence = fit_to_text(SETTINGS, encode, [text(book, tokens)], None, None)
     assert fitted.lengths == (LENGTHS[-1],)
-    assert fitted.held_out == FEWEST
-    assert sentence.endswith(f"choose the plan, {FEWEST} to verify it")
+    assert sentence.endswith(f"choose the plan, {LEAST_HELD_OUT} to verify it")
     with pytest.raises(ValueError, match=r"data: \d+ tokens of text, expected at least 1664 for sequences of 128"):
         fit_to_text(SETTINGS, encode, [text(book, tokens - 200)], None, None)
 
@@ -79,7 +74,7 @@ def test_held_out_text_of_its_own_leaves_the_other_to_choose_by(book: Path, tmp_
     data = text(book, OWN * 1024 + 100)
     fitted, sentence = fit_to_text(SETTINGS, encode, [data], [other], None)
     assert fitted.lengths == (1024,)
-    assert sentence.endswith("12 to 24 to verify it")
+    assert sentence.endswith("24 to verify it")
     alone, _ = fit_to_text(SETTINGS, encode, [data], None, None)
     assert alone.lengths[0] < 1024
     with pytest.raises(ValueError, match="and 100 held out"):
@@ -109,10 +104,6 @@ def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> No
     assert (own.data, own.verify_data, own.settings.budget) == ((tmp_path,), (tmp_path,), 2e-3)
     with pytest.raises(ValueError, match="data is absent"):
         job("m")
-
-
-def test_the_last_look_has_no_fewer_sequences_than_the_first() -> None:
-    assert CalibrationSettings(held_out=50).most_held_out == 50
 
 
 @pytest.mark.parametrize(("text", "value"), [("99%", 0.99), (" 0.99 ", 0.99), ("0.4x", 0.4)])

@@ -13,7 +13,7 @@ from ..support.command import leaves, options_of
 
 MODEL, TEXT = str(demo_model_path("llama")), str(pages_path("calibration"))
 FEW = "--sequences 2 --held-out 4 --families window,bf16 --device cpu"
-CALIBRATED = f"{FEW} --lengths 128 --rows 32 --labels 1 --joint 2 --most-held-out 4 --tries 1 --bolder 0"
+CALIBRATED = f"{FEW} --lengths 128 --rows 32 --labels 1 --joint 2"
 RUNS = {
     "eval": f"{MODEL} --data {TEXT} --limit-tokens 128 --context 64 --device cpu --output-dir out",
     "profile": f"{MODEL} --data {TEXT} --length 64 --sequences 1 --device cpu",

@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from adaattn_hf.calibration.search import REHEARSED
+from adaattn_hf.calibration.ladder import REHEARSED
 from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.aim import CAUTION, LossLaw, Observation
 from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable
-from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes
 from adaattn_hf.policy.silence import silenced
-from adaattn_hf.stats.paired import Ratio, clustered, clustered_ratio, student_quantile
+from adaattn_hf.stats.paired import clustered, clustered_ratio
 
 from ..support.choices import make_choice, precision_of
 
@@ -188,101 +185,12 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     assert offered(("window", "rank"), on_cuda=True) == ("window", "rank")
 
 
-def test_levels_of_looks_add_up_and_start_small() -> None:
-    assert look_sizes(12, 36) == [12, 24, 36]
-    assert look_sizes(4, 7) == [7]
-    assert look_sizes(12, 90) == [30, 60, 90]
-    levels = look_levels(0.05, [12, 24, 36])
-    assert sum(levels) == pytest.approx(0.05)
-    # O'Brien-Fleming: 2 - 2 Phi(1.96 / sqrt(1/3)) = 0.00069 at a third of the information
-    assert levels[0] == pytest.approx(0.00069, rel=0.01)
-    assert levels == sorted(levels)
-
-
-def test_hopeless_is_what_more_text_cannot_turn() -> None:
-    sizes = [12, 24, 36]
-    assert hopeless(Ratio(2e-3, 1e-4, 12, 1.0), 1e-3, sizes, 12, 0.05)
-    assert not hopeless(Ratio(9e-4, 1e-4, 12, 1.0), 1e-3, sizes, 12, 0.05)
-    assert not hopeless(Ratio(1.05e-3, 3e-4, 12, 1.0), 1e-3, sizes, 12, 0.05), "noise may have been against it"
-    assert not hopeless(Ratio(2e-3, 1e-4, 36, 1.0), 1e-3, sizes, 36, 0.05), "the last look decides by itself"
-    assert not hopeless(Ratio(2e-3, None, 1, 1.0), 1e-3, sizes, 12, 0.05)
-
-
-@pytest.mark.parametrize(("tries", "reserved", "left"), [(3, 0, 0.0), (2, 1, 0.02)])
-def test_failures_share_the_error_rate_with_what_is_tested_after_the_last(
-    tries: int, reserved: int, left: float
-) -> None:
-    attempts = Attempts(0.06, tries, 1, reserved=reserved)
-    assert attempts.level == pytest.approx(0.02)
-    assert attempts.left == 0.06
-    bolder = attempts.advanced()
-    assert bolder is not None
-    assert bolder.level == attempts.level
-    assert bolder.advanced() is None
-    failed = attempts
-    for _ in range(tries):
-        failed = failed.failed()
-    assert failed.exhausted
-    assert failed.advanced() is None
-    assert failed.left == pytest.approx(left)
-
-
-def bound_at(law: LossLaw, kl: float, sequences: int, level: float) -> float:
-    root = student_quantile(1.0 - level, sequences - 1) * law.spread / math.sqrt(sequences)
-    return (law.per_kl + CAUTION * law.per_kl_error) * kl + root * math.sqrt(kl + law.rounding)
-
-
-def test_the_law_of_the_loss_is_learned_and_turned_round() -> None:
-    random = np.random.default_rng(0)
-    guess = LossLaw.first_guess(4095)
-
-    def seen(kl: float, count: int, sources: tuple[str, ...] = ("a",)) -> Observation:
-        noise = 0.03 * math.sqrt(kl) * random.standard_normal(count)
-        return Observation(kl, 2.0 * kl + noise, tuple(sources[i % len(sources)] for i in range(count)))
-
-    law = guess.learned([seen(4e-4, 400)])
-    assert law.per_kl == pytest.approx(2.0, abs=0.2)
-    assert law.spread == pytest.approx(0.03, rel=0.15)
-    assert law.per_kl_error < 0.2 < guess.per_kl_error
-    assert guess.learned([seen(4e-4, 3)]).per_kl_error > 0.3, "three sequences say little"
-    for level in (0.05, 0.001):
-        kl = law.affordable(9e-4, 30, level)
-        assert bound_at(law, kl, 30, level) == pytest.approx(9e-4)
-    assert law.affordable(9e-4, 30, 0.05) > law.affordable(9e-4, 12, 0.05)
-    assert 12 <= law.shard(9e-4, 12, 36, 0.02) <= 36
-    assert law.shard(9e-2, 12, 36, 0.02) == 12, "a large budget needs little text"
-    assert guess.learned([]) == guess
-    assert LossLaw(-2.0, 0.1, 0.03).affordable(9e-4, 30, 0.05) > 1e-4
-
-
-def test_rounding_adds_to_the_spread_and_not_to_the_mean() -> None:
-    random = np.random.default_rng(0)
-    guess, kl = LossLaw.first_guess(4095, rounding=1e-3), 4e-4
-    noise = 0.03 * math.sqrt(kl + 1e-3) * random.standard_normal(900)
-    law = guess.learned([Observation(kl + 1e-3, 2.0 * kl + noise, ("a",) * 900)])
-    assert law.per_kl == pytest.approx(2.0, abs=0.3)
-    assert law.spread == pytest.approx(0.03, rel=0.1)
-    assert bound_at(law, law.affordable(9e-4, 60, 0.05), 60, 0.05) == pytest.approx(9e-4)
-    assert law.affordable(9e-4, 60, 0.05) < replace(law, rounding=0.0).affordable(9e-4, 60, 0.05)
-    assert law.affordable(1e-5, 60, 0.05) == 0.0, "its spread alone takes more"
-    assert LossLaw(-2.0, 0.1, 0.03, 1e-3).affordable(1e-5, 60, 0.05) == 0.0
-    assert guess.learned([Observation(9e-4, noise, ("a",) * 900)]) == guess, "no more than rounding"
-
-
 def test_the_mean_kl_may_exceed_the_budget_by_the_distance_of_stock_implementations() -> None:
     gates = Gates(1e-3, rounding=1.2e-3)
     assert not gates.failures(9e-4, 2.1e-3, 1.0, 0, 0, 0)
     assert "above 2.20e-3" in gates.failures(9e-4, 2.3e-3, 1.0, 0, 0, 0)[0]
     assert gates.failures(1.1e-3, 1e-3, 1.0, 0, 0, 0), "the loss itself may not"
     assert gates.with_flips(0.6, 0.0).top1 < Gates(1e-3).with_flips(0.6, 0.0).top1
-
-
-def test_sources_that_differ_widen_the_law() -> None:
-    kl = 4e-4
-    alike = Observation(kl, kl * np.array([1.0, 1.1, 0.9, 1.0]), ("a", "b", "a", "b"))
-    apart = Observation(kl, kl * np.array([0.2, 6.1, 0.1, 6.0]), ("a", "b", "a", "b"))
-    guess = LossLaw(1.0, 0.5, 0.003)
-    assert guess.learned([apart]).per_kl_error > 2.0 > guess.learned([alike]).per_kl_error
 
 
 def test_bound_covers_the_truth_at_its_level() -> None:

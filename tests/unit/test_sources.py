@@ -54,7 +54,7 @@ def test_held_out_sequences_take_turns_as_long_as_every_source_has_one(tmp_path:
         record = json.dumps({"text": "x" * 64}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(record * pages, encoding="utf-8")
     paths = [tmp_path / "long.jsonl", tmp_path / "short.jsonl"]
-    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=4, most_held_out=8)
+    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=8)
     sample = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
     long, short = map(str, paths)
     assert [one.source for one in sample.parts["held_out"]] == [long, short] * 3
@@ -81,7 +81,7 @@ def test_every_look_has_two_sequences_of_every_source(tmp_path: Path) -> None:
     paths = [random_letters(tmp_path / f"{name}.txt") for name in range(4)]
     for number, path in enumerate(paths):
         path.write_text(path.read_text(encoding="utf-8")[1500 * number :][:1400], encoding="utf-8")
-    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=5, most_held_out=8)
+    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=5)
     with pytest.raises(ValueError, match="held_out is 5 for 3 sources of verify_data, expected at least 6"):
         _draw(paths[:1], paths[1:], encode, 64, settings)
     inputs = open_inputs(lettered_llama(1), encode, paths[:1], replace(settings, held_out=6), verify_data=paths[1:])
@@ -128,7 +128,7 @@ def test_a_copy_under_another_name_proves_nothing(tmp_path: Path) -> None:
     book = random_letters(tmp_path / "book.txt")
     copied = tmp_path / "copied.txt"
     copied.write_bytes(book.read_bytes())
-    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=4, most_held_out=8)
+    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=8)
     with pytest.raises(ValueError, match="held-out sequences are copies"):
         open_inputs(lettered_llama(1), encode, [book], settings, verify_data=[copied])
 
@@ -136,7 +136,7 @@ def test_a_copy_under_another_name_proves_nothing(tmp_path: Path) -> None:
 def test_text_that_one_length_is_proved_on_was_not_used_for_another(tmp_path: Path) -> None:
     """All lengths read the same stretches: a sequence's place says what it is for, whatever its length."""
     book, lengths = random_letters(tmp_path / "book.txt"), (32, 48, 96)
-    settings = CalibrationSettings(lengths=lengths, sequences=2, joint=2, held_out=4, most_held_out=8, tries=2)
+    settings = CalibrationSettings(lengths=lengths, sequences=2, joint=2, held_out=8)
     samples = open_inputs(lettered_llama(1), encode, [book], settings).samples
     for use in ("risk", "joint", "held_out"):
         longest = [one.tokens for one in getattr(samples[lengths[-1]], use)]

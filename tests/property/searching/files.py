@@ -143,7 +143,7 @@ NEAR: tuple[Callable[[Any], Any], ...] = (
 """What a value may become beside something of another kind."""
 LAX: dict[str, Any] = {
     "gates": {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0},
-    "settings": {"alpha": 0.5, "most_held_out": 2, "haystacks": 0, "tries": 9, "top1": 0.0, "needles_lost": 1.0},
+    "settings": {"alpha": 0.5, "held_out": 2, "haystacks": 0, "top1": 0.0, "needles_lost": 1.0},
     "scoring": {"mask_share": 0.9, "maskings": 1}, "cache": {"stored": "model", "streaming": False},
 }  # fmt: skip
 """What a plan brings along for its judge."""
@@ -201,7 +201,7 @@ def verified(text: str) -> Any:
         place = Path(directory)
         (place / "text.txt").write_text("\n\n".join(heldout_pages()[:4]), encoding="utf-8")
         (place / "adaattn_plan.json").write_text(text, encoding="utf-8")
-        say = ("--plan", place, "--data", place / "text.txt", "--most-held-out", "2", "--quiet", "--json")
+        say = ("--plan", place, "--data", place / "text.txt", "--held-out", "2", "--quiet", "--json")
         done = adaattn("verify", demo_model_path("llama"), *say, code=(0, 1, 2))
         return {} if done.exit_code == 2 else json.loads(done.stdout)
 

@@ -1,0 +1,154 @@
+"""Fixes the candidates of a budget, from safe to bold, before a word of held-out text is read.
+
+Each is the cheapest allocation whose foretold KL is a share of what the budget allows. The KL of every one is measured
+on calibration text and re-scales the sums of risks that foretell the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..plans.limits import Gates
+from ..policy.knapsack import Array
+from .passes import StockDistance
+from .search import LEAST_KL, Joint, JointPasses, Rounding, Way, way_within
+
+SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
+"""Shares of the KL that the budget allows, for which plans are sought."""
+TAMED = 4
+"""Most plans that are measured for one share: one that loses needles is followed by one with less risk for them."""
+REHEARSED = 0.2
+"""Significance level of the sign test on needles lost in calibration text: a margin to that of the proof."""
+CLOSER = (0.25, 0.5)
+"""A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
+
+CHEAPER = 0.995
+"""A bolder candidate costs at most this share of the one before: what one head saves in a small model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan that held-out text may judge, with its cache, and by length its loss on calibration text.
+
+    `predicted` is by length its re-scaled risk before it was measured, nats/token, with the loss of the cache's format.
+    `alpha` `[lengths]` re-scales sums of risks to what was measured. `budget` is the one that it was proven for, None
+    if it is new.
+    """
+
+    way: Way
+    joint: Mapping[int, Joint]
+    predicted: Mapping[int, float]
+    alpha: Array
+    budget: float | None = None
+
+    @classmethod
+    def measured(cls, passes: JointPasses, way: Way, alpha: Array, budget: float | None = None) -> Candidate:
+        """Returns the candidate of a way, measured on calibration text; `alpha` is that of the one before."""
+        lengths, picks, risk = passes.measurement.inputs.settings.lengths, way.allocation.picks, way.allocation.risk
+        joint, beside = {length: passes.joint(picks, length) for length in lengths}, way.beside or {}
+        foretold = dict(zip(lengths, (risk * alpha).tolist(), strict=True))
+        visible = np.array([joint[length].visible for length in lengths])
+        # without any risk there is nothing to re-scale
+        scaled = np.divide(visible, risk, out=np.array(alpha), where=risk > 0.0)
+        return cls(way, joint, {n: kl + beside.get(n, 0.0) for n, kl in foretold.items()}, scaled, budget)
+
+    def added(self, length: int) -> float:
+        """Returns the KL that plan and format add to that of rounding, nats/token."""
+        return self.joint[length].added + (self.way.beside or {}).get(length, 0.0)
+
+    def forgets(self, gates: Gates) -> list[int]:
+        """Returns the lengths at which it loses too many needles in calibration text."""
+        return [length for length, one in self.joint.items() if gates.forgets(*one.needles, REHEARSED)]
+
+
+@dataclass(frozen=True, eq=False)
+class Ladder:
+    """Candidates from safe to bold, the limits that they are judged by, and whether some were left out for needles."""
+
+    candidates: tuple[Candidate, ...]
+    gates: Gates
+    forgetful: bool
+
+
+def ladder(
+    passes: JointPasses, formats: Sequence[Rounding], gates: Gates, stock: StockDistance, log: list[dict[str, Any]]
+) -> Ladder:
+    """Returns the candidates within the limits, each cheaper than those before; what was measured joins the log.
+
+    `formats` are those of a smaller cache, where one is wanted.
+    """
+    measurement = passes.measurement
+    inputs, s = measurement.inputs, measurement.inputs.settings
+    alpha, needles, flips, found = np.ones(len(s.lengths)), dict[int, float](), 0.0, list[Candidate]()
+    # the first share twice: what it teaches of the sums of risks places all others
+    for step, share in enumerate((SHARES[0], *SHARES)):
+        inputs.run.progress("joint", step, len(SHARES) + 1)
+        for _ in range(TAMED):
+            inputs.refuse_late()
+            limit = np.full(len(s.lengths), share * _room(gates, flips))
+            way = way_within(measurement, formats, limit, alpha, needles)
+            if way is None or any(way.same(one.way) for one in found):
+                break
+            one = Candidate.measured(passes, way, alpha)
+            found.append(one)
+            log.append(_noted(one, share))
+            alpha = one.alpha
+            flips = max([flips, *(j.flips / math.sqrt(j.kl) for j in one.joint.values() if j.kl > 0.0)])
+            if not (lost := one.forgets(gates)):
+                break
+            for length in lost:
+                needles[length] = min(_closer(gates, one.joint[length]), needles.get(length, math.inf))
+    inputs.run.progress("joint", len(SHARES) + 1, len(SHARES) + 1)
+    if flips:
+        gates = gates.with_flips(flips, stock.flips)
+    room = _room(gates, flips)
+    used = {one: max(map(one.added, s.lengths)) / room for one in found}
+    enough = [one for one in found if s.kv_bytes is None or one.way.cost <= s.kv_bytes]
+    kept = sorted((one for one in enough if used[one] <= 1.0 and not one.forgets(gates)), key=used.__getitem__)
+    forgetful = any(used[one] <= 1.0 and one.forgets(gates) for one in found)
+    # a share of the bytes that is asked for is reached by the safest, and less is not asked for
+    return Ladder(tuple(falling(kept if s.kv_bytes is None else kept[:1])), gates, forgetful)
+
+
+def falling(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns those that cost clearly less than each one before them, in the order given."""
+    kept: list[Candidate] = []
+    for one in candidates:
+        if not kept or one.way.cost < CHEAPER * kept[-1].way.cost:
+            kept.append(one)
+    return kept
+
+
+def _room(gates: Gates, flips: float) -> float:
+    """The KL that a plan may add to that of rounding, nats/token; flips are per square root of the KL, 0 if unknown."""
+    room = gates.most_kl - gates.rounding
+    if flips > 0.0:
+        room = min(room, ((1.0 - gates.least_top1) / flips) ** 2 - gates.rounding)
+    return max(room, LEAST_KL)
+
+
+def _closer(gates: Gates, joint: Joint) -> float:
+    """The risk for retrieval that the next plan may have, after one that lost too many needles."""
+    lost, won, found = joint.needles
+    return joint.risk * float(np.clip(gates.spared(found) / (lost - won), *CLOSER))
+
+
+def _noted(one: Candidate, share: float) -> dict[str, Any]:
+    """What is reported of a candidate on calibration text."""
+    joints = [*one.joint.values()]
+    return {
+        "share": share,
+        "cost": one.way.cost,
+        "stored": one.way.stored,
+        "predicted": [*one.predicted.values()],
+        "measured": [one.added(length) for length in one.joint],
+        "flips": [joint.flips for joint in joints],
+        "kl_p999": [joint.kl_p999 for joint in joints],
+        "delta_nll": [joint.delta_nll for joint in joints],
+        "needles": [joint.needles for joint in joints],
+    }
