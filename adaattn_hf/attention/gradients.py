@@ -23,6 +23,7 @@ class Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Raises the error."""
         raise ctx.error
 
 

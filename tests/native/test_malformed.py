@@ -287,7 +287,7 @@ def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "missing", lambda: ("it was never built here",))
     for way in (
         lambda: entry.forward(query, key, value, 0.25, Rules()),
-        lambda: entry.backward(torch.zeros_like(out), query, key, value, out, lse, 0.25),
+        lambda: entry.backward(torch.zeros_like(out), (query, key, value, out, lse), 0.25),
         lambda: storing.store(key, codes, scale),
     ):
         with pytest.raises(RuntimeError, match="native backend: it was never built here"):
