@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from adaattn_hf._files import write_atomically
+
 from .measure import Section, peaks, setting
 from .page import joined, write
 
@@ -24,14 +26,14 @@ SECTIONS = {
     "structures": ("kernels", "structures", "Masks"),
     "prefill": ("kernels", "prefill", "Windows per head, prefill"),
     "decode": ("kernels", "decode", "Windows per head, one decode step"),
-    "growing": ("kernels", "growing", "Decode steps, each with a new number of keys"),
     "training": ("kernels", "training", "Forward and backward at 16k"),
-    "packed": ("packed", "packed", "Packed and padded calls compared with dense ones"),
-    "stored": ("stored", "stored", "One decode step on a quantised cache"),
-    "light": ("light", "light", "Short and middling causal calls"),
-    "compiled": ("compiled", "compiled", "Whole models under torch.compile"),
 }
 RECORDS = {
+    "growing": "Decode steps, each with a new number of keys",
+    "packed": "Packed and padded calls compared with dense ones",
+    "stored": "One decode step on a quantised cache",
+    "light": "Short and middling causal calls",
+    "compiled": "Whole models under torch.compile",
     "generation": "Generation with a static cache",
     "model": "A model shaped like LLaMA-8B, 32 layers, random weights",
     "eight": "Scores in int8 (record)",
@@ -61,6 +63,19 @@ def run(
         getattr(importlib.import_module(f"{__package__}.{module}"), function)(section)
         sys.stdout.write(f"--- {name}: {time.perf_counter() - started:.0f} s\n")
         sys.stdout.flush()
+
+
+@app.command()
+def race(
+    kind: Annotated[str, typer.Argument(help="int8 or k8v4.")],
+    out: Annotated[Path, typer.Option(help="JSON of microseconds.")],
+    heads: Annotated[tuple[int, int], typer.Option(help="Of queries, and of keys.")] = (12, 2),
+) -> None:
+    """Race tiles of the kernel over codes, and how many programs share a step, on Qwen2.5-1.5B's shape."""
+    from .race import raced
+
+    found = {"setting": setting(), "kind": kind, "heads": heads, "microseconds": raced(kind, heads)}
+    write_atomically(out, json.dumps(found, indent=1) + "\n")
 
 
 @app.command()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,43 +132,6 @@ def decode(section: Section) -> None:
                 timed(row, r, "triton", "auto", beside={"sdpa": stock(r), **graphs})
 
             section.add(f"{batch} × {thousand}k, {name}", cell)
-
-
-def growing(section: Section) -> None:
-    """Steps of generation: each reads one key more than the one before, and no step has met its number of keys."""
-    for batch, n in ((1, 1000), (1, 8000), (8, 8000)):
-
-        def cell(row: Cell, batch: int = batch, n: int = length(n)) -> None:
-            steps = 32
-            ways = ("sdpa", "fa3_fwd", "triton", "auto")
-            whole = attention_call(MaskStructure(batch, 1, n + steps * len(ways), causal=True, q_offset=0))
-            for place, name in enumerate(ways):  # torch keeps what it planned: every way has lengths of its own
-                calls = [_shorter(whole, n + place * steps + step) for step in range(steps)]
-                why = () if name in ("sdpa", "auto") else refusals(name, calls[0])
-                if why:
-                    row.setdefault("refused", {})[name] = why[0]
-                    continue
-                asked = [stock(call) if name == "sdpa" else by(name, call) for call in calls]
-                asked[0]()
-                started = _synchronized()
-                for call in asked[1:]:
-                    call()
-                row[name] = (_synchronized() - started) / (steps - 1) * 1e6
-
-        section.add(f"{batch} × {n}", cell)
-
-
-def _shorter(whole: AttentionCall, kv_len: int) -> AttentionCall:
-    """The step that reads the first keys alone."""
-    structure = MaskStructure(whole.structure.batch, 1, kv_len, causal=True, q_offset=kv_len - 1)
-    return replace(whole, key=whole.key[:, :, :kv_len], value=whole.value[:, :, :kv_len], structure=structure)
-
-
-def _synchronized() -> float:
-    """The clock, after what the device has to do."""
-    if ON_CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def training(section: Section) -> None:

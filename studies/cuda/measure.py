@@ -239,10 +239,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "absent"
-
-
-def medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds of calls that are taken in turn, once each was compiled; on a CPU of one call, as a trial."""
-    if not ON_CUDA:
-        return {way: microseconds(call) for way, call in calls.items()}
-    return {way: stopwatch.quartiles(runs)[1] * 1e6 for way, runs in stopwatch.on_device(calls).items()}

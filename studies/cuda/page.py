@@ -13,7 +13,6 @@ from adaattn_hf._files import write_atomically
 
 from ..pages import table
 from .measure import Cell
-from .stored import apart, steady
 
 FACTS = (
     "cell", "FLOP", "bytes", "ideal ×", "refused", "failed", "quartiles", "auto takes", "first pass, s",
@@ -46,21 +45,26 @@ SAYS = {
     "prefill": "Windows of the eight key/value heads under a plan; `1024+16` is a window of 1,024 keys and 16 sinks. "
     "ideal ×: pairs of exact attention divided by pairs that the plan reads.",
     "decode": "Windows and ideal × as above, of bytes.",
-    "growing": "Mean time of a step over 32 steps, host included; no step has met its number of keys. For each new "
-    "number, torch's `sdpa` prepares a kernel anew, which takes nearly all of its time. `DynamicCache` has a new "
-    "number at every token.",
+    "growing": "A record: `growing` of `studies/cuda/kernels.py` at commit 4f43395. "
+    "Mean time of a step over 32 steps, host included; no step has met its number of keys. For each new number, "
+    "torch's `sdpa` prepares a kernel anew, which takes nearly all of its time. `DynamicCache` has a new number at "
+    "every token.",
     "training": "`sdpa` computes all of causal attention in every row.",
-    "packed": "`dense`: calls of the same pairs without padding, by their fastest kernel. BERT-base of so few tokens "
-    "waits for the host, with padding and without (`prepared`).",
-    "stored": "`codes` reads keys in 8 bits and values in 8 (`int8`) or 4 (`k8v4`). Short calls wait for the host "
-    "unless they are captured.",
+    "packed": "A record: `studies/cuda/packed.py` at commit 4f43395. "
+    "`dense`: calls of the same pairs without padding, by their fastest kernel. BERT-base of so few tokens waits for "
+    "the host, with padding and without (`prepared`).",
+    "stored": "A record: `studies/cuda/stored.py` at commit 4f43395. "
+    "`codes` reads keys in 8 bits and values in 8 (`int8`) or 4 (`k8v4`). Short calls wait for the host unless they "
+    "are captured.",
     "eight": "A record: `studies/cuda/eight.py` at commit 66077c1. A tile is (queries, keys, warps, stages).",
-    "light": "The backend follows from rounded sizes; in some calls the other one would be faster.",
+    "light": "A record: `studies/cuda/light.py` at commit 4f43395. "
+    "The backend follows from rounded sizes; in some calls the other one would be faster.",
     "generation": "A record: `studies/cuda/generation.py` at commit 21017b1. "
     "With `DynamicCache`, torch prepares a kernel for each number of keys; those of the second row had "
     "been met in the first. Weights are random; how many pairs the plans read is below the last table.",
-    "compiled": "In a traced graph `adaattn`, too, computes a prefill under a dense mask, so that padding and windows "
-    "save nothing there ([torch.compile](../guides/compile.md)).",
+    "compiled": "A record: `studies/cuda/compiled.py` at commit 4f43395. "
+    "In a traced graph `adaattn`, too, computes a prefill under a dense mask, so that padding and windows save nothing "
+    "there ([torch.compile](../guides/compile.md)).",
     "model": "A record: `studies/cuda/model.py` at commit 21017b1. "
     "The decode steps are not captured: they wait for the host and differ by chance. Captured ones are "
     "[above](#generation-with-a-static-cache).",
@@ -129,7 +133,6 @@ def page(report: Mapping[str, Any], titles: Mapping[str, str]) -> str:
         for _, group in groupby(rows, lambda row: (_base(row) or "dense") == "stock"):
             lines += _table(list(group), peaks)
         lines += _remarks(rows)
-        lines += [*steady(rows), apart(rows)] if name == "stored" else []
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 pytest.importorskip("triton")
 
 from studies.cuda.__main__ import TITLES, app
-from studies.cuda.compiled import compiled
-from studies.cuda.light import BATCHES, TOKENS, light
 from studies.cuda.measure import Cell, Section
-from studies.cuda.stored import apart, steady
+from studies.cuda.race import WAVES, raced
+
+from ..unit.test_triton import interpreted
 
 PEAKS = {"TFLOP/s": 800.0, "TB/s": 4.0}
 
@@ -52,34 +52,10 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
     assert (both["setting"], both["settings"]) == ({"commit": "abe"}, {"dense": {"commit": "abc", "device": "one"}})
 
 
-def test_two_lengths_tell_the_rate_of_reading_from_the_fixed_time() -> None:
-    """Codes at 4 TB/s after 20 µs, numbers at 4.5 TB/s after 10 µs: the rows hold the sums."""
-
-    def row(thousand: int) -> Cell:
-        tokens = 8 * 8 * thousand * 1024
-        times = {"codes, captured": 20.0 + tokens * 258 / 4e6, "bf16, sdpa, captured": 10.0 + tokens * 512 / 4.5e6}
-        return {"cell": f"8 × {thousand}k, int8", "bytes": float(tokens * 258), **times}
-
-    (line,) = steady([row(32), row(1), row(16)])
-    assert line == (
-        "* int8, from 8 × 16k to 8 × 32k: `bf16, sdpa` reads at 4.50 TB/s, plus 10 µs fixed; "
-        "`codes` reads at 4.00 TB/s, plus 20 µs fixed"
-    )
-    level = [row(16), row(32) | {"codes, captured": 0.0}]
-    assert steady(level)[0].endswith("10 µs fixed"), "a longer call that takes less time tells no rate"
-    assert "at most 1.0%" in apart([{"largest": 0.2, "difference": 1e-3}, {"largest": 0.1, "difference": 1e-3}])
-
-
-def test_short_calls_are_tried_without_a_device(tmp_path: Path) -> None:
-    section = Section(tmp_path / "light.json", {"commit": "abc", "device": "one"}, PEAKS)
-    light(section)
-    assert not [row for row in section.cells if "failed" in row]
-    assert len(section.cells) == 3 * (len(TOKENS) + len(BATCHES))
-    assert all(row[arm] > 0 for row in section.cells for arm in ("sdpa", "auto", "by our sdpa"))
-
-
-def test_compiled_models_are_tried_without_a_device(tmp_path: Path) -> None:
-    section = Section(tmp_path / "compiled.json", {"commit": "abc", "device": "one"}, PEAKS)
-    compiled(section)
-    assert not [row for row in section.cells if "failed" in row or "refused" in row]
-    assert all(row["stock"] > 0 and row["adaattn"] > 0 for row in section.cells)
+@interpreted
+def test_tiles_are_raced_without_a_device() -> None:
+    found = raced("int8")
+    assert all(time > 0 for own in found.values() for time in own.values())
+    assert len(found) == 2 + len(WAVES)
+    with pytest.raises(ValueError, match="expected int8 or k8v4"):
+        raced("fp8")
