@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.pages import Pages
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability
 from adaattn_hf.backends.capability import Capability, of_sm
@@ -202,6 +203,15 @@ def captured(asked: AttentionCall) -> None:
     traced_step(replace(asked, structure=structure, per_head=replace(WINDOWS, until=256)))
 
 
+def over_pages(asked: AttentionCall) -> None:
+    """The same step over pages, with its rules and without."""
+    table, borders = torch.zeros((1, 8), dtype=torch.int32), torch.tensor([0, 1500], dtype=torch.int32)
+    own = asked.key[:, :, :1], asked.value[:, :, :1]
+    paged = replace(asked, structure=Pages.of(table, borders, 256, asked.key.shape[2], None), own=own)
+    attend(paged)
+    attend(replace(paged, per_head=None))
+
+
 def rounded(asked: AttentionCall) -> None:
     """Tokens on their way into the cache whose codes a request reads, with all that a kernel can take into account."""
     assert asked.stored is not None
@@ -240,6 +250,7 @@ def steps() -> Iterator[Call]:
         make = partial(attention_call, dims, 1, 1500, heads, dtype=dtype)
         yield f"step, {words}", make, attend
         yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), attend
+        yield f"step over pages, {words}", partial(make, rules=WINDOWS), over_pages
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
         if dims[0] == dims[1] and heads == 16:
             for stored in ("int8", "k8v4"):

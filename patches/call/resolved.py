@@ -98,9 +98,9 @@ def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> t
         return None
     structure, query, key, value = call.structure, call.query, call.key, call.value
     few, speaks = bound_layer.speaks_for(structure)
-    if isinstance(few, Tensor) or speaks is None:
+    if isinstance(few, Tensor) or (speaks is None and not structure.paged):
         return None
-    if not speaks:
+    if speaks is False:
         return (None,)
     if (
         structure.mask is not None
@@ -111,4 +111,6 @@ def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> t
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
     asked = bound_layer.few if few else bound_layer.many
-    return None if asked.apart or len(asked.heads) != len(bound_layer.plan.choices) else (asked.rules,)
+    if asked.apart or len(asked.heads) != len(bound_layer.plan.choices):
+        return None
+    return (asked.rules if speaks else asked.ending,)  # a step over pages knows its lengths on the device alone

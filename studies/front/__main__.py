@@ -83,6 +83,8 @@ CELLS: dict[str, Make] = CPU | {
     "gpu training": lambda device, _: training(device, 16, 1024),
     "gpu requests 8": lambda device, of: requests(device, of, 8),
     "gpu requests 32": lambda device, of: requests(device, of, 32),
+    "gpu requests 8 x 8k": lambda device, of: requests(device, of, 8, 8192),
+    "gpu requests 32 x 8k": lambda device, of: requests(device, of, 32, 8192),
 }
 """All cells by name; those of a GPU begin with `gpu`."""
 
