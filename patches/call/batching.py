@@ -72,8 +72,9 @@ def engine_settings(model: nn.Module) -> ContinuousBatchingConfig:
         return ContinuousBatchingConfig(use_cuda_graph=False)
     if next(model.parameters()).device.type != "cuda":
         return EngineSettings(use_cuda_graph=False, max_blocks_per_request=0)
-    unpadded = {"q_padding_interval_size": 1, "kv_padding_interval_size": 1}
-    return EngineSettings(use_cuda_graph=(False, True), use_async_batching=True, **unpadded)
+    return EngineSettings(
+        use_cuda_graph=(False, True), use_async_batching=True, q_padding_interval_size=1, kv_padding_interval_size=1
+    )
 
 
 def attend_requests(
@@ -107,19 +108,15 @@ def attend_requests(
     if isinstance(borders, dict):
         borders = borders["full_attention" if window is None else "sliding_attention"]
     if kwargs.get("block_table") is not None:
-        numbers = [
-            kwargs[name].view(-1, *kwargs[name].shape[2:]).transpose(0, 1)[None] for name in ("k_cache", "v_cache")
-        ]
-        structure = _pages(kwargs["block_table"], borders, kwargs["k_cache"].shape[1], numbers[0].shape[2], window)
-        key, value, batch = key.transpose(0, 2), value.transpose(0, 2), len(key)
-        keys, values = (tensor.expand(batch, -1, -1, -1) for tensor in numbers)
-        call = AttentionCall(
-            query.transpose(0, 2), keys, values, UNREAD, scaling, softcap=softcap, sink_logits=s_aux, own=(key, value)
-        )
-        answer = attend_ordinary(module, call, StructuredMask(structure, query.device), None, backend, {})
+        pages, numbers = _pages(borders, window, kwargs), (kwargs["k_cache"], kwargs["v_cache"])
+        own = key.transpose(0, 2), value.transpose(0, 2)
+        held = (_row(tensor).transpose(0, 1).expand(len(own[0]), -1, -1, -1) for tensor in numbers)
+        asked: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux, "own": own}
+        call = AttentionCall(query.transpose(0, 2), *held, UNREAD, **asked)
+        answer = attend_ordinary(module, call, StructuredMask(pages, query.device), None, backend, {})
         if answer is not None:
             return answer.transpose(0, 1), None
-        key, value = (_gathered(structure, *pair) for pair in zip(numbers, (key, value), strict=True))
+        key, value = (_gathered(pages, *pair) for pair in zip(numbers, own, strict=True))
     _refuse_capture(borders.device)
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
     bound_layer = checked_layer(module)
@@ -136,9 +133,9 @@ def attend_requests(
     out = query if alone else query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
     for rows, structure in parts:
         batch, steps = structure.batch, structure.q_len == 1
-        asked = query if alone else query[:, :, rows]
+        part = query if alone else query[:, :, rows]
         answer, _ = attend(
-            module, asked.transpose(0, 2) if steps else asked, key.expand(batch, -1, -1, -1),
+            module, part.transpose(0, 2) if steps else part, key.expand(batch, -1, -1, -1),
             value.expand(batch, -1, -1, -1), StructuredMask(structure, query.device), 0.0, scaling,
             softcap=softcap, s_aux=s_aux,
         )  # fmt: skip
@@ -213,25 +210,30 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
     return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
 
 
-def _pages(table: Tensor, borders: Tensor, page: int, kv_len: int, window: int | None) -> Pages:
+def _pages(borders: Tensor, window: int | None, kwargs: dict[str, Any]) -> Pages:
     """The structure that all layers of a step share; the engine hands over new sums for each, a graph has its own."""
+    table, (count, page) = kwargs["block_table"], kwargs["k_cache"].shape[:2]
     known = borders.__dict__.setdefault(_PAGES, {})
-    asked = capturing(borders.device), page, kv_len, window
+    asked = capturing(borders.device), table.data_ptr(), page, count, window
     if asked not in known:
-        known[asked] = Pages.of(table, borders, page, kv_len, window)
+        known[asked] = Pages.of(table, borders, page, count * page, window)
     found: Pages = known[asked]
     return found
 
 
-def _gathered(structure: Pages, numbers: Tensor, own: Tensor) -> Tensor:
-    """Keys or values of all requests in a row `[1, num_kv_heads, kv_len, head_dim]`, the step's own ones among them.
+def _gathered(structure: Pages, pages: Tensor, own: Tensor) -> Tensor:
+    """Keys or values of all requests, `[1, num_kv_heads, kv_len, head_dim]`, out of the engine's pages.
 
-    `numbers` `[1, num_kv_heads, slots, head_dim]` are those of all pages, where `own` are written first.
+    `own` `[requests, num_kv_heads, 1, head_dim]` are written there first.
     """
     _refuse_capture(own.device)
     rows, last, places = structure.cached(_read_pages, own.device)
-    numbers[0, :, last] = own[rows, :, 0].transpose(0, 1)
-    return numbers[:, :, places]
+    _row(pages)[last] = own[rows, :, 0]
+    return _row(pages)[places].transpose(0, 1)[None]
+
+
+def _row(pages: Tensor) -> Tensor:
+    return pages.view(-1, *pages.shape[2:])
 
 
 def _read_pages(structure: Pages, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from packaging.version import Version
+from torch import Tensor
 
 import adaattn_hf
 from adaattn_hf.attention import reference
@@ -48,7 +49,12 @@ def test_tokens_are_those_of_generate(
     """With steps captured or not, prepared ahead or one after the other; where no layer slides they read pages."""
     read: list[bool] = []
     pages = batching._pages
-    monkeypatch.setattr(batching, "_pages", lambda *given: [read.append(capturing(given[1].device)), pages(*given)][1])
+
+    def noted(borders: Tensor, *given: Any) -> Any:
+        read.append(capturing(borders.device))
+        return pages(borders, *given)
+
+    monkeypatch.setattr(batching, "_pages", noted)
     monkeypatch.setattr(batching, "_gathered", lambda *given: pytest.fail("pages were gathered"))
     found = model(window=window)
     if planned:

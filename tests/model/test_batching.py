@@ -106,7 +106,12 @@ def test_steps_over_tables_of_pages(name: str, length: int | None, monkeypatch: 
     """Steps of one token each read pages that the engine's cache holds, and write their own into them."""
     steps: list[int] = []
     gathered = batching._gathered
-    monkeypatch.setattr(batching, "_gathered", lambda *given: [steps.append(1), gathered(*given)][1])
+
+    def noted(*given: Any) -> Tensor:
+        steps.append(1)
+        return gathered(*given)
+
+    monkeypatch.setattr(batching, "_gathered", noted)
     _, ours = fresh_pair(name)
     if length is not None:
         load_plan(ours, plan_for(ours, NARROW, lengths=(length,)), unverified=True)

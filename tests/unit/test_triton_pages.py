@@ -30,9 +30,8 @@ def paged(lengths: tuple[int, ...], page: int, kv_heads: int = 2, dim: int = 16,
             table[row, place] = next(order)
     borders = torch.tensor((0, *lengths)).cumsum(0).int()
     dtype, device = asked.pop("dtype", torch.float32), asked.pop("device", "cpu")
-    structure = Pages.of(table, borders, page, count * page, asked.pop("window", None)).with_changes(
-        sinks=asked.pop("sinks", 0)
-    )
+    structure = Pages.of(table, borders, page, count * page, asked.pop("window", None))
+    structure.sinks = asked.pop("sinks", 0)
     query = torch.randn(1, len(lengths), 4, dim, generator=g).to(dtype).permute(1, 2, 0, 3)
     numbers = [torch.randn(count * page, kv_heads, dim, generator=g).to(dtype) for _ in range(2)]
     own = [torch.randn(1, kv_heads, len(lengths), dim, generator=g).to(dtype).transpose(0, 2) for _ in range(2)]
@@ -43,7 +42,7 @@ def paged(lengths: tuple[int, ...], page: int, kv_heads: int = 2, dim: int = 16,
         tensor[unread] = torch.nan
         tensor[last(structure)[1]] = torch.nan
     key, value = (t.to(device).transpose(0, 1)[None].expand(len(lengths), -1, -1, -1) for t in numbers)
-    structure = structure.with_changes(table=table.to(device), borders=borders.to(device))
+    structure.table, structure.borders = table.to(device), borders.to(device)
     own_key, own_value = (tensor.to(device) for tensor in own)
     return AttentionCall(query.to(device), key, value, structure, 0.3, own=(own_key, own_value), **asked)
 
