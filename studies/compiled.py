@@ -204,12 +204,10 @@ def captured(asked: AttentionCall) -> None:
 
 
 def over_pages(asked: AttentionCall) -> None:
-    """The same step over pages, with its rules and without."""
-    table, borders = torch.zeros((1, 8), dtype=torch.int32), torch.tensor([0, 1500], dtype=torch.int32)
-    own = asked.key[:, :, :1], asked.value[:, :, :1]
-    paged = replace(asked, structure=Pages.of(table, borders, 256, asked.key.shape[2], None), own=own)
-    attend(paged)
-    attend(replace(paged, per_head=None))
+    """The same step over pages, without rules and with some."""
+    pages = Pages.of(torch.zeros((1, 8)).int(), torch.tensor([0, 1500]).int(), 256, asked.key.shape[2], None)
+    for rules in (None, WINDOWS):
+        attend(replace(asked, structure=pages, own=(asked.key[:, :, :1], asked.value[:, :, :1]), per_head=rules))
 
 
 def rounded(asked: AttentionCall) -> None:
@@ -250,7 +248,7 @@ def steps() -> Iterator[Call]:
         make = partial(attention_call, dims, 1, 1500, heads, dtype=dtype)
         yield f"step, {words}", make, attend
         yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), attend
-        yield f"step over pages, {words}", partial(make, rules=WINDOWS), over_pages
+        yield f"step over pages, {words}", make, over_pages
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
         if dims[0] == dims[1] and heads == 16:
             for stored in ("int8", "k8v4"):

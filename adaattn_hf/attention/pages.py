@@ -59,11 +59,12 @@ class Pages(MaskStructure):
         return self.table.to(device).long().repeat_interleave(self.page, 1) * self.page + at % self.page, there
 
     def visible(self, *rows: Any, device: torch.device | str = "cpu", **some: Any) -> Tensor:
-        """Boolean `[batch, 1, 1, kv_len]`: the definition; there is one row, which is always given."""
+        """Boolean `[batch, heads or 1, 1, kv_len]`: the definition; there is one row, which is always given."""
         places, keep = self.places(device)
         at = torch.arange(self.longest, device=device)
         if self.window is not None:
             keep = keep & ((at > self.positions(device) - self.window) | (at < self.sinks))
         seen = torch.zeros(self.batch, self.kv_len, dtype=torch.bool, device=device)
         seen[keep.nonzero()[:, 0], places[keep]] = True
-        return seen[:, None, None]
+        found = seen[:, None, None]
+        return found if self.mask is None else found & self.mask.to(device)

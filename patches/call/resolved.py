@@ -98,7 +98,7 @@ def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> t
         return None
     structure, query, key, value = call.structure, call.query, call.key, call.value
     few, speaks = bound_layer.speaks_for(structure)
-    if isinstance(few, Tensor) or (speaks is None and not structure.paged):
+    if isinstance(few, Tensor) or (speaks is None and not (structure.paged and structure.window is None)):
         return None
     if speaks is False:
         return (None,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from .jobs import BIG, QWEN15, STOCK, Arm, Job, language, shaped, way
 
 ON_CUDA = torch.cuda.is_available()
 NEW, PAGE, PROMPT = (17, 256, 2048) if ON_CUDA else (4, 32, 16)
-KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
 TRAINED = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 32768,
@@ -40,31 +38,29 @@ class Served:
         # some versions put flash-attn in the place of a bare "sdpa" where it is installed
         paged = self.implementation == "sdpa" and "paged|sdpa" in AttentionInterface._global_mapping
         self.model.set_attn_implementation("paged|sdpa" if paged else self.implementation)
-        blocks, ours = -(-(self.prompt + NEW) // PAGE) + 1, self.implementation == "adaattn"
+        blocks = -(-(self.prompt + NEW) // PAGE) + 1
         asked: dict[str, Any] = {
             # the engine reads no further prompt where less than a fifth of its blocks is free
             "num_blocks": self.requests * blocks * 3 // 2, "max_batch_tokens": 8192 if ON_CUDA else 64,
             "page_size": PAGE, "block_size": PAGE, "max_requests_per_batch": self.requests,
-            "max_blocks_per_request": blocks if ON_CUDA and (ours or self.implementation.startswith("flash")) else 0,
+            "max_blocks_per_request": blocks if ON_CUDA else 0,  # where an arm has tables of pages
             "allow_block_sharing": False, "auto_switch_to_flash": False,
         }  # fmt: skip
-        block = adaattn_hf.continuous_batching(self.model) if ours else contextlib.nullcontext()
-        engine = self.block.enter_context(block) or ContinuousBatchingConfig()
-        asked.pop("block_size" if "page_size" in KNOWN else "page_size")
-        for name in asked.keys() & KNOWN:
+        engine = ContinuousBatchingConfig()
+        if self.implementation == "adaattn":
+            engine = self.block.enter_context(adaattn_hf.continuous_batching(self.model))
+        for name in filter(partial(hasattr, engine), asked):
             setattr(engine, name, asked[name])
-        manager = self.model.init_continuous_batching(
-            generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=engine,
-        )
+        settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        manager = self.model.init_continuous_batching(generation_config=settings, continuous_batching_config=engine)
         manager.start()
         return manager
 
     def __call__(self) -> float:
         """Raises RuntimeError where the engine stops, answers with an error, or serves requests one after another."""
         self.manager = self.manager or self.start()
-        shape = (self.requests, self.prompt)
-        prompts = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, 64, (self.requests, self.prompt), generator=generator).tolist()
         self.manager.add_requests(prompts, max_new_tokens=NEW, record_timestamps=True)
         found: list[Any] = []
         until = time.perf_counter() + 120

@@ -96,8 +96,7 @@ def test_other_mathematics(extra: str, kv_heads: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("until", [None, 64, 600])
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("until", "window"), [(None, None), (64, None), (600, None), (None, 300)])
 def test_heads_have_windows_up_to_a_position(until: int | None, window: int | None) -> None:
     """Long sequences beside short ones; a layer may have a window of its own."""
     asked = replace(rules((0, 9), (0, 2)), until=until)

@@ -299,7 +299,7 @@ def decode(  # type: ignore[no-untyped-def]
         last = _held(offset_ptr, row) - 1
         mine = (start < end) & (end == few - low + last + 1)
         place = tl.load(table_ptr + tl.maximum(last, 0) // PAGE).to(tl.int64) * PAGE + last % PAGE
-        k_there, v_there = (d < DIM) & mine, (dv < DIM_V) & mine
+        k_there, v_there = d < tl.where(mine, DIM, 0), dv < tl.where(mine, DIM_V, 0)
         own_k = tl.load(own_k_ptr + row * own_k_b + kv_head * own_k_h + d * own_k_d, mask=k_there, other=0.0)
         own_v = tl.load(own_v_ptr + row * own_v_b + kv_head * own_v_h + dv * own_v_d, mask=v_there, other=0.0)
         tl.store(k_ptr + kv_head.to(tl.int64) * k_h + place * k_n + d * k_d, own_k, mask=k_there)
