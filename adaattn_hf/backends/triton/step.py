@@ -148,9 +148,8 @@ def attend_step(
             steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
             more = own_k, own_v, *steps, pages.table.stride(0)
             one = windows is None and not pages.page % constants["BLOCK_N"]
-            # where a tile's keys ask for their pages first, that takes every second stage
-            stages = constants["num_stages"] * (1 if one else 2) - (not one)
-            constants |= {"PAGE": pages.page, "ONE_PAGE": one, "num_stages": stages}
+            # every second stage is for the pages of a tile's keys
+            constants |= {"PAGE": pages.page, "ONE_PAGE": one, "num_stages": 2 * constants["num_stages"] - 1}
             if kind is not None:
                 kind = (kind, steps, pages.table.dtype) if aligned(own_k, own_v, pages.table) else None
         decode(grid, (*arguments, *more), constants, kind)
