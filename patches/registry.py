@@ -84,7 +84,8 @@ def continuous_batching(model: nn.Module) -> Iterator[transformers.ContinuousBat
         model: A model set to `adaattn…`.
 
     Yields:
-        Settings of the engine without CUDA graphs, which on a GPU it would capture: lengths are read on the host.
+        Settings of the engine: on a GPU steps without prompts are captured as CUDA graphs, and prepared while others
+        run.
 
     Raises:
         ValueError: None of its towers is.
@@ -98,10 +99,12 @@ def continuous_batching(model: nn.Module) -> Iterator[transformers.ContinuousBat
             f"model: got attention {got}, expected 'adaattn'; call "
             'model.set_attn_implementation("adaattn"), and open one block at a time'
         )
+    from .call.batching import engine_settings
+
     try:
         for config, name in ours:
             config._attn_implementation = {"": engine_name(name)}
-        yield transformers.ContinuousBatchingConfig(use_cuda_graph=False)
+        yield engine_settings(model)
     finally:
         for config, name in ours:
             if config._attn_implementation == engine_name(name):

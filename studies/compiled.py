@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.pages import Pages
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability
 from adaattn_hf.backends.capability import Capability, of_sm
@@ -202,6 +203,13 @@ def captured(asked: AttentionCall) -> None:
     traced_step(replace(asked, structure=structure, per_head=replace(WINDOWS, until=256)))
 
 
+def over_pages(asked: AttentionCall) -> None:
+    """The same step over pages, without rules and with some."""
+    pages = Pages.of(torch.zeros((1, 8)).int(), torch.tensor([0, 1500]).int(), 256, asked.key.shape[2], None)
+    for rules in (None, WINDOWS):
+        attend(replace(asked, structure=pages, own=(asked.key[:, :, :1], asked.value[:, :, :1]), per_head=rules))
+
+
 def rounded(asked: AttentionCall) -> None:
     """Tokens on their way into the cache whose codes a request reads, with all that a kernel can take into account."""
     assert asked.stored is not None
@@ -240,6 +248,7 @@ def steps() -> Iterator[Call]:
         make = partial(attention_call, dims, 1, 1500, heads, dtype=dtype)
         yield f"step, {words}", make, attend
         yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), attend
+        yield f"step over pages, {words}", make, over_pages
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
         if dims[0] == dims[1] and heads == 16:
             for stored in ("int8", "k8v4"):

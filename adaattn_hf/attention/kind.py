@@ -14,6 +14,7 @@ COMPILING, OPAQUE, STORED, HEAD_WINDOWS, HEAD_BF16, HEAD_INT8, HEAD_UNTIL = (1 <
 # What else is known of it.
 PER_HEAD, HEAD_SINKS, WINDOW, WINDOW_SINKS, ONE_QUERY, LOOKED, HOLES = (1 << place for place in range(13, 20))
 BEHIND, CUT_SINKS, EMPTY, SYMBOLIC, SUBCLASS = (1 << place for place in range(20, 25))
+PAGES = 1 << 25
 
 SINKS_AWAY = HEAD_SINKS | CUT_SINKS
 """Heads have sinks, which the runs that kernels walk need not hold."""
@@ -28,6 +29,7 @@ OPTIONS = {
     COMPILING: "form for traced graphs",
     OPAQUE: "tensors without memory",
     STORED: "keys and values stored as codes",
+    PAGES: "keys and values in pages",
     HEAD_WINDOWS: "windows per head",
     HEAD_BF16: "bf16 products per head",
     HEAD_INT8: "int8 products per head",
@@ -49,6 +51,7 @@ _WORDS = {
     HEAD_UNTIL: "up to a position",
     HEAD_BF16: "with bf16 products",
     HEAD_INT8: "with int8 products",
+    PAGES: "in pages",
     COMPILING: "compiled",
     OPAQUE: "of tensors without memory",
 }
@@ -179,10 +182,16 @@ def facts_of(structure: MaskStructure, device: str, named: bool) -> Facts:
     Padding is looked at, for which the host may have to wait for a device, where that is worth it, and where a backend
     is `named` always.
     """
-    shape, features, packed = structure.kind, 0, 0
+    shape, features, packed = structure.kind, PAGES if structure.paged else 0, 0
     batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
     numbers = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
-    if shape == "ragged" and device != "meta" and numbers and (named or _worth_a_look(structure, device)):
+    if (
+        shape == "ragged"
+        and not features
+        and device != "meta"
+        and numbers
+        and (named or _worth_a_look(structure, device))
+    ):
         features |= LOOKED
         runs = structure.segments()
         if runs is None:

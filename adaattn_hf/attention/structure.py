@@ -51,6 +51,7 @@ class MaskStructure:
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
         dropped: Tokens of each sequence before key 0, which a cache holds no longer; `[batch]` where rows differ.
         one_offset: Whether `q_offset` is that of every query.
+        paged: Whether keys lie in pages (`pages.Pages`).
         made: What was derived from it, see `cached`; no copy has it.
     """
 
@@ -70,6 +71,7 @@ class MaskStructure:
     mask: Tensor | None = None
     dropped: int | Tensor = 0
     one_offset: ClassVar[bool] = True
+    paged: ClassVar[bool] = False
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ------------------------------------------------------------------ facts that need no data

@@ -1,19 +1,30 @@
 """One step of continuous batching: attention over the requests that Transformers' engine packs into one row.
 
-Requests of one new token are one batch of decode steps over the row of all keys; those of several tokens are packed
-documents. The last query of each request stands at its last key.
+A step in which each request has one new token comes with a table of pages (`block_table`): it reads keys where they
+lie, its lengths stay on the device, and a CUDA graph may hold it. In any other, and where no kernel reads pages, the
+lengths are read on the host: requests of one new token are one batch of decode steps over the row of all keys, those
+of several are packed documents. The last query of each request stands at its last key.
+
+What decides in the engine, in Transformers 5.17 to 5.24 (`generation/continuous_batching/initialization.py`): tables of
+pages are for a name with `flash` before a 2 or 3 whose `flash_attn_with_kvcache` it can import, where no layer slides;
+CUDA graphs and asynchronous batching by default for names with `flash` that need no mask, and wherever the settings ask
+for them, graphs for steps with prompts and for those with a table apart. `EngineSettings` is how ours asks.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.pages import Pages
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import Segment
 from adaattn_hf.backends.base import capturing
@@ -22,11 +33,48 @@ from adaattn_hf.plans.record import PlanError
 from ..mask.structured_mask import StructuredMask
 from ..plans.bound import checked_layer
 from ..plans.slots import BLOCKS
-from .interface import attention_function
+from .interface import UNREAD, attention_function
 from .keywords import IGNORED_KEYWORDS
 from .refusals import check_untransformed, refuse_unknown
+from .resolved import attend_ordinary
 
-_KNOWN = "_adaattn_sums"
+_KNOWN, _PAGES = "_adaattn_sums", "_adaattn_pages"
+_DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  # by the cache, behind its update
+
+
+class EngineSettings(ContinuousBatchingConfig):
+    """Settings by which the engine hands over tables of pages.
+
+    It works on a copy of its own, where it sets `max_blocks_per_request` to 0 for all names but flash-attn's.
+    """
+
+    def __deepcopy__(self, memo: Any) -> EngineSettings:
+        """The engine's copy."""
+        copied = copy.copy(self)
+        copied.__dict__["_of_engine"] = True
+        return copied
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field; in the engine's copy tables are not taken away."""
+        if not (name == "max_blocks_per_request" and value == 0 and "_of_engine" in self.__dict__):
+            super().__setattr__(name, value)
+
+
+def engine_settings(model: nn.Module) -> ContinuousBatchingConfig:
+    """Settings of the engine for a model: tables of pages, graphs of their steps and asynchronous batching on CUDA.
+
+    Where some layer slides the engine has no tables. Steps with prompts are not captured, so that nothing is padded.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(config, "layer_types", None) or [getattr(config, "sliding_window", None) or "full_attention"]
+    if set(kinds) != {"full_attention"}:
+        return ContinuousBatchingConfig(use_cuda_graph=False)
+    if next(model.parameters()).device.type != "cuda":
+        return EngineSettings(use_cuda_graph=False, max_blocks_per_request=0)
+    return EngineSettings(
+        use_cuda_graph=(False, True), use_async_batching=True, q_padding_interval_size=1, kv_padding_interval_size=1
+    )
 
 
 def attend_requests(
@@ -59,6 +107,17 @@ def attend_requests(
     borders = kwargs["cu_seq_lens_k"]
     if isinstance(borders, dict):
         borders = borders["full_attention" if window is None else "sliding_attention"]
+    if kwargs.get("block_table") is not None:
+        pages, numbers = _pages(borders, window, kwargs), (kwargs["k_cache"], kwargs["v_cache"])
+        own = key.transpose(0, 2), value.transpose(0, 2)
+        keys, values = (_row(tensor).transpose(0, 1).expand(len(own[0]), -1, -1, -1) for tensor in numbers)
+        asked: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux, "own": own}
+        call = AttentionCall(query.transpose(0, 2), keys, values, UNREAD, **asked)
+        answer = attend_ordinary(module, call, StructuredMask(pages, query.device), None, backend, {})
+        if answer is not None:
+            return answer.transpose(0, 1), None
+        key, value = (_gathered(pages, *pair) for pair in zip(numbers, own, strict=True))
+    _refuse_capture(borders.device)
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
     bound_layer = checked_layer(module)
     limit = None if bound_layer is None else bound_layer.max_length
@@ -74,9 +133,9 @@ def attend_requests(
     out = query if alone else query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
     for rows, structure in parts:
         batch, steps = structure.batch, structure.q_len == 1
-        asked = query if alone else query[:, :, rows]
+        part = query if alone else query[:, :, rows]
         answer, _ = attend(
-            module, asked.transpose(0, 2) if steps else asked, key.expand(batch, -1, -1, -1),
+            module, part.transpose(0, 2) if steps else part, key.expand(batch, -1, -1, -1),
             value.expand(batch, -1, -1, -1), StructuredMask(structure, query.device), 0.0, scaling,
             softcap=softcap, s_aux=s_aux,
         )  # fmt: skip
@@ -101,11 +160,9 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
             "which supports only steps of continuous batching; leave the block for everything else, and run a copy "
             'that was made in it behind copied.set_attn_implementation("adaattn")'
         )
-    declared = PagedAttentionArgs.__annotations__
-    refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - declared}, IGNORED_KEYWORDS)
+    refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - _DECLARED}, IGNORED_KEYWORDS)
     asked = {
         "attention_mask": mask is not None and "a mask",
-        "block_table": kwargs.get("block_table") is not None and "a table",
         "dropout": dropout,
         "is_causal": is_causal is False and "False",
     }
@@ -113,8 +170,8 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
         if got:
             raise ValueError(
                 f"{name}: got {got} in a step of continuous batching, expected none: requests are told apart by "
-                "cu_seq_lens_q and cu_seq_lens_k, their keys are in order, causal, and read without dropout; "
-                "set max_blocks_per_request=0 so that no table is passed, and leave the block for everything else"
+                "cu_seq_lens_q and cu_seq_lens_k, their keys are in order, causal, and read without dropout; leave the "
+                "block for everything else"
             )
     check_untransformed("generate_batch")
     if getattr(module, BLOCKS, False):
@@ -123,10 +180,14 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
             "thread reaches; use generate() inside the block, or give the model the plan "
             "with adaattn_hf.load_plan(model)"
         )
-    if capturing(borders.device):
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if capturing(device):
         raise ValueError(
-            "use_cuda_graph: got True in continuous batching, expected False, as the lengths of requests are read on "
-            "the host; pass continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
+            "use_cuda_graph: got True for a step of continuous batching whose lengths are read on the host (one with "
+            "prompts, of layers that slide, or by a plan of several launches), expected False; pass the settings of "
+            "`with adaattn_hf.continuous_batching(model) as engine:`, or ContinuousBatchingConfig(use_cuda_graph=False)"
         )
 
 
@@ -135,8 +196,51 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
     if "kwargs" in inspect.signature(cache.update).parameters:  # from 5.19 on; it selects the layer's lengths, too
         key, value = cache.update(**new, kwargs=kwargs)
         return key, value
+    table = kwargs.get("block_table")
+    if table is not None:
+        if hasattr(cache, "get_cache_for_block_table"):  # 5.18
+            group, *held = cache.get_cache_for_block_table(module.layer_idx)
+        else:
+            group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+            shape = -1, cache.block_size, cache.num_key_value_heads, cache.head_dim
+            held = [tensors[layer].view(shape) for tensors in (cache.key_cache, cache.value_cache)]
+        kwargs["block_table"], (kwargs["k_cache"], kwargs["v_cache"]) = table[group], held
+        return key, value
     key, value = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
     return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+
+
+def _pages(borders: Tensor, window: int | None, kwargs: dict[str, Any]) -> Pages:
+    """The structure that all layers of a step share; the engine hands over new sums for each, a graph has its own."""
+    table, (count, page) = kwargs["block_table"], kwargs["k_cache"].shape[:2]
+    known = borders.__dict__.setdefault(_PAGES, {})
+    asked = capturing(borders.device), table.data_ptr(), page, count, window
+    if asked not in known:
+        known[asked] = Pages.of(table, borders, page, count * page, window)
+    found: Pages = known[asked]
+    return found
+
+
+def _gathered(structure: Pages, pages: Tensor, own: Tensor) -> Tensor:
+    """Keys or values of all requests, `[1, num_kv_heads, kv_len, head_dim]`, out of the engine's pages.
+
+    `own` `[requests, num_kv_heads, 1, head_dim]` are written there first.
+    """
+    _refuse_capture(own.device)
+    rows, last, places = structure.cached(_read_pages, own.device)
+    _row(pages)[last] = own[rows, :, 0]
+    return _row(pages)[places].transpose(0, 1)[None]
+
+
+def _row(pages: Tensor) -> Tensor:
+    return pages.view(-1, *pages.shape[2:])
+
+
+def _read_pages(structure: Pages, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Requests that have keys, where their last ones lie, and where all lie."""
+    (places, there), at = structure.places(device), structure.positions(device)[:, 0]
+    rows = (at >= 0).nonzero()[:, 0]
+    return rows, places[rows, at[rows]], places[there]
 
 
 class Part(NamedTuple):

@@ -100,9 +100,9 @@ def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> t
         return None
     structure, query, key, value = call.structure, call.query, call.key, call.value
     few, speaks = bound_layer.speaks_for(structure)
-    if isinstance(few, Tensor) or speaks is None:
+    if isinstance(few, Tensor) or (speaks is None and not (structure.paged and structure.window is None)):
         return None
-    if not speaks:
+    if speaks is False:
         return (None,)
     if (
         structure.mask is not None
@@ -113,4 +113,6 @@ def _rules(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> t
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
     launch = bound_layer.decode if few else bound_layer.prefill
-    return (launch.rules,) if launch.whole else None
+    if not launch.whole:
+        return None
+    return (launch.rules if speaks else launch.ending,)  # a step over pages knows its lengths on the device alone

@@ -81,8 +81,8 @@ CELLS: dict[str, Make] = CPU | {
     "gpu step 16k": _steps(1, 16000),
     "gpu step 8 x 4k": _steps(8, 4000),
     "gpu training": lambda device, _: training(device, 16, 1024),
-    "gpu requests 8": lambda device, of: requests(device, of, 8),
-    "gpu requests 32": lambda device, of: requests(device, of, 32),
+    **{f"gpu requests {count}": partial(requests, count=count) for count in (8, 32)},
+    **{f"gpu requests {count} x 8k": partial(requests, count=count, prompt=8192) for count in (8, 32)},
 }
 """All cells by name; those of a GPU begin with `gpu`."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from .jobs import BIG, QWEN15, STOCK, Arm, Job, language, shaped, way
 
 ON_CUDA = torch.cuda.is_available()
 NEW, PAGE, PROMPT = (17, 256, 2048) if ON_CUDA else (4, 32, 16)
-KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
 TRAINED = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 32768,
@@ -29,41 +27,40 @@ TINY = TRAINED | {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layer
 class Served:
     """A standing engine with the requests of a cell; a call returns the seconds of a step behind the last prompt."""
 
-    def __init__(self, model: Any, implementation: str, requests: int) -> None:
-        """The engine starts with the first call."""
-        self.model, self.implementation, self.requests = model, implementation, requests
+    def __init__(self, model: Any, implementation: str, requests: int, prompt: int = PROMPT) -> None:
+        """The engine starts with the first call; `prompt` is the number of tokens of each."""
+        self.model, self.implementation, self.requests, self.prompt = model, implementation, requests, prompt
         self.block = contextlib.ExitStack()
         self.manager: Any = None
 
     def start(self) -> Any:
-        """The engine: stock's by its defaults (graphs and block tables with flash-attn), ours as our block asks."""
+        """The engine: stock's by its defaults (graphs and tables of pages with flash-attn), ours as our block asks."""
         # some versions put flash-attn in the place of a bare "sdpa" where it is installed
         paged = self.implementation == "sdpa" and "paged|sdpa" in AttentionInterface._global_mapping
         self.model.set_attn_implementation("paged|sdpa" if paged else self.implementation)
-        blocks = -(-(PROMPT + NEW) // PAGE) + 1
+        blocks = -(-(self.prompt + NEW) // PAGE) + 1
         asked: dict[str, Any] = {
             # the engine reads no further prompt where less than a fifth of its blocks is free
             "num_blocks": self.requests * blocks * 3 // 2, "max_batch_tokens": 8192 if ON_CUDA else 64,
             "page_size": PAGE, "block_size": PAGE, "max_requests_per_batch": self.requests,
-            "max_blocks_per_request": blocks if self.implementation.startswith("flash") else None,
+            "max_blocks_per_request": blocks if ON_CUDA else 0,  # where an arm has tables of pages
             "allow_block_sharing": False, "auto_switch_to_flash": False,
         }  # fmt: skip
+        engine = ContinuousBatchingConfig()
         if self.implementation == "adaattn":
-            self.block.enter_context(adaattn_hf.continuous_batching(self.model))
-            asked |= {"use_cuda_graph": False, "max_blocks_per_request": 0}
-        asked.pop("block_size" if "page_size" in KNOWN else "page_size")
-        manager = self.model.init_continuous_batching(
-            generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in asked.items() if k in KNOWN}),
-        )
+            engine = self.block.enter_context(adaattn_hf.continuous_batching(self.model))
+        for name in filter(partial(hasattr, engine), asked):
+            setattr(engine, name, asked[name])
+        settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        manager = self.model.init_continuous_batching(generation_config=settings, continuous_batching_config=engine)
         manager.start()
         return manager
 
     def __call__(self) -> float:
         """Raises RuntimeError where the engine stops, answers with an error, or serves requests one after another."""
         self.manager = self.manager or self.start()
-        shape = (self.requests, PROMPT)
-        prompts = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, 64, (self.requests, self.prompt), generator=generator).tolist()
         self.manager.add_requests(prompts, max_new_tokens=NEW, record_timestamps=True)
         found: list[Any] = []
         until = time.perf_counter() + 120
@@ -89,18 +86,18 @@ class Served:
         self.block.close()
 
 
-def requests(device: torch.device, directory: str | None, count: int) -> Job:
+def requests(device: torch.device, directory: str | None, count: int, prompt: int = PROMPT) -> Job:
     """A step of an engine that stands, for requests of one length that came together."""
     model = language(device, QWEN15, directory) if ON_CUDA else shaped(TINY, device, torch.float32)
     arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention"}
     ending = contextlib.ExitStack()
     for name in (*(one for one in STOCK if one not in arms), "adaattn"):
-        engine = Served(copy.deepcopy(model), name, count)
+        engine = Served(copy.deepcopy(model), name, count, prompt)
         arm = way(model, engine, name)
         arms[name] = arm if isinstance(arm, str) else Arm(engine, clocks=True)
         ending.callback(engine.stop)
     return Job(
-        f"Qwen2.5-1.5B's shape, random weights, a step of {count} requests behind {PROMPT:,} tokens each",
+        f"Qwen2.5-1.5B's shape, random weights, a step of {count} requests behind {prompt:,} tokens each",
         {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step, after the last prompt is read",
          "engine": "standing manager"},
         arms, after=ending.close,

@@ -247,7 +247,7 @@ CASES: dict[str, tuple[Case, ...]] = {
          "names | got 'cu_seq_lens_q' | expected keywords that attention may ignore | of your loss function"),
         ("pass a mask to a step of continuous batching",
          lambda: step(torch.ones(1, 1, 6, 6), cu_seq_lens_q=torch.tensor([0, 6]), read_index=[]),
-         "attention_mask | got a mask | expected none | set max_blocks_per_request=0"),
+         "attention_mask | got a mask | expected none | leave the block"),
         ("mix dtypes in one call",
          lambda: AttentionCall(ZEROS, *[ZEROS.bfloat16()] * 2, MaskStructure(1, 6, 6), 1.0).check(),
          "query, key, value | torch.bfloat16 | expected one dtype | key.to(query.dtype)"),

@@ -1,26 +1,32 @@
 """Continuous batching on a CUDA device: tokens of `generate`, steps against the reference, captured steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from packaging.version import Version
+from torch import Tensor
 
 import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends.base import capturing
+from adaattn_hf.patches.call import batching
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice, Window
 
-from ..model.test_batching import together
+from ..model.test_batching import PAGE, together
+from ..support.head_rules import rules
 from ..support.plans import plan_for
+from ..unit.test_triton_pages import attend, paged, truth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 LENGTHS, NEW = (5, 300, 40, 1, 130), 16
-ENGINE = {"block_size": 256, "max_batch_tokens": 128}
+ENGINE = {PAGE: 256, "max_batch_tokens": 128}
 
 
 def model(**changes: Any) -> Any:
@@ -34,9 +40,22 @@ def model(**changes: Any) -> Any:
     return tf.MistralForCausalLM._from_config(config, attn_implementation="adaattn").eval().cuda()
 
 
+@pytest.mark.parametrize(("graphs", "ahead"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("planned", [False, True])
-def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None:
+def test_tokens_are_those_of_generate(
+    planned: bool, window: int | None, graphs: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With steps captured or not, prepared ahead or one after the other; where no layer slides they read pages."""
+    read: list[bool] = []
+    pages = batching._pages
+
+    def noted(borders: Tensor, *given: Any) -> Any:
+        read.append(capturing(borders.device))
+        return pages(borders, *given)
+
+    monkeypatch.setattr(batching, "_pages", noted)
+    monkeypatch.setattr(batching, "_gathered", lambda *given: pytest.fail("pages were gathered"))
     found = model(window=window)
     if planned:
         # sliding layers count from the first key that they still hold, so that pieces of a prompt lie within the plan
@@ -44,11 +63,13 @@ def test_tokens_are_those_of_generate(planned: bool, window: int | None) -> None
         load_plan(found, plan_for(found, Choice.of(Window(24, sinks=4)), lengths=lengths), unverified=True)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
-    with adaattn_hf.continuous_batching(found):
-        answers = together(found, prompts, NEW, **ENGINE, use_cuda_graph=False)
+    with adaattn_hf.continuous_batching(found) as engine:
+        engine.use_cuda_graph, engine.use_async_batching = (False, graphs), ahead
+        answers = together(found, prompts, NEW, engine, **ENGINE)
     settings = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     right = [found.generate(torch.tensor([ids]).cuda(), **settings)[0, len(ids) :].tolist() for ids in prompts]
     assert answers == right
+    assert set(read) == (set() if window else {False, True} if graphs else {False})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,5 +92,27 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
 @pytest.mark.skipif(Version(tf.__version__) < Version("5.19"), reason="the engine logs what a step raises, and goes on")
 def test_captured_steps_are_refused_with_the_way_out() -> None:
     found = model()
-    with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found):
-        together(found, [[5, 6, 7]], NEW, **ENGINE, use_cuda_graph=True)
+    with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found) as engine:
+        together(found, [[5, 6, 7]], NEW, engine, **ENGINE, use_cuda_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize(
+    "asked", [{}, {"per_head": replace(rules((0, 300), (0, 4)), until=1500)}], ids=["exact", "plan"]
+)
+def test_pages_are_read_in_a_graph(asked: Any, page: int, dtype: torch.dtype) -> None:
+    """Also when lengths are other ones than those that it was captured with."""
+    call = paged((2000, 1, 0, 513, 256, 1999), page, dim=128, dtype=dtype, device="cuda", **asked)
+    atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    right = truth(call)
+    torch.testing.assert_close(attend(call).double(), right, atol=atol, rtol=0)
+    structure: Any = call.structure
+    again, graph = replace(call, structure=structure.with_changes()), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(again)
+    for lengths in ((2000, 1, 0, 513, 256, 1999), (1998, 0, 0, 512, 255, 40)):
+        structure.borders.copy_(torch.tensor((0, *lengths)).cumsum(0))
+        right = truth(again)
+        graph.replay()
+        torch.testing.assert_close(out.double(), right, atol=atol, rtol=0)

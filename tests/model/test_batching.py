@@ -14,6 +14,7 @@ import adaattn_hf
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.reference import attention
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.patches.call import batching
 from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.registry import engine_name
@@ -27,6 +28,8 @@ FAMILIES = ("gpt2", "llama", "qwen2-hybrid", "mistral-window", "gemma2-softcap",
 NARROW = Choice.of(Window(6, sinks=2))
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (4, 2, 7, 33, 20, 18)]
 NEW = 10
+PAGE = "page_size" if Version(tf.__version__) >= Version("5.18") else "block_size"
+"""How the engine's settings name the tokens of a page."""
 
 
 def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -34,14 +37,18 @@ def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
 
 
-def together(model: Any, prompts: list[list[int]], new: int = NEW, **engine: Any) -> list[list[int]]:
-    """Tokens of `generate_batch`; prompts longer than 16 tokens are read in pieces, if nothing else is said."""
+def together(model: Any, prompts: list[list[int]], new: int = NEW, engine: Any = None, **asked: Any) -> list[list[int]]:
+    """Tokens of `generate_batch`; prompts longer than 16 tokens are read in pieces, if nothing else is said.
+
+    `engine` are the settings of the block, those of the engine itself without it.
+    """
     settings = tf.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    engine = {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 16, **engine}
+    engine = engine or tf.ContinuousBatchingConfig()
+    for name, value in {"num_blocks": 64, PAGE: 32, "max_batch_tokens": 16, **asked}.items():
+        setattr(engine, name, value)
     found = model.generate_batch(
-        inputs=prompts, generation_config=settings,
-        continuous_batching_config=tf.ContinuousBatchingConfig(**engine), progress_bar=False,
-    ).values()  # fmt: skip
+        inputs=prompts, generation_config=settings, continuous_batching_config=engine, progress_bar=False
+    ).values()
     assert not [answer.error for answer in found if answer.error]
     return [answer.generated_tokens for answer in found]
 
@@ -93,6 +100,45 @@ def test_shared_prefixes_and_requests_that_wait(planned: bool) -> None:
     assert found == one_by_one(ours, prompts)
 
 
+@pytest.mark.parametrize("length", [None, 64, 20])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_steps_over_tables_of_pages(name: str, length: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one token each read pages that the engine's cache holds, and write their own into them."""
+    steps: list[int] = []
+    gathered = batching._gathered
+
+    def noted(*given: Any) -> Tensor:
+        steps.append(1)
+        return gathered(*given)
+
+    monkeypatch.setattr(batching, "_gathered", noted)
+    _, ours = fresh_pair(name)
+    if length is not None:
+        load_plan(ours, plan_for(ours, NARROW, lengths=(length,)), unverified=True)
+    with adaattn_hf.continuous_batching(ours) as engine:
+        found = together(ours, PROMPTS, engine=engine, max_blocks_per_request=3)
+    assert found == one_by_one(ours, PROMPTS)
+    assert len(steps) > NEW
+
+
+def test_where_layers_slide_the_engine_has_no_tables() -> None:
+    _, ours = fresh_pair("gemma3-hybrid")
+    with adaattn_hf.continuous_batching(ours) as engine:
+        found = together(ours, PROMPTS, engine=engine, max_blocks_per_request=3)
+    assert found == one_by_one(ours, PROMPTS)
+
+
+def test_settings_leave_tables_to_the_engine_in_its_own_copy_alone() -> None:
+    _, ours = fresh_pair("llama")
+    with adaattn_hf.continuous_batching(ours) as engine:
+        engine.max_blocks_per_request = 3
+        copied = copy.deepcopy(engine)
+        copied.max_blocks_per_request = 0
+        assert copied.max_blocks_per_request == 3
+        engine.max_blocks_per_request = 0
+        assert copy.deepcopy(engine).max_blocks_per_request == 0
+
+
 def test_more_requests_at_once_than_rows_that_are_computed_precisely() -> None:
     _, ours = fresh_pair("llama")
     load_plan(ours, plan_for(ours, NARROW), unverified=True)
@@ -106,8 +152,7 @@ def test_a_manager_serves_requests_that_come_later() -> None:
     _, ours = fresh_pair("llama")
     settings = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1)
     with adaattn_hf.continuous_batching(ours) as engine:
-        assert engine.use_cuda_graph is False, "which the engine would capture on a GPU, and a step refuse"
-        engine.num_blocks, engine.block_size, engine.max_batch_tokens = 16, 32, 16
+        engine.num_blocks, engine.max_batch_tokens = 16, 16
         manager = ours.init_continuous_batching(generation_config=settings, continuous_batching_config=engine)
         manager.start()
         found = []
@@ -231,7 +276,6 @@ STEP: dict[str, Any] = {
         ({"position_bias": torch.ones(1)}, "^position_bias: got Tensor"),
         ({"sinks": torch.ones(4)}, "^sinks: got Tensor"),
         ({"attention_mask": torch.ones(1, 1, 8, 16)}, "^attention_mask: got a mask in a step"),
-        ({"block_table": torch.ones(1, 1)}, "^block_table: got a table in a step"),
         ({"dropout": 0.5}, r"^dropout: got 0\.5 in a step"),
         ({"is_causal": False}, "^is_causal: got False in a step"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "^cu_seqlens_q: got .* at most 8 tokens"),

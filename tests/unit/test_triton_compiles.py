@@ -20,6 +20,8 @@ pytest.importorskip("triton", minversion="3.6", reason="Gluon came with Triton 3
 CLOSEST = (
     "plain, heads of 128, gradients", "plain, heads of 256, gradients",
     "packed, heads of 128, windows per head, gradients", "step, heads of 128, 71 sharing keys, bfloat16",
+    "step over pages, heads of 128, 71 sharing keys, bfloat16",
+    "step over pages, heads of 256, 8 sharing keys, float32",
     "step of a graph, heads of 256, 8 sharing keys, float32",
     "step over k8v4, heads of 256, 8 sharing keys, bfloat16",
     "step of a graph over k8v4, heads of 256, 8 sharing keys, bfloat16",

@@ -19,6 +19,7 @@ from ...attention.kind import (
     HEAD_WINDOWS,
     LSE,
     OPAQUE,
+    PAGES,
     SINKS,
     SOFTCAP,
     STORED,
@@ -43,7 +44,7 @@ class TritonBackend(Backend):
     name, package = "triton", "triton"
     supports = Supports(
         "the Triton kernels",
-        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE | STORED | HEAD_WINDOWS,
+        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE | STORED | PAGES | HEAD_WINDOWS,
         "cuda",
         widest=256,
         dense=False,
@@ -59,7 +60,7 @@ class TritonBackend(Backend):
         from .tiling import LEAST_SM, refusals
 
         same = HEAD_BF16 if kind.dtype == torch.bfloat16 else 0
-        ends = HEAD_UNTIL if kind.compiling else 0
+        ends = HEAD_UNTIL if kind.compiling or kind.features & PAGES else 0
         reasons = list(super().refusals(kind._replace(features=kind.features & ~(same | ends))))
         facts = capability(kind.device) if kind.device.type == "cuda" else None
         if facts and facts.sm < LEAST_SM:

@@ -133,7 +133,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr = DIM_V // FIELDS
     kv_head, share, shares, row, first, few, low, start, end = reading(
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL,
+        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, 0,
     )  # fmt: skip
     i = tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :]
     c = tl.arange(0, PAD_V // FIELDS)

@@ -28,10 +28,16 @@ def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
+def _held(borders_ptr, sequence):  # type: ignore[no-untyped-def]
+    """The length of a sequence, by running sums."""
+    return (tl.load(borders_ptr + sequence + 1) - tl.load(borders_ptr + sequence)).to(tl.int32)
+
+
+@triton.jit
 def reading(  # type: ignore[no-untyped-def]
     rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
@@ -39,7 +45,8 @@ def reading(  # type: ignore[no-untyped-def]
     head's window and sinks. There, and of sequences of a table without padding, a head has as many shares as hold `span`
     keys each, no more than `most`: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
     key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with FIND from the first one that
-    `real` `[batch, kv_len]` holds to be real.
+    `real` `[batch, kv_len]` holds to be real. With PAGE `offset_ptr` holds running sums of the sequences' lengths, each query
+    stands at its last key, and `span` is the least of a share, of which a long sequence has more.
     From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from
     the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
     `u - sinks + low`.
@@ -54,6 +61,10 @@ def reading(  # type: ignore[no-untyped-def]
     k_start, k_len, at = 0, kv_len, offset
     if HAS_OFFSET:
         at = tl.load(offset_ptr).to(tl.int32)
+    if PAGE:
+        k_len = _held(offset_ptr, sequence)
+        at = k_len - 1
+        span = tl.maximum(span, tl.cdiv(k_len, most))
     if TABLE:
         row = tl.load(rows_ptr + 4 * row).to(tl.int64)
         k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
@@ -76,7 +87,7 @@ def reading(  # type: ignore[no-untyped-def]
             stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
     count = few + tl.maximum(stop - low, 0)
     shares = most
-    if PER_HEAD or (TABLE and not HAS_REAL):
+    if PER_HEAD or PAGE or (TABLE and not HAS_REAL):
         shares = tl.minimum(most, tl.maximum(tl.cdiv(count, span), 1))
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
@@ -249,24 +260,28 @@ def combine(  # type: ignore[no-untyped-def]
 
 # lengths grow by one in every step: they must not be compiled in
 @Launcher
-@triton.jit(do_not_specialize=["kv_len", "offset", "most", "span", "window", "sinks", "until"])
+@triton.jit(do_not_specialize=["kv_len", "offset", "most", "span", "window", "sinks", "until", "pages"])
 def decode(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     kv_len, offset, kv_heads, most, span, window, sinks, until, scale, softcap,
+    own_k_ptr, own_v_ptr, own_k_b, own_k_h, own_k_d, own_v_b, own_v_h, own_v_d, pages,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
     FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, LAST: tl.constexpr,
+    PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
     """A share of the keys of one sequence and key/value head, for the one query of all its query heads.
 
     `reading` says which keys; HAS_REAL leaves out those that `real` (contiguous `[batch, kv_len]`) denies. `out`
-    `[batch, heads, DIM_V]`, `lse` `[batch, heads]` and `part` (`finish`) are contiguous.
+    `[batch, heads, DIM_V]`, `lse` `[batch, heads]` and `part` (`finish`) are contiguous. With PAGE keys lie in pages of so
+    many, whose numbers are the sequence's row of `rows` `[sequences, pages]`; ONE_PAGE: each tile lies in one. The program
+    that reads a head's last key and value writes them there first, from `own_k` and `own_v` `[sequences, kv_heads, channels]`.
     """
     kv_head, share, shares, row, first, few, low, start, end = reading(
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL,
+        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, PAGE,
     )  # fmt: skip
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
@@ -278,6 +293,17 @@ def decode(  # type: ignore[no-untyped-def]
     )
     k_base = k_ptr + kv_head.to(tl.int64) * k_h + row * k_b + first * k_n + d[:, None] * k_d
     v_base = v_ptr + kv_head.to(tl.int64) * v_h + row * v_b + first * v_n + dv[None, :] * v_d
+    table_ptr = rows_ptr + row * pages
+    if PAGE:
+        last = _held(offset_ptr, row) - 1
+        mine = (start < end) & (end == few - low + last + 1)
+        place = tl.load(table_ptr + tl.maximum(last, 0) // PAGE).to(tl.int64) * PAGE + last % PAGE
+        k_there, v_there = d < tl.where(mine, DIM, 0), dv < tl.where(mine, DIM_V, 0)
+        own_k = tl.load(own_k_ptr + row * own_k_b + kv_head * own_k_h + d * own_k_d, mask=k_there, other=0.0)
+        own_v = tl.load(own_v_ptr + row * own_v_b + kv_head * own_v_h + dv * own_v_d, mask=v_there, other=0.0)
+        tl.store(k_ptr + kv_head.to(tl.int64) * k_h + place * k_n + d * k_d, own_k, mask=k_there)
+        tl.store(v_ptr + kv_head.to(tl.int64) * v_h + place * v_n + dv * v_d, own_v, mask=v_there)
+        tl.debug_barrier()  # every thread has written before any reads
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)
@@ -290,6 +316,10 @@ def decode(  # type: ignore[no-untyped-def]
         if HAS_REAL:
             there = there & (tl.load(real_ptr + row * kv_len + first + j, mask=there, other=0) != 0)
         j = j.to(tl.int64)
+        if PAGE and ONE_PAGE:
+            j += (tl.load(table_ptr + n // PAGE).to(tl.int64) - n // PAGE) * PAGE
+        elif PAGE:
+            j = tl.load(table_ptr + j // PAGE, mask=there, other=0).to(tl.int64) * PAGE + j % PAGE
         k = tl.load(k_base + j[None, :] * k_n, mask=there[None, :] & (d < DIM)[:, None], other=0.0)
         v = tl.load(v_base + j[:, None] * v_n, mask=there[:, None] & (dv < DIM_V)[None, :], other=0.0)
         s = capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_CAP)

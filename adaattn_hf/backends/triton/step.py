@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...attention.call import AttentionCall, AttentionResult
 from ...attention.heads import ALL, HeadWindows, head_windows
+from ...attention.pages import Pages
 from ...attention.structure import MaskStructure
 from ..base import capturing, derived_on
 from .codes import decode_codes
@@ -64,19 +65,24 @@ def attend_step(
 
     A structure that is not made of segments is refused. `constants` are those of `constants_of`, `windows` those of the
     rules and the structure where none are given. Nothing may be kept in the memory of a traced `graph`, and nothing but
-    padding cuts its batch rows. From position `until` of a sequence on a query sees as if windows had no end.
+    padding cuts its batch rows. From position `until` of a sequence on, which rules may say, too, a query sees as if
+    windows had no end.
     """
     query, key, value, structure = call.query, call.key, call.value, call.structure
     stored, softcap, sink = call.stored, call.softcap, call.sink_logits
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], constants["DIM_V"]
     offset, device = structure.q_offset, query.device
+    pages = structure if isinstance(structure, Pages) else None
     windows = windows or head_windows(structure, call.per_head, kv_heads)
+    until = until if call.per_head is None else call.per_head.until
     if stored is not None:
         stored.check_device(device)
     if graph:
         rows, covered, sequences = None, True, structure.batch
         real = None if structure.key_padding is None else structure.key_padding.contiguous()
+    elif pages is not None:
+        rows, real, covered, sequences = pages.table, None, True, batch
     else:
         rows, real, covered, sequences = _rows(structure, device)
     out = (torch.empty if covered else torch.zeros)((batch, 1, heads, value_dim), dtype=query.dtype, device=device)
@@ -94,20 +100,20 @@ def attend_step(
         if constants["num_stages"] > 2 and (graph or 4 * sequences * kv_heads > processors):
             waves = _WAVES_OVER_CODES
     least = max(constants["BLOCK_N"], _LEAST_KEYS)
-    spans: Spans = ((-(-kv_len // least), sequences),)
-    if rows is not None and real is None:
+    spans: Spans = ((-(-(kv_len if pages is None else pages.longest) // least), sequences),)
+    if rows is not None and real is None and pages is None:
         spans = structure.cached(_spans_of_runs, least)
     most, span = split(windows, kv_heads, spans, waves * processors, least, until is not None)
     last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
-    part, done = _scratch(
-        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads * last, device,
-        graph or capturing(device),
-    )  # fmt: skip
+    room = sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads * last, device
+    captured = capturing(device)
+    # layers of a captured step follow one another, and the structure is that of one pass: they share what it has
+    part, done = structure.cached(_own, *room) if pages and captured else _scratch(*room, graph or captured)
 
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
-    moving = offset if isinstance(offset, Tensor) else None
+    moving = offset if isinstance(offset, Tensor) else None if pages is None else pages.borders
     strides = query.stride(), key.stride(), value.stride()
     # what the kernel does not read by its constants is filled by tensors of the same kind
     arguments: tuple[Any, ...] = (
@@ -115,13 +121,14 @@ def attend_step(
         done if rows is None else rows, done if moving is None else moving,
         done if real is None else real, done if rules is None else rules,
         strides[0][0], strides[0][1], strides[0][3], *strides[1], *strides[2],
-        kv_len, offset if moving is None else 0, kv_heads, most, span, window, sinks,
+        kv_len, offset if moving is None else 0, kv_heads, most, least if pages else span, window, sinks,
         ALL if until is None else until, scale_of(call.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
     constants = {
         **constants, "CAUSAL": structure.causal, "WINDOW": windows is not None, "PER_HEAD": per_head,
         "HAS_CAP": softcap is not None, "HAS_SINK": sink is not None, "HAS_LSE": lse is not None,
-        "TABLE": rows is not None, "HAS_OFFSET": rows is None and moving is not None, "HAS_REAL": real is not None,
+        "TABLE": rows is not None and pages is None, "HAS_OFFSET": rows is None and moving is not None,
+        "HAS_REAL": real is not None,
         "FIND": rows is None and real is not None, "SINGLE": most == 1, "LAST": last,
     }  # fmt: skip
     grid = sequences, kv_heads * most
@@ -133,7 +140,19 @@ def attend_step(
         )  # fmt: skip
     rotation = 0
     if stored is None:
-        decode(grid, arguments, constants, kind)
+        more: tuple[Any, ...] = query, query, 0, 0, 0, 0, 0, 0, 0
+        constants |= {"PAGE": 0, "ONE_PAGE": False}
+        if pages is not None:
+            assert call.own is not None, "the step that reads pages writes its own tokens into them"
+            own_k, own_v = call.own
+            steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
+            more = own_k, own_v, *steps, pages.table.stride(0)
+            one = windows is None and not pages.page % constants["BLOCK_N"]
+            # every second stage is for the pages of a tile's keys
+            constants |= {"PAGE": pages.page, "ONE_PAGE": one, "num_stages": 2 * constants["num_stages"] - 1}
+            if kind is not None:
+                kind = (kind, steps, pages.table.dtype) if aligned(own_k, own_v, pages.table) else None
+        decode(grid, (*arguments, *more), constants, kind)
     else:
         mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
         steps = *scales[0].stride(), *scales[1].stride()
@@ -155,6 +174,10 @@ def attend_step(
         sink_dtype = sink is not None and sink.dtype
         combine((sequences, heads), (*arguments[3:7], most), constants, kind and (query.dtype, sink_dtype))
     return AttentionResult(out, lse)
+
+
+def _own(structure: MaskStructure, floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _scratch(floats, counters, device, True)
 
 
 def _spans_of_runs(structure: MaskStructure, least: int) -> Spans:
