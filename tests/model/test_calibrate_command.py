@@ -117,21 +117,14 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     verbose = adaattn("plan", "show", str(model), "--verbose")
     assert all(words in verbose.output for words in (line, "budget +1 %, 9.95e-3 nats/token", "passed: "))
 
-    picture = model / "pictures" / "plan.png"
-    adaattn("plan", "show", str(model), "--png", str(picture), code=2)
-    assert not picture.parent.exists()
-    picture.parent.mkdir()
-    adaattn("plan", "show", str(model), "--png", str(picture))
-    assert picture.read_bytes()[1:4] == b"PNG"
     page = model / "pictures" / "plan.html"
+    adaattn("plan", "show", str(model), "--html", str(page), code=2)
+    assert not page.parent.exists()
+    page.parent.mkdir()
     adaattn("plan", "show", str(model), "--html", str(page))
     assert all(words in page.read_text() for words in ("<title>model</title>", '"bf16"', r"\u0394nll", "whole model"))
-    for refused, words in (
-        (["show", str(model), "--png", f"{__file__}/plan.png"], "test_calibrate_command.py does not exist"),
-        (["show", str(model), "--html", f"{__file__}/plan.html"], "test_calibrate_command.py does not exist"),
-        (["diff", str(model), str(model), "--png", "plan.png"], "No such option: --png"),
-    ):
-        adaattn("plan", *refused, code=2, says=words)
+    refused, words = f"{__file__}/plan.html", "test_calibrate_command.py does not exist"
+    adaattn("plan", "show", str(model), "--html", refused, code=2, says=words)
 
     loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
     assert adaattn_hf.plan_of(adaattn_hf.load_plan(loaded)).to_json().encode() == plan

@@ -191,9 +191,9 @@ def test_rows_within_and_beyond_are_each_computed_once(choice: Choice, monkeypat
     limit, offset = N // 2, 10
     exact, asked = select.attend, []
 
-    def noting(call: AttentionCall, *forced: str | None) -> AttentionResult:
+    def noting(call: AttentionCall, backend: str | None = None) -> AttentionResult:
         asked.append((call.query.shape[2], call.structure.q_offset, call.key.shape[2]))
-        return exact(call, *forced)
+        return exact(call, backend)
 
     apart = _run(
         _bound_layer(choice, limit), query[:, :, offset:limit], key[:, :, :limit], value[:, :, :limit], q_offset=offset
@@ -218,9 +218,9 @@ def test_padded_rows_are_computed_twice_only_between(
     late, padding = (60, padding) if side == "left" else (0, padding.flip(1))
     exact, asked = select.attend, []
 
-    def noting(call: AttentionCall, *forced: str | None) -> AttentionResult:
+    def noting(call: AttentionCall, backend: str | None = None) -> AttentionResult:
         asked.append(call.query.shape[2])
-        return exact(call, *forced)
+        return exact(call, backend)
 
     bound_layer = _bound_layer(choice, limit)
     monkeypatch.setattr(select, "attend", noting)
@@ -245,9 +245,9 @@ def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.Monkey
     def note(place: Any, name: str) -> None:
         run = getattr(place, name)
 
-        def noting(*arguments: Any) -> Any:
+        def noting(*arguments: Any, **named: Any) -> Any:
             calls.append(name)
-            return run(*arguments)
+            return run(*arguments, **named)
 
         monkeypatch.setattr(place, name, noting)
 

@@ -60,7 +60,7 @@ def test_bad_configurations_are_refused_in_a_sentence(text: str, tmp_path: Path)
     show(tmp_path, code=2, says="error:")
 
 
-@pytest.mark.parametrize("words", [("show", "p"), ("diff", "p", "p"), ("explore", "p", "--html", "h")])
+@pytest.mark.parametrize("words", [("show", "p"), ("explore", "p", "--html", "h")])
 def test_a_place_that_may_not_be_read_is_a_sentence(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
