@@ -88,7 +88,8 @@ def checked(cells: Cells) -> Cells:
     """The cells of a report.
 
     Raises:
-        UsageError: One lacks what a figure needs, or they are of several machines, versions or sources, not commits.
+        UsageError: One lacks what a figure needs, or they are of several machines or versions. Where sources differ,
+            each cell names its commit: all arms of one ran in one process.
     """
     places = set()
     for name, cell in cells.items():
@@ -111,9 +112,9 @@ def checked(cells: Cells) -> Cells:
                 raise UsageError(f"{name}: got no processor time of {arm!r}; measure it again")
         if not any("wall" in arms[arm] for arm in ours):
             raise UsageError(f"{name}: got no arm of adaattn that ran")
-        places.add(str([made[key] for key in ("device", "cpu", "threads", "driver", "source", "versions")]))
+        places.add(str([made[key] for key in ("device", "cpu", "threads", "driver", "versions")]))
     if len(places) > 1:
-        raise UsageError(f"got cells of {len(places)} machines, sources or versions in one report: {', '.join(places)}")
+        raise UsageError(f"got cells of {len(places)} machines or versions in one report: {', '.join(places)}")
     return cells
 
 
@@ -221,7 +222,7 @@ def bars(cells: Cells, rows: Sequence[Row]) -> Iterator[Bar]:
 def every_arm(cells: Cells) -> str:
     """All arms of all cells, for docs/figures.md."""
     on_cpu = next(iter(cells.values()))["provenance"]["device"] == "cpu"
-    lines = [traced(cells), ""]
+    lines, several = [traced(cells), ""], len({cell["provenance"].get("source") for cell in cells.values()}) > 1
     for cell in cells.values():
         stock = stock_and_ours(cell)[0]
         more = [
@@ -240,6 +241,7 @@ def every_arm(cells: Cells) -> str:
             )
             rows.append((f"**{name}**" if name == stock else name, f"{middle:.4g} ({low:.4g}–{high:.4g})", beside,
                          times(speedup(cell, stock, name)[1])))  # fmt: skip
+        more += [f"commit {commit(cell['provenance'])}"] if several else []
         lines += ["; ".join([f"**{_says(cell)}** ({cell['conditions']['timed']})", *more]), ""]
         lines += table(
             ("arm", "ms (quartiles)", "processor, ms" if on_cpu else "GPU busy", "speedup over best stock"), rows
