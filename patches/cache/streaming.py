@@ -314,10 +314,12 @@ class StreamingLayer(CachedLayer):
         )  # fmt: skip
 
     def _together(self, call: AttentionCall, outs: list[Tensor]) -> Tensor:
-        shared, parts = call.query.shape[1] // len(self.spans), dict[int, Tensor]()
-        for group, out in zip(self.groups, outs, strict=True):
-            parts |= {head: out.narrow(2, at * shared, shared) for at, head in enumerate(group.heads)}
-        return torch.cat([parts[head] for head in sorted(parts)], dim=2)
+        shared, parts = call.query.shape[1] // len(self.spans), {}
+        for number, out in enumerate(outs):
+            parts.update(
+                {head: out.narrow(2, at * shared, shared) for at, head in enumerate(self.groups[number].heads)}
+            )
+        return torch.cat([parts[head] for head in range(len(self.spans))], dim=2)
 
     def _in_graph(self, module: nn.Module, call: AttentionCall, forced: str | None) -> Tensor:
         """As `attend`, of one token while a graph is traced: the device counts."""
@@ -326,9 +328,9 @@ class StreamingLayer(CachedLayer):
         (keys, values), self.fresh, self._seen = self.fresh, None, None
         outs: list[Tensor] = []
         for group in self.groups:
+            ring = group.store.room.ring
             found = group.step(some_heads(keys, group.heads), some_heads(values, group.heads))
-            ring, structure = group.store.room.ring, call.structure
-            seen = structure if ring is None else slots_seen(structure, found[0].shape[2], ring[0])
+            seen = call.structure if ring is None else slots_seen(call.structure, found[0].shape[2], ring[0])
             outs.append(select.attend(self._part(call, group, found, seen), forced).out)
         return self._together(call, outs)
 

@@ -69,11 +69,12 @@ def run(
 def race(
     kind: Annotated[str, typer.Argument(help="int8 or k8v4.")],
     out: Annotated[Path, typer.Option(help="JSON of microseconds.")],
+    heads: Annotated[tuple[int, int], typer.Option(help="Of queries, and of keys.")] = (12, 2),
 ) -> None:
     """Race tiles of the kernel over codes, and how many programs share a step, on Qwen2.5-1.5B's shape."""
     from .race import raced
 
-    found = {"setting": setting(), "kind": kind, "microseconds": raced(kind)}
+    found = {"setting": setting(), "kind": kind, "heads": heads, "microseconds": raced(kind, heads)}
     write_atomically(out, json.dumps(found, indent=1) + "\n")
 
 

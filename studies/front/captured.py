@@ -35,7 +35,7 @@ from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 
 from ..pages import table
-from .jobs import CACHES, QWEN15, ROUNDS, SHARED, Arm, Job, _captured, _filled, _step, measure, named, shaped, way
+from .jobs import CACHES, QWEN15, ROUNDS, SHARED, Arm, Job, _captured, _filled, _step, measure, shaped, way
 from .page import seconds, speedup, traced
 
 WINDOW, SINKS, SPARE = 1024, 4, 64
@@ -85,8 +85,10 @@ def _behind(past: Any, tokens: int) -> None:
             layer.cumulative_length.fill_(tokens)
 
 
-def jobs(device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: list[int]) -> Iterator[Job]:
-    """A job for each length, longest last; models, caches and graphs are made once."""
+def jobs(
+    device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: list[int], only: list[str]
+) -> Iterator[Job]:
+    """A job for each length, longest last, of the arms in `only`, or all; models, caches and graphs are made once."""
     room = max(lengths) + SPARE
     dynamic = shaped(dict(sizes) | SHARED, device)
     exact, static = copy.deepcopy(dynamic), copy.deepcopy(dynamic)
@@ -111,6 +113,8 @@ def jobs(device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: lis
 
     def again(name: str, model: Any, make: Any, tokens: int) -> None:
         if name not in kept:
+            sys.stdout.write(f"{time.perf_counter():.0f} s: {name}\n")
+            sys.stdout.flush()
             past = make()
             steps = device.type == "cuda" and past.is_compileable
             kept[name] = past, _captured(model, token, past) if steps else partial(_step, model, token, past)
@@ -139,8 +143,9 @@ def jobs(device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: lis
         arms["sdpa, StaticCache"] = (
             Arm(partial(run, of[0]), partial(again, *of, tokens)) if fits else "reads its whole room"
         )
+        arms = {name: arm for name, arm in arms.items() if not only or name in (*only, EXACT, EMPTY)}
         yield Job(
-            f"{named(sizes, None)}, a token behind {rows} x {tokens:,} tokens",
+            f"Qwen2.5-1.5B's shape, {sizes['num_hidden_layers']} layers, a token behind {rows} x {tokens:,} tokens",
             {"timed": "whole model", "dtype": "bfloat16", "room": room, "shares": shares}, arms, 5,
         )  # fmt: skip
 
@@ -192,14 +197,17 @@ def main() -> None:
     words.add_argument("rows", type=int, nargs="?", help="sequences")
     words.add_argument("lengths", type=int, nargs="*", help="tokens behind which they step")
     words.add_argument("--rounds", type=int, default=ROUNDS, help="fewer for a trial")
+    words.add_argument("--layers", type=int, default=28, help="fewer for a trial, whose graphs compile sooner")
+    words.add_argument("--arm", action="append", default=[], help="beside exact attention; all by default")
     words.add_argument("--page", type=Path, help="directory of steps.json and steps.md")
     asked = words.parse_args()
     kept = json.loads(asked.file.read_text(encoding="utf-8")) if asked.file.is_file() else {}
     device = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
     torch._dynamo.config.recompile_limit = 64  # all arms are one function of Transformers
-    sizes = QWEN15 if device.type == "cuda" else {**QWEN15, "hidden_size": 256, "num_hidden_layers": 2,
-                                                  "intermediate_size": 64, "num_attention_heads": 4}  # fmt: skip
-    for job in jobs(device, sizes, asked.rows, asked.lengths) if asked.lengths else ():
+    sizes = {**QWEN15, "num_hidden_layers": asked.layers}
+    if device.type == "cpu":
+        sizes |= {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+    for job in jobs(device, sizes, asked.rows, asked.lengths, asked.arm) if asked.lengths else ():
         began = time.perf_counter()
         arms = measure(job, device, asked.rounds)
         for name, found in arms.items():

@@ -20,11 +20,11 @@ from .launch import aligned, device_facts
 from .tables import window_table
 from .tiling import fitting_tile, padded, rows_of, scale_of
 
-# Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
-# of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
-# a head's shares together would have too many of them.
+# Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over codes
+# there are more, as those of three stages are small; but not of few heads, of which the one program that puts a head's
+# shares together would have too many: graphs have a launch for that.
 _WAVES = 2
-_WAVES_OVER_CODES = {8: 2, 4: 3}
+_WAVES_OVER_CODES = 4
 _LEAST_KEYS = 256
 _MOST_STREAMS = 64
 
@@ -91,8 +91,8 @@ def attend_step(
     waves, processors = _WAVES, device_facts(device).processors
     if stored is not None:
         key, value = _adjoining(key), _adjoining(value)
-        if 4 * sequences * kv_heads > processors:
-            waves = _WAVES_OVER_CODES[constants["BITS"]]
+        if constants["num_stages"] > 2 and (graph or 4 * sequences * kv_heads > processors):
+            waves = _WAVES_OVER_CODES
     least = max(constants["BLOCK_N"], _LEAST_KEYS)
     spans: Spans = ((-(-kv_len // least), sequences),)
     if rows is not None and real is None:

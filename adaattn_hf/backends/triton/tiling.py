@@ -87,9 +87,8 @@ SIZES: dict[str, tuple[Tile, ...]] = {
     ),
     # Over codes, by bits of a value and bytes of a query; each warp has 32 keys of its own. With 16, Triton 3.6 may lay
     # out the weights of a product as bytes, which is wrong in half precision.
-    "decode_codes 8": (Tile(256, 66_048, 1, 128, 4, 3, more=728), *_CODES),
-    # 168: registers of three programs at once
-    "decode_codes 4": (Tile(256, 49_664, 1, 128, 4, 3, 168, more=874), *_CODES),
+    "decode_codes 8": (Tile(256, 66_048, 1, 64, 2, 3, more=728), *_CODES),
+    "decode_codes 4": (Tile(256, 49_664, 1, 64, 2, 3, more=874), *_CODES),
 }
 """By kernel, best first as measured on an H200; where the first that serves does not fit, a smaller one follows."""
 
