@@ -95,11 +95,6 @@ class StreamingLayer(CachedLayer):
         """Whether a graph can write and read the next token: not while rows behind padding have sinks in the ring."""
         return self._steady and self.bound_layer is not None and not self.record_past
 
-    def get_seq_length(self) -> Any:
-        """Tokens seen: a number, or the tensor that counts those of a fixed room."""
-        counts = self.room.fixed and self.is_initialized
-        return self.groups[0].store.count if counts else self.cumulative_length
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for tokens shaped like these. Raises ValueError where the plan is for another number of heads."""
         if key_states.shape[1] != len(self.spans):
@@ -314,12 +309,10 @@ class StreamingLayer(CachedLayer):
         )  # fmt: skip
 
     def _together(self, call: AttentionCall, outs: list[Tensor]) -> Tensor:
-        shared, parts = call.query.shape[1] // len(self.spans), {}
-        for number, out in enumerate(outs):
-            parts.update(
-                {head: out.narrow(2, at * shared, shared) for at, head in enumerate(self.groups[number].heads)}
-            )
-        return torch.cat([parts[head] for head in range(len(self.spans))], dim=2)
+        shared = call.query.shape[1] // len(self.spans)
+        place = {head: (n, at) for n, group in enumerate(self.groups) for at, head in enumerate(group.heads)}
+        places = [place[head] for head in range(len(self.spans))]
+        return torch.cat([outs[n].narrow(2, at * shared, shared) for n, at in places], dim=2)
 
     def _in_graph(self, module: nn.Module, call: AttentionCall, forced: str | None) -> Tensor:
         """As `attend`, of one token while a graph is traced: the device counts."""
