@@ -14,6 +14,7 @@ from ..support.cached import llama
 from ..support.compiled import Graphs, choose_as_on_a_device, compiled_by
 from ..support.versions import needs_tracing
 from ..unit.test_triton import interpreted
+from .test_streaming_cache import llama as planned
 
 pytestmark = needs_tracing
 ROOM = 64
@@ -31,9 +32,13 @@ def inputs(prompt: int = 20) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generated(model: Any, cache: Any, backend: Any = None, prompt: int = 20, count: int = 10) -> Any:
+def generated(
+    model: Any, cache: Any, backend: Any = None, prompt: int = 20, count: int = 10, fullgraph: bool = True
+) -> Any:
     """Greedy tokens and their logits `[count, 2, vocabulary]`, by compiled steps where a backend of torch is named."""
     options: dict[str, Any] = {} if backend is None else {"compile_config": compiled_by(backend)}
+    if not fullgraph:
+        options["compile_config"].fullgraph = False
     with torch.no_grad():
         found = model.generate(
             **inputs(prompt), past_key_values=cache, max_new_tokens=count, do_sample=False, output_logits=True,
@@ -77,12 +82,14 @@ def test_on_a_device_the_kernel_reads_codes_in_the_graph(
     is_read = masks._is_read
     choose_as_on_a_device(monkeypatch)
     monkeypatch.setattr(masks, "_is_read", lambda structure, _, config: is_read(structure, "cuda", config))
-    expected, logits = generated(model, AdaAttnCache(model, stored), count=4)
-    graphs = Graphs()
-    found, answers = generated(model, AdaAttnCache(model, stored, max_cache_len=ROOM), graphs, count=4)
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(answers, logits, rtol=0, atol=1e-3)
-    assert graphs.called.count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
+    for one, launches, how in (model, 2, {}), (planned(), 5, {"streaming": True}):
+        expected, logits = generated(one, AdaAttnCache(one, stored, **how), prompt=60, count=4)
+        graphs = Graphs()
+        cache = AdaAttnCache(one, stored, max_cache_len=ROOM, **how)
+        found, answers = generated(one, cache, graphs, prompt=60, count=4)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(answers, logits, rtol=0, atol=0.02 if how else 1e-3)
+        assert graphs.called.count("adaattn_hf.triton_step.default") == launches
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -144,6 +151,53 @@ def test_a_prompt_of_inference_mode_is_gone_on_with_outside_of_it(model: Any) ->
         with torch.no_grad():
             logits.append(model(ids[:, :1], past_key_values=cache).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_streaming_heads_step_in_one_graph_and_go_round_their_rings(stored: str) -> None:
+    """One row begins with padding, so that its sinks were saved; rings of 36 and 20 slots are passed by 60 tokens."""
+    model = planned()
+    expected, logits = generated(model, AdaAttnCache(model, stored, streaming=True), prompt=60, count=40)
+    graphs = Graphs()
+    for _ in range(2):
+        cache = AdaAttnCache(model, stored, streaming=True, max_cache_len=2 * ROOM)
+        assert cache.is_compileable
+        found, answers = generated(model, cache, graphs, 60, 40)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(answers, logits, rtol=0, atol=0.02)
+        assert int(cache.get_seq_length()) == 99
+    assert len(graphs.found) == 1
+    assert graphs.called.count("adaattn_hf.store_tokens.default") == 5
+    assert graphs.asks_of_the_host == []
+
+
+@pytest.mark.parametrize(("prompt", "padded"), [(20, False), (20, True), (60, False)])
+def test_rings_fill_up_in_graphs_but_not_where_sinks_have_yet_to_be_saved(prompt: int, padded: bool) -> None:
+    model, given = planned(), inputs(prompt)
+    if not padded:
+        given["attention_mask"] = torch.ones_like(given["attention_mask"])
+    found = []
+    for room in (None, 2 * ROOM):
+        cache = AdaAttnCache(model, "int8", streaming=True, max_cache_len=room)
+        step = model if room is None else torch.compile(model, backend="eager", fullgraph=not padded)
+        logits = []
+        with torch.no_grad():
+            model(**given, past_key_values=cache)
+            for place in range(prompt, prompt + 30):
+                more = torch.ones(2, place + 1 - prompt, dtype=torch.long)
+                mask = torch.cat([given["attention_mask"], more], dim=1)
+                positions = torch.full((2, 1), place)
+                ids = given["input_ids"][:, :1]
+                logits.append(step(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+            logits.append(model(given["input_ids"][:, :7], past_key_values=cache).logits[:, -1:])
+        found.append(torch.cat(logits, dim=1))
+    torch.testing.assert_close(*found, rtol=0, atol=0.02)
+
+
+def test_streaming_heads_stay_outside_of_graphs_beyond_what_their_plan_speaks_for() -> None:
+    model = planned(limit=100)
+    assert AdaAttnCache(model, "int8", streaming=True, max_cache_len=100).is_compileable
+    assert not AdaAttnCache(model, "int8", streaming=True, max_cache_len=101).is_compileable
 
 
 def test_caches_whose_heads_or_layers_differ_stay_outside_of_graphs(model: Any) -> None:
