@@ -83,6 +83,14 @@ class CachedLayer(DynamicLayer):
         """Hold these values from now on."""
         self._assign(1, values)
 
+    @property
+    def _sliding_window_tensor(self) -> Tensor | None:
+        """The window, which iterating over a cache gives, and from which `DynamicCache(list(cache))` makes a layer."""
+        if self.sliding_window is None:
+            return None
+        device = self.device if self.is_initialized else "cpu"
+        return torch.tensor(self.sliding_window, dtype=torch.long, device=device)
+
     def _assign(self, which: int, tensor: Any) -> None:
         if tensor is None:  # as layers of Transformers begin
             return
