@@ -28,7 +28,7 @@ class HeadGroup:
     def __init__(self, heads: Sequence[int], span: Span | None, stored: str, store: Store) -> None:
         """Of heads whose tokens are in a store; a ring has room for `sinks + window` of them (`room_of`)."""
         self.heads, self.span, self.stored, self.store = tuple(heads), span, stored, store
-        self.count = 0
+        self._count: int | None = 0
         self.before: tuple[Store, int] | None = None
         self.since: list[tuple[Tensor, Tensor, Sequence[int]]] = []
         """What was held at the last `commit` while the past is recorded, and what came since."""
@@ -42,14 +42,15 @@ class HeadGroup:
     def count(self) -> int:
         """Tokens that came, those that are gone counted; behind a captured step the device has to be asked."""
         if self._count is None:
-            self._count = int(self.store.count)  # type: ignore[arg-type]
+            held, came = len(self.store), self.store.count  # both ask now: what the device counts may be changed next
+            self._count = held if came is None or self.store.room.ring is None else int(came)
         return self._count
 
     @count.setter
     def count(self, count: int) -> None:
-        """Tell the device, too, where that counts."""
-        self._count: int | None = count
-        if self.store.count is not None:
+        """Tell the device, too, where it counts what comes to a ring; other stores tell what they hold."""
+        self._count = count
+        if self.store.count is not None and self.store.room.ring is not None:
             self.store.count.fill_(count)
 
     @property
@@ -137,11 +138,11 @@ class HeadGroup:
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, see `can_crop`, and what was recorded."""
+        left, since = self.count - count, self.since
         if self.whole or not count or self.before is None:
             self.store.crop(count)
-            self.count -= count
+            self.count = left
         else:
-            left, since = self.count - count, self.since
             self.store, self.count = self.before
             for keys, values, starts in since:
                 fits = min(keys.shape[2], left - self.count)

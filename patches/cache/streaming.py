@@ -63,6 +63,7 @@ class StreamingLayer(CachedLayer):
     """
 
     spans: Spans
+    _seen: int | None
 
     def __init__(self, spans: Spans, stored: str, room: Room | None = None) -> None:
         """`spans` says what each key/value head keeps; the rest as in `CachedLayer`."""
@@ -88,7 +89,7 @@ class StreamingLayer(CachedLayer):
     @cumulative_length.setter
     def cumulative_length(self, tokens: int) -> None:
         """As the host counts."""
-        self._seen: int | None = tokens
+        self._seen = tokens
 
     @property
     def steps_in_graphs(self) -> bool:

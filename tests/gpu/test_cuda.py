@@ -278,9 +278,9 @@ def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> No
         layers = [replace(layer, choices=(EXACT, *layer.choices[1:])) for layer in made.layers]
         load_plan(ours, replace(made, layers=tuple(layers)))
     if stored != "static":
-        kept = ("int8", True) if stored == "streaming" else (stored, False)
-        cache = adaattn_hf.AdaAttnCache(ours, kept[0], streaming=kept[1], max_cache_len=64)
-        grows = adaattn_hf.AdaAttnCache(ours, kept[0], streaming=kept[1])
+        kept: dict[str, Any] = {"stored": "int8", "streaming": True} if stored == "streaming" else {"stored": stored}
+        cache = adaattn_hf.AdaAttnCache(ours, **kept, max_cache_len=64)
+        grows = adaattn_hf.AdaAttnCache(ours, **kept)
     # as many tokens as tell a growing cache the mean of its keys at once
     ids = torch.randint(3, 64, (2, 20), device="cuda")
     plain = ours.generate(

@@ -72,8 +72,7 @@ def test_tokens_go_round_a_ring_behind_its_first_ones() -> None:
     shapes = ((64,), torch.int8), ((), torch.uint8), ((64,), torch.int8), ((), torch.uint8)
     parts = [torch.zeros(2, 3, 6, *more, dtype=dtype) for more, dtype in shapes]
     for place in range(13):
-        one = drawn[:, :, place : place + 1]
-        store(one, one, parts, at=held, ring=(2, 12))
+        store(*[drawn[:, :, place : place + 1]] * 2, parts, at=held, ring=(2, 12))
     assert held == 12
     wanted, scale = stored(drawn, 8, 0, spare=0)
     slots = [0, 1, 10, 11, 8, 9]
