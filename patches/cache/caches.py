@@ -127,13 +127,16 @@ def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, 
             "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
             "expected False; such heads keep little, or use streaming=False"
         )
-    return convert_layers(cache, stored, spans_of(model) if streaming else {}, room)
+    plan = plan_of(model) if streaming else None
+    return convert_layers(cache, stored, spans_of(model) if streaming else {}, room, plan.lengths[-1] if plan else 0)
 
 
 def convert_layers(
-    cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None, room: Room | None = None
+    cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None, room: Room | None = None, speaks_for: int = 0
 ) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
+
+    Heads with `spans` step in graphs only where no sequence can grow beyond the tokens that their plan `speaks_for`.
 
     ValueError: it holds tokens, or codes are asked of a layer that is neither full nor sliding.
     """
@@ -148,7 +151,8 @@ def convert_layers(
         cache.layers.append(made())
     # steps of a captured graph read one mask for all layers: of all that there is room for
     full = all(type(layer) is DynamicLayer for layer in cache.layers)
-    if room.most is not None and stored != "model" and full and not (spans or cache.offloading):
+    within = room.most is not None and (not spans or room.most <= speaks_for)
+    if within and stored != "model" and full and not cache.offloading:
         room = room._replace(fixed=True)
     cache.layers = [
         _in_place(layer, stored, (spans or {}).get(index), room) for index, layer in enumerate(cache.layers)

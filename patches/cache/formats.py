@@ -107,7 +107,7 @@ class Codes(Format):
         """Round tokens behind what is there; in a graph the device counts them."""
         if store.count is not None and torch.compiler.is_compiling():
             beside = store.beside.get("mean"), store.beside.get("along")
-            store_tokens(keys, values, *store.rooms.values(), *beside, store.count)
+            store_tokens(keys, values, *store.rooms.values(), *beside, store.count, *(store.room.ring or (None, None)))
             store.counted_on_the_device()
         else:
             super().append(store, keys, values)
@@ -121,7 +121,7 @@ class Codes(Format):
             store.beside["first"] = first
             store.beside.pop("mean", None)
             # where nothing may move later, few keys tell the mean as well as they can: any vector may be taken off
-            if store.count is not None or count >= SMOOTHED:
+            if store.room.fixed or count >= SMOOTHED:
                 store.beside["mean"] = mean_of(keys)
         elif count and "mean" not in store.beside and length + count >= SMOOTHED:
             parts = store.views()
@@ -200,6 +200,7 @@ def write(
     mean: Tensor | None = None,
     along: Tensor | None = None,
     at: int | Tensor = 0,
+    ring: tuple[int, int] | None = None,
 ) -> None:
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
@@ -210,11 +211,13 @@ def write(
         from adaattn_hf.backends.triton import storing as triton  # imports Triton
 
         if triton.serves(keys, parts[0]) and (values is None or triton.serves(values, parts[2])):
-            triton.store(keys, values, parts, mean=mean, along=along, at=at)
+            triton.store(keys, values, parts, mean=mean, along=along, at=at, ring=ring)
             return
-    count = keys.shape[2]
+    count, slots, held = keys.shape[2], parts[0].shape[2], at
     if isinstance(at, Tensor):
-        torch._assert_async(at + count <= parts[0].shape[2], FULL)
+        torch._assert_async(at + count <= (ring[1] if ring else slots), FULL)
+        if ring:
+            at = torch.where(at < slots, at, ring[0] + (at - ring[0]) % (slots - ring[0]))
     tokens: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
     tokens = [(keys, parts[0], parts[1], mean, along)]
     if values is not None:
@@ -228,22 +231,22 @@ def write(
         places = torch.arange(count, device=x.device) + at
         codes.index_copy_(2, places, made)
         scale.index_copy_(2, places, scales)
-    if isinstance(at, Tensor):
-        at.add_(count)
+    if isinstance(held, Tensor):
+        held.add_(count)
 
 
 @torch.library.custom_op(
     f"{__name__.partition('.')[0]}::store_tokens",
     mutates_args=("key_codes", "key_scale", "value_codes", "value_scale", "held"),
     schema="(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_scale, Tensor(c!) value_codes, "
-    "Tensor(d!) value_scale, Tensor? mean, Tensor? along, Tensor(e!) held) -> ()",
+    "Tensor(d!) value_scale, Tensor? mean, Tensor? along, Tensor(e!) held, int? sinks, int? most) -> ()",
 )
 def store_tokens(keys: Tensor, values: Tensor, *inputs: Any) -> None:
     """`write` as an operator of torch, for graphs that are traced and may be captured: `held` counts on its device."""
-    *parts, mean, along, held = inputs
-    write(keys, values, parts, mean=mean, along=along, at=held)
+    *parts, mean, along, held, sinks, most = inputs
+    write(keys, values, parts, mean=mean, along=along, at=held, ring=None if most is None else (sinks, most))
 
 
 @store_tokens.register_fake
-def _store_tokens_fake(*_: Tensor | None) -> None:
+def _store_tokens_fake(*_: Any) -> None:
     """Writes nothing, and has no output."""

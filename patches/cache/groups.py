@@ -28,8 +28,7 @@ class HeadGroup:
     def __init__(self, heads: Sequence[int], span: Span | None, stored: str, store: Store) -> None:
         """Of heads whose tokens are in a store; a ring has room for `sinks + window` of them (`room_of`)."""
         self.heads, self.span, self.stored, self.store = tuple(heads), span, stored, store
-        self.count = 0
-        """Tokens that came, those that are gone counted."""
+        self._count: int | None = 0
         self.before: tuple[Store, int] | None = None
         self.since: list[tuple[Tensor, Tensor, Sequence[int]]] = []
         """What was held at the last `commit` while the past is recorded, and what came since."""
@@ -38,6 +37,21 @@ class HeadGroup:
     def format(self) -> Format:
         """What is kept of a token."""
         return FORMATS[self.stored]
+
+    @property
+    def count(self) -> int:
+        """Tokens that came, those that are gone counted; behind a captured step the device has to be asked."""
+        if self._count is None:
+            held, came = len(self.store), self.store.count  # both ask now: what the device counts may be changed next
+            self._count = held if came is None or self.store.room.ring is None else int(came)
+        return self._count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        """Tell the device, too, where it counts what comes to a ring; other stores tell what they hold."""
+        self._count = count
+        if self.store.count is not None and self.store.room.ring is not None:
+            self.store.count.fill_(count)
 
     @property
     def whole(self) -> bool:
@@ -84,6 +98,13 @@ class HeadGroup:
         self._save(views, range(oldest, self.count - window), oldest - sinks, starts, line)
         return read
 
+    def step(self, keys: Tensor, values: Tensor) -> Read:
+        """`append` of one token `[batch, heads, 1, head_dim]` to a fixed room in a graph, where the device counts."""
+        self.format.append(self.store, keys, values)
+        self._count = None
+        first = self.store.room.ring is None or self.store.room.ring[0] > 0
+        return self.format.read(self.store, list(self.store.rooms.values()), first)
+
     def _slots(self) -> list[Tensor]:
         assert self.span is not None
         return self.store.extend(sum(self.span) - len(self.store))
@@ -117,11 +138,11 @@ class HeadGroup:
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, see `can_crop`, and what was recorded."""
+        left, since = self.count - count, self.since
         if self.whole or not count or self.before is None:
             self.store.crop(count)
-            self.count -= count
+            self.count = left
         else:
-            left, since = self.count - count, self.since
             self.store, self.count = self.before
             for keys, values, starts in since:
                 fits = min(keys.shape[2], left - self.count)
@@ -136,14 +157,17 @@ class HeadGroup:
 
 def room_of(span: Span | None, room: Room) -> Room:
     """How much of a layer's room heads with a span need."""
-    return room if span is None else Room(min(room.reserve, sum(span)), room.growth, sum(span))
+    if span is None or (room.most is not None and room.most <= sum(span)):
+        return room
+    ring = (span[1], room.most) if room.fixed and room.most is not None else None
+    return Room(min(room.reserve, sum(span)), room.growth, sum(span), room.fixed, ring)
 
 
 def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-    """These heads `[batch, heads, n, head_dim]`, a view where they adjoin."""
+    """These heads `[batch, heads, …]`, a view where they adjoin; without an index, which graphs take from the host."""
     if list(heads) == list(range(heads[0], heads[0] + len(heads))):
         return tensor.narrow(1, heads[0], len(heads))
-    return tensor[:, list(heads)]
+    return torch.cat([tensor.narrow(1, head, 1) for head in heads], dim=1)
 
 
 # ---------------- positions and slots
@@ -207,3 +231,29 @@ def _find_structure(structure: MaskStructure, window: int, sinks: int) -> MaskSt
     near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
     seen = there[:, None] & (at[:, None] <= rows) & near
     return MaskStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))
+
+
+def slots_seen(structure: MaskStructure, slots: int, sinks: int) -> MaskStructure:
+    """What the newest token sees of a ring's slots as they lie, where only the device knows how many tokens came.
+
+    `structure` is that of a fixed room. Sinks of rows behind padding lie where `HeadGroup.append` saves them.
+    """
+    return structure.cached(_find_slots_seen, slots, sinks)
+
+
+def _find_slots_seen(structure: MaskStructure, slots: int, sinks: int) -> MaskStructure:
+    total, padding, window = structure.q_offset + 1, structure.key_padding, slots - sinks
+    if padding is None and structure.mask is None:
+        held = total.clamp(max=slots) if isinstance(total, Tensor) else min(total, slots)
+        return MaskStructure(structure.batch, 1, slots, causal=True, q_offset=held - 1)
+    assert padding is not None  # a plan keeps it beside a dense mask
+    slot = torch.arange(slots, device=padding.device)
+    at = torch.where(slot < sinks, slot, slot + (total - 1 - slot).div(window, rounding_mode="floor") * window)[None]
+    if sinks:
+        start = padding.int().argmax(1)[:, None]
+        sink = start + (slot - start) % sinks
+        at = torch.where((slot < sinks) & (total > slots), torch.where(sink < total - window, sink, -1), at)
+    there = (slot < total) & (at >= 0) & padding.gather(1, at.clamp(min=0).expand(structure.batch, -1))
+    if structure.mask is None:
+        return MaskStructure(structure.batch, 1, slots, key_padding=there)
+    return MaskStructure(structure.batch, 1, slots, mask=there[:, None, None])

@@ -153,11 +153,11 @@ class CachedLayer(DynamicLayer):
 
     def get_seq_length(self) -> Any:
         """Tokens seen: a number, or the tensor that counts those of a fixed room, as in `StaticCache`."""
-        return self.held_length() if self.store is None or self.store.count is None else self.store.count
+        return self.stores()[0].count if self.room.fixed and self.is_initialized else self.held_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys that a call reads, and the place of the first: one token reads a fixed room as a whole."""
-        if self.room.fixed and query_length == 1 and self.store is not None:
+        if self.room.fixed and query_length == 1 and self.is_initialized:
             return self.get_max_length(), 0
         length = self.held_length()
         seen = length if self.sliding_window is None else min(length, self.sliding_window - 1)

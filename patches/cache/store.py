@@ -29,12 +29,14 @@ class Room(NamedTuple):
         most: Tokens that there may be; None for any number.
         fixed: The room never moves and its tokens are counted on the device, so that graphs which are captured can
             write and read it.
+        ring: Of a fixed room that is used again and again: the first tokens, which stay, and how many may come.
     """
 
     reserve: int = 0
     growth: float = GROWTH
     most: int | None = None
     fixed: bool = False
+    ring: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> Room:
@@ -67,7 +69,7 @@ class Store:
     Attributes:
         rooms: The parts by name, `[batch, heads, room, …]`.
         beside: What belongs to a sequence as a whole, by name, `[batch, …]`.
-        count: Tokens held, as a tensor on the device, of a fixed room; else None.
+        count: Tokens held, of a ring those that came, as a tensor on the device, of a fixed room; else None.
     """
 
     def __init__(self, empty: Mapping[str, Tensor], room: Room) -> None:
@@ -88,7 +90,7 @@ class Store:
     def __len__(self) -> int:
         """Tokens held; behind a compiled step the host has to ask the device."""
         if self._stop is None:
-            self._stop = int(self.count)  # type: ignore[arg-type]
+            self._stop = min(int(self.count), self.capacity)  # type: ignore[arg-type]
         return self._stop - self._start
 
     @property
@@ -150,7 +152,7 @@ class Store:
         self._stop = None
 
     def _counted(self) -> None:
-        if self.count is not None:
+        if self.count is not None and self.room.ring is None:
             self.count.fill_(len(self))
 
     def _size(self, tokens: int) -> int:

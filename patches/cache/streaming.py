@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.attention.call import AttentionCall, AttentionResult
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.listeners import ask, listeners, show
-from adaattn_hf.attention.slicing import joined_heads
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends import select
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.bound_layer import BoundLayer
@@ -22,12 +22,14 @@ from adaattn_hf.plans.plan import LayerPlan, Plan
 
 from ..plans.attach import plan_of
 from ..plans.bound import checked_layer
+from ..plans.slots import LAYER
 from .carrier import StoredTensor
 from .formats import SMOOTHED, Read, channels_of, check_channels
-from .groups import HeadGroup, Span, room_of, some_heads, starts_of, structure_of
-from .layers import CachedLayer, negative, refuse_gradients, same_rows
+from .groups import HeadGroup, Span, room_of, slots_seen, some_heads, starts_of, structure_of
+from .layers import CachedLayer, negative, prompts_are_stored_outside_graphs, refuse_gradients, same_rows
 from .store import Room, Store
 
+_OTHER = "cache: its heads keep the windows of a plan, and {} has {} now; make the cache after loading the plan"
 Spans = tuple["Span | None", ...]
 """Of each key/value head of a layer, None where it keeps everything."""
 
@@ -56,10 +58,12 @@ class StreamingLayer(CachedLayer):
     """A layer of full attention; heads that keep the same window and first tokens share a store.
 
     `update` takes tokens, and the attention of the same call stores and reads them (`attend`): only then it is known
-    where each row begins. `keys` and `values` have the shape of all tokens, and no memory.
+    where each row begins. `keys` and `values` have the shape of all tokens, and no memory. Behind a prompt steps of a
+    fixed room may be part of graphs (`_in_graph`).
     """
 
     spans: Spans
+    _seen: int | None
 
     def __init__(self, spans: Spans, stored: str, room: Room | None = None) -> None:
         """`spans` says what each key/value head keeps; the rest as in `CachedLayer`."""
@@ -73,6 +77,24 @@ class StreamingLayer(CachedLayer):
         self.starts: tuple[int, ...] | None = None
         self.fresh: tuple[Tensor, Tensor] | None = None
         self.bound_layer: int | None = None
+        self._steady = False
+
+    @property
+    def cumulative_length(self) -> int:
+        """Tokens seen; behind a captured step the device has to be asked."""
+        if self._seen is None:
+            self._seen = self.groups[0].count
+        return self._seen
+
+    @cumulative_length.setter
+    def cumulative_length(self, tokens: int) -> None:
+        """As the host counts."""
+        self._seen = tokens
+
+    @property
+    def steps_in_graphs(self) -> bool:
+        """Whether a graph can write and read the next token: not while rows behind padding have sinks in the ring."""
+        return self._steady and self.bound_layer is not None and not self.record_past
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for tokens shaped like these. Raises ValueError where the plan is for another number of heads."""
@@ -104,11 +126,11 @@ class StreamingLayer(CachedLayer):
         """Tokens seen, those that no head keeps any more counted."""
         return self.cumulative_length
 
-    def _views(self, last: int | None = None, streams: Any = None) -> tuple[Any, Any]:
+    def _views(self, last: int | None = None, streams: Any = None, room: int | None = None) -> tuple[Any, Any]:
         """The layer's own leave `streams` out: a layer that refers to itself would be freed late."""
         store, shown = self.groups[0].store, []
         for channels in self.channels:
-            extents = store.batch, len(self.spans), self.cumulative_length, channels
+            extents = store.batch, len(self.spans), self.cumulative_length if room is None else room, channels
             nothing = torch.empty(1, dtype=self.dtype, device=store.device).expand(extents)
             shown.append(StoredTensor(nothing, None, self.dtype, streams=streams))
         return shown[0], shown[1]
@@ -143,6 +165,12 @@ class StreamingLayer(CachedLayer):
 
         RuntimeError where a gradient is wanted or tokens before these were not read, ValueError beyond `max_cache_len`.
         """
+        one = self.room.fixed and self.is_initialized and key_states.shape[2] == 1
+        if self.room.fixed and torch.compiler.is_compiling():
+            if not (one and self.steps_in_graphs):
+                return prompts_are_stored_outside_graphs(self.update, key_states, value_states)  # type: ignore[no-any-return]
+            self.fresh = key_states, value_states
+            return self._views(streams=self, room=self.room.most)
         refuse_gradients("dropped", key_states, value_states)
         if self.fresh is not None:
             raise RuntimeError(
@@ -155,7 +183,7 @@ class StreamingLayer(CachedLayer):
             self.lazy_initialization(key_states, value_states)
         same_rows(self.groups[0].store.batch, key_states)
         self.cumulative_length, self.fresh = total, (key_states, value_states)
-        return self._views(streams=self)
+        return self._views(streams=self, room=self.room.most if one else None)
 
     def read(self, starts: tuple[int, ...], queries: Tensor | None = None) -> list[tuple[HeadGroup, Read]]:
         """Write what `update` took; returns the groups of heads, each with what this call reads.
@@ -182,7 +210,16 @@ class StreamingLayer(CachedLayer):
                 group.format.expect(group.store, of_group.flatten(1, 2))
             tokens = some_heads(keys, group.heads), some_heads(values, group.heads)
             read.append((group, group.append(*tokens, starts, self.record_past)))
+        self._settle()
         return read
+
+    def _settle(self) -> None:
+        """Tell graphs what stays where it is, and whether they may go on."""
+        rings = [sum(group.span) for group in self.groups if group.span and group.span[1] and group.store.room.ring]
+        gone = self.cumulative_length - max(rings, default=-1)
+        self._steady = self.room.fixed and all(not start or start <= gone for start in self.starts or ())
+        for store in self.stores():
+            store.stay()
 
     def _withdraw(self) -> None:
         """Take back the last `update`, whose attention was refused."""
@@ -208,6 +245,7 @@ class StreamingLayer(CachedLayer):
         for group in self.groups:
             group.crop(-tokens_to_remove)
             self.cumulative_length = group.count
+        self._settle()
 
     def _change(self, change: Callable[[Store], None]) -> None:
         super()._change(change)
@@ -227,6 +265,9 @@ class StreamingLayer(CachedLayer):
         One call for each group of heads that keep the same tokens. ValueError: the plan is gone or another, speaks
         for shorter sequences, or the call needs keys that are gone.
         """
+        if torch.compiler.is_compiling():
+            _nobody_looks(module, wanted)
+            return self._in_graph(module, call, forced)
         query = call.query
         if self.fresh is None:
             raise RuntimeError(
@@ -238,6 +279,7 @@ class StreamingLayer(CachedLayer):
         try:
             _nobody_looks(module, wanted)
             bound_layer = self._checked(module)
+            call.structure = self._of_all_tokens(call.structure)
             masked = call.structure.mask is not None or call.bias is not None
             structure = _served(infer_structure(call) if masked else call, bound_layer)
             read = self.read(starts_of(structure), query)
@@ -247,34 +289,59 @@ class StreamingLayer(CachedLayer):
         if not past:
             whole = replace(call, key=fresh[0], value=fresh[1], structure=structure, bias=None)
             return _answer(module, bound_layer, whole, forced)
-        groups = query.shape[1] // call.key.shape[1]
-        parts: list[tuple[Sequence[int], AttentionResult]] = []
-        for group, (key, value, record) in read:
-            members = [head * groups + member for head in group.heads for member in range(groups)]
-            part = AttentionCall(
-                some_heads(query, members),
-                key if record is not None else key.to(query.dtype),
-                value if record is not None else value.to(query.dtype),
-                structure if group.span is None else structure_of(structure, group.span),
-                call.scaling,
-                call.dropout,
-                call.softcap,
-                None if call.sink_logits is None else call.sink_logits[members],
-                stored=record,
-            )
+        outs = []
+        for group, found in read:
+            seen = structure if group.span is None else structure_of(structure, group.span)
             of_group = bound_layer.of_heads(group.heads, all_keys=group.span is not None)
-            parts.append((group.heads, AttentionResult(_answer(module, of_group, part, forced))))
-        return joined_heads(parts, groups).out
+            outs.append(_answer(module, of_group, self._part(call, group, found, seen), forced))
+        return self._together(call, outs)
+
+    def _part(self, call: AttentionCall, group: HeadGroup, read: Read, structure: MaskStructure) -> AttentionCall:
+        """What a call asks of the heads of a group."""
+        key, value, record = read
+        groups, query = call.query.shape[1] // len(self.spans), call.query
+        members = [head * groups + member for head in group.heads for member in range(groups)]
+        if record is None:
+            key, value = key.to(query.dtype), value.to(query.dtype)
+        sinks = None if call.sink_logits is None else some_heads(call.sink_logits[None], members)[0]
+        return AttentionCall(
+            some_heads(query, members), key, value, structure, call.scaling, call.dropout, call.softcap, sinks,
+            stored=record,
+        )  # fmt: skip
+
+    def _together(self, call: AttentionCall, outs: list[Tensor]) -> Tensor:
+        shared = call.query.shape[1] // len(self.spans)
+        # by views alone: an index would have to be copied to the device, which no graph can capture
+        place = {head: (n, at) for n, group in enumerate(self.groups) for at, head in enumerate(group.heads)}
+        places = [place[head] for head in range(len(self.spans))]
+        return torch.cat([outs[n].narrow(2, at * shared, shared) for n, at in places], dim=2)
+
+    def _in_graph(self, module: nn.Module, call: AttentionCall, forced: str | None) -> Tensor:
+        """As `attend`, of one token while a graph is traced: the device counts."""
+        if getattr(module, LAYER).handle != self.bound_layer or self.fresh is None:
+            raise ValueError(_OTHER.format(type(module).__name__, "another one"))
+        (keys, values), self.fresh, self._seen = self.fresh, None, None
+        outs: list[Tensor] = []
+        for group in self.groups:
+            ring = group.store.room.ring
+            found = group.step(some_heads(keys, group.heads), some_heads(values, group.heads))
+            seen = call.structure if ring is None else slots_seen(call.structure, found[0].shape[2], ring[0])
+            outs.append(select.attend(self._part(call, group, found, seen), forced).out)
+        return self._together(call, outs)
+
+    def _of_all_tokens(self, structure: MaskStructure) -> MaskStructure:
+        """That of a fixed room without the places that hold no token yet."""
+        total, padding = self.cumulative_length, structure.key_padding
+        if not self.room.fixed or structure.kv_len == total or structure.mask is not None:
+            return structure
+        return structure.with_changes(kv_len=total, key_padding=None if padding is None else padding[:, :total])
 
     def _checked(self, module: nn.Module) -> BoundLayer:
         bound_layer = checked_layer(module)
         if bound_layer is not None and bound_layer.handle == self.bound_layer:
             return bound_layer
         if bound_layer is None or not self.fits(bound_layer.plan):
-            raise ValueError(
-                f"cache: its heads keep the windows of a plan, and {type(module).__name__} "
-                f"{'has none' if bound_layer is None else 'has another one'} now; make the cache after loading the plan"
-            )
+            raise ValueError(_OTHER.format(type(module).__name__, "none" if bound_layer is None else "another one"))
         self.bound_layer = bound_layer.handle
         return bound_layer
 
@@ -289,13 +356,11 @@ def _answer(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall, for
 
 
 def _nobody_looks(module: nn.Module, wanted: bool) -> None:
-    settings = settings_in(getattr(module, "config", None))
-    asked = {
-        "output_attentions": wanted,
-        **dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True),
-        "adaattn.monitor": settings.monitor,
-        "adaattn.shadow": settings.shadow > 0,
-    }
+    asked = {"output_attentions": wanted}
+    if not torch.compiler.is_compiling():  # in a graph nobody listens
+        settings = settings_in(getattr(module, "config", None))
+        asked |= dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True)
+        asked |= {"adaattn.monitor": settings.monitor, "adaattn.shadow": settings.shadow > 0}
     if any(asked.values()):
         raise ValueError(
             f"cache: {', '.join(name for name, holds in asked.items() if holds)} asks for all keys, which streaming "

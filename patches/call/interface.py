@@ -56,7 +56,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         watched = not compiling and (
             jit_trace() is not None or forward_ad._current_level >= 0 or func_transform() or dispatch_modes()
         )
-        if compiling and (outside := _outside_graphs(module, key)) is not None:
+        if compiling and (outside := _outside_graphs(module, query, key)) is not None:
             return outside(
                 adaattn, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                 sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
@@ -105,11 +105,12 @@ def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str 
     return "eager"
 
 
-def _outside_graphs(module: nn.Module, key: Any) -> AttentionFunction | None:
+def _outside_graphs(module: nn.Module, query: Tensor, key: Any) -> AttentionFunction | None:
     outside: AttentionFunction | None = None
+    streams: Any = getattr(key, "streams", None)
     if getattr(module, BLOCKS, False):
         outside = use_plan_runs_outside_graphs
-    elif getattr(key, "streams", None) is not None:
+    elif streams is not None and not (query.shape[2] == 1 and streams.steps_in_graphs):
         outside = streaming_heads_run_outside_graphs
     return outside
 

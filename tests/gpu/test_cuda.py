@@ -265,7 +265,7 @@ def test_an_offloaded_cache_waits_for_what_reads_it(stored: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own imports and of the empty graph it warms up with
-@pytest.mark.parametrize("stored", ["static", "int8", "k8v4"])
+@pytest.mark.parametrize("stored", ["static", "int8", "k8v4", "streaming"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> None:
     """A CUDA graph of one decoding step with a static cache: capturing fails wherever the host is asked."""
@@ -273,9 +273,14 @@ def test_a_captured_step_gives_what_the_step_gives(name: str, stored: str) -> No
     _, ours = pair(name)
     cache: Any = StaticCache(config=ours.config, max_cache_len=64)
     grows = None
+    if stored == "streaming":  # a ring of 20 slots, which the prompt fills, beside a head that keeps everything
+        made = plan_for(ours, make_choice("window", 16, 4))
+        layers = [replace(layer, choices=(EXACT, *layer.choices[1:])) for layer in made.layers]
+        load_plan(ours, replace(made, layers=tuple(layers)))
     if stored != "static":
-        cache = adaattn_hf.AdaAttnCache(ours, stored, max_cache_len=64)
-        grows = adaattn_hf.AdaAttnCache(ours, stored)
+        kept: dict[str, Any] = {"stored": "int8", "streaming": True} if stored == "streaming" else {"stored": stored}
+        cache = adaattn_hf.AdaAttnCache(ours, **kept, max_cache_len=64)
+        grows = adaattn_hf.AdaAttnCache(ours, **kept)
     # as many tokens as tell a growing cache the mean of its keys at once
     ids = torch.randint(3, 64, (2, 20), device="cuda")
     plain = ours.generate(
@@ -302,7 +307,7 @@ from adaattn_hf.patches.cache.store import Room
 x = torch.randn(2, 3, 1, 64, device="cuda")
 store = FORMATS["int8"].store(x, x, Room(4, most=4, fixed=True))
 for place in range(5):
-    store_tokens(x, x, *store.rooms.values(), None, None, store.count)
+    store_tokens(x, x, *store.rooms.values(), None, None, store.count, None, None)
     torch.cuda.synchronize()
     print("held", int(store.count))
 """

@@ -10,10 +10,12 @@ from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.patches.mask import masks
 
 from ..support.cached import ids as tokens_of
-from ..support.cached import llama
+from ..support.cached import llama, run
 from ..support.compiled import Graphs, choose_as_on_a_device, compiled_by
 from ..support.versions import needs_tracing
 from ..unit.test_triton import interpreted
+from .test_streaming_cache import LAYERS
+from .test_streaming_cache import llama as planned
 
 pytestmark = needs_tracing
 ROOM = 64
@@ -42,21 +44,23 @@ def generated(model: Any, cache: Any, backend: Any = None, prompt: int = 20, cou
     return found.sequences, torch.stack(found.logits)
 
 
-@pytest.mark.parametrize("prompt", [3, 20])
+@pytest.mark.parametrize(("prompt", "count", "streaming"), [(3, 10, False), (20, 10, False), (60, 40, True)])
 @pytest.mark.parametrize("stored", FORMATS)
-def test_one_graph_serves_every_token_of_every_generation(model: Any, stored: str, prompt: int) -> None:
-    expected, logits = generated(model, AdaAttnCache(model, stored), prompt=prompt)
+def test_one_graph_serves_every_token_of_all_generations(stored: str, prompt: int, count: int, streaming: bool) -> None:
+    """With streaming heads their rings of 36 and 20 slots are passed by 60 tokens, and padding's sinks were saved."""
+    model = planned() if streaming else llama()
+    expected, logits = generated(model, AdaAttnCache(model, stored, streaming=streaming), prompt=prompt, count=count)
     graphs = Graphs()
     for _ in range(2):
-        cache = AdaAttnCache(model, stored, max_cache_len=ROOM)
+        cache = AdaAttnCache(model, stored, streaming=streaming, max_cache_len=2 * ROOM)
         assert cache.is_compileable
-        found, answers = generated(model, cache, graphs, prompt)
+        found, answers = generated(model, cache, graphs, prompt, count)
         assert torch.equal(found, expected)
         # of three tokens the growing cache takes off no mean
-        torch.testing.assert_close(answers, logits, rtol=0, atol=1e-5 if prompt > 16 else 0.02)
-        assert int(cache.get_seq_length()) == prompt + 9
+        torch.testing.assert_close(answers, logits, rtol=0, atol=1e-5 if prompt == 20 else 0.02)
+        assert int(cache.get_seq_length()) == prompt + count - 1
     assert len(graphs.found) == 1
-    assert graphs.called.count("adaattn_hf.store_tokens.default") == model.config.num_hidden_layers
+    assert graphs.called.count("adaattn_hf.store_tokens.default") == (5 if streaming else 2)
     assert graphs.asks_of_the_host == []
 
 
@@ -77,41 +81,52 @@ def test_on_a_device_the_kernel_reads_codes_in_the_graph(
     is_read = masks._is_read
     choose_as_on_a_device(monkeypatch)
     monkeypatch.setattr(masks, "_is_read", lambda structure, _, config: is_read(structure, "cuda", config))
-    expected, logits = generated(model, AdaAttnCache(model, stored), count=4)
-    graphs = Graphs()
-    found, answers = generated(model, AdaAttnCache(model, stored, max_cache_len=ROOM), graphs, count=4)
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(answers, logits, rtol=0, atol=1e-3)
-    assert graphs.called.count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
+    for one, launches, how in (model, 2, {}), (planned(), 5, {"streaming": True}):
+        expected, logits = generated(one, AdaAttnCache(one, stored, **how), prompt=60, count=4)
+        graphs = Graphs()
+        cache = AdaAttnCache(one, stored, max_cache_len=ROOM, **how)
+        found, answers = generated(one, cache, graphs, prompt=60, count=4)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(answers, logits, rtol=0, atol=0.02 if how else 1e-3)
+        assert graphs.called.count("adaattn_hf.triton_step.default") == launches
 
 
-@pytest.mark.parametrize("stored", FORMATS)
-def test_the_host_goes_on_where_a_graph_has_written(model: Any, stored: str) -> None:
-    """Tokens by a compiled step, then several at once, then some taken off: as in a cache that grows."""
-    given = inputs()
-    ids = given["input_ids"]
-    caches = AdaAttnCache(model, stored, max_cache_len=ROOM), AdaAttnCache(model, stored)
-    steps = torch.compile(model, backend="eager", fullgraph=True), model
+@pytest.mark.parametrize(
+    ("stored", "streaming", "prompt", "steps", "padding"),
+    [
+        ("int8", False, 20, 2, 0), ("k8v4", False, 20, 2, 0), ("int8", True, 16, 3, 0), ("int8", True, 20, 30, 0),
+        ("int8", True, 20, 30, 5), ("int8", True, 60, 30, 0),
+    ],
+)  # fmt: skip
+def test_the_host_goes_on_where_a_graph_has_written(
+    stored: str, streaming: bool, prompt: int, steps: int, padding: int
+) -> None:
+    """Tokens by compiled steps, some taken off where all are there, then several at once: as in a cache that grows.
+
+    Rings of 36 and 20 slots fill up in graphs, but not where sinks of a row behind padding have yet to be saved.
+    """
+    model = planned([layer[::-1] for layer in LAYERS]) if streaming else llama()  # a head that keeps all is last, too
+    tokens = tokens_of(2, 128)
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
     logits = []
-    for cache, step in zip(caches, steps, strict=True):
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            for place in (20, 21):
-                step(ids[:, :1], position_ids=torch.full((2, 1), place), past_key_values=cache)
-            several = model(ids[:, :5], past_key_values=cache).logits
+    for room in (None, 2 * ROOM):
+        cache = AdaAttnCache(model, stored, streaming=streaming, max_cache_len=room)
+        step = model if room is None else torch.compile(model, backend="eager", fullgraph=not padding)
+        run(model, tokens, cache, prompt, mask=mask)
+        found = run(step, tokens, cache, *[1] * steps, mask=mask)
+        if steps < 20:
             cache.crop(-2)
-            one = model(ids[:, :1], past_key_values=cache).logits
-        assert int(cache.get_seq_length()) == 26
-        logits.append(torch.cat([several, one], dim=1))
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+        logits.append(torch.cat([found, run(model, tokens, cache, 7, 1, mask=mask)], dim=1))
+        assert int(cache.get_seq_length()) == prompt + steps + (6 if steps < 20 else 8)
+    torch.testing.assert_close(*logits, rtol=0, atol=0.02 if streaming else 1e-5)
 
 
 @pytest.mark.parametrize("change", ["select", "load"])
 def test_what_a_graph_reads_stays_where_it_is_behind_a_change(model: Any, change: str, tmp_path: Any) -> None:
     """Other tensors are marked as the first ones were: a graph would copy them before each replay."""
     cache = AdaAttnCache(model, "int8", max_cache_len=ROOM)
-    with torch.no_grad():
-        model(inputs()["input_ids"], past_key_values=cache)
+    run(model, tokens_of(2, 20), cache, 20)
     if change == "select":
         cache.reorder_cache(torch.tensor([1, 0]))
     else:
@@ -124,14 +139,12 @@ def test_what_a_graph_reads_stays_where_it_is_behind_a_change(model: Any, change
 
 
 def test_a_token_too_many_is_refused_in_a_graph_too(model: Any) -> None:
-    ids = inputs()["input_ids"]
-    cache = AdaAttnCache(model, "int8", max_cache_len=21)
+    tokens, cache = tokens_of(2, 22), AdaAttnCache(model, "int8", max_cache_len=21)
     step = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        step(ids[:, :1], position_ids=torch.full((2, 1), 20), past_key_values=cache)
-        with pytest.raises(RuntimeError, match="max_cache_len: the cache is full"):
-            step(ids[:, :1], position_ids=torch.full((2, 1), 21), past_key_values=cache)
+    run(model, tokens, cache, 20)
+    run(step, tokens, cache, 1)
+    with pytest.raises(RuntimeError, match="max_cache_len: the cache is full"):
+        run(step, tokens, cache, 1)
 
 
 def test_a_prompt_of_inference_mode_is_gone_on_with_outside_of_it(model: Any) -> None:
@@ -149,3 +162,6 @@ def test_a_prompt_of_inference_mode_is_gone_on_with_outside_of_it(model: Any) ->
 def test_caches_whose_heads_or_layers_differ_stay_outside_of_graphs(model: Any) -> None:
     assert not AdaAttnCache(model, "int8").is_compileable
     assert not AdaAttnCache(model, "model", max_cache_len=ROOM).is_compileable
+    model = planned(limit=100)  # beyond what its plan speaks for rows are exact
+    rooms = [AdaAttnCache(model, "int8", streaming=True, max_cache_len=most) for most in (100, 101)]
+    assert [room.is_compileable for room in rooms] == [True, False]

@@ -24,7 +24,6 @@ from ..support.cached import MODELS, ids, llama, mistral, run
 from ..support.families import sharing
 from ..support.models import fresh_pair
 from ..support.recorder import Recorder
-from ..support.versions import needs_tracing
 
 FORMATS = ("int8", "k8v4")
 # largest difference of logits, over their standard deviation; measured 0.012 and 0.19
@@ -206,31 +205,6 @@ def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took
         keys, _ = layer.update(token, token)
         assert keys.shape[2] == 33
     assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 64 * channel
-
-
-@pytest.mark.parametrize("stored", ["model", *FORMATS])
-def test_a_static_cache_takes_no_more_than_was_asked(stored: str) -> None:
-    model, tokens = llama(), ids(1, 40)
-    cache = AdaAttnCache(model, stored, max_cache_len=30)
-    run(model, tokens, cache, 20)
-    layer: Any = cache.layers[0]
-    before = held_bytes(cache)
-    run(model, tokens, cache, 10)
-    assert held_bytes(cache) == before
-    assert layer.get_max_length() == 30
-    with pytest.raises(ValueError, match="max_cache_len: got 30, expected at least 31"):
-        run(model, tokens, cache, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@needs_tracing
-def test_a_compiled_model_reads_the_cache_between_its_graphs() -> None:
-    model, tokens = llama(), ids(1, 21)
-    traced = torch.compile(model, backend="eager", dynamic=True)
-    ours = run(traced, tokens, AdaAttnCache(model, reserve=64), 20, 1)
-    theirs = run(model, tokens, AdaAttnCache(model, reserve=64), 20, 1)
-    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
 # ---------------- prepare

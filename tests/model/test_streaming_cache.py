@@ -156,15 +156,6 @@ def test_a_long_run_holds_no_more_than_a_short_one() -> None:
     assert held_bytes(cache) == before
 
 
-def test_prepare_gives_generate_the_cache() -> None:
-    model, tokens = llama(), ids(1, 60)
-    expected = model.generate(tokens, max_new_tokens=20, do_sample=False, past_key_values=AdaAttnCache(model, "int8"))
-    adaattn_hf.prepare(model, cache="int8", streaming=True)
-    out = model.generate(tokens, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, expected)
-    assert held_bytes(out.past_key_values) < held_in_full(out.past_key_values)
-
-
 def test_a_prepared_model_generates_behind_padding() -> None:
     model, tokens = llama(), ids(2, 80)
     mask = torch.ones_like(tokens)
@@ -172,7 +163,9 @@ def test_a_prepared_model_generates_behind_padding() -> None:
     settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(tokens, past_key_values=AdaAttnCache(model, "model"), **settings)
     adaattn_hf.prepare(model, streaming=True)
-    assert torch.equal(model.generate(tokens, **settings), expected)
+    out = model.generate(tokens, return_dict_in_generate=True, **settings)
+    assert torch.equal(out.sequences, expected)
+    assert {type(layer).__name__ for layer in out.past_key_values.layers} == {"StreamingLayer"}
     assert adaattn_hf.unpad_calls(model)["unpadded"] == 1
 
 
@@ -199,14 +192,16 @@ def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: 
     assert float((steps - other).abs().mean() / exact.std()) > 0.05, "the plan's windows do nothing"
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["full", "streaming"])
 @pytest.mark.parametrize("stored", CACHES)
-def test_room_that_is_made_at_once_is_all_there_will_be(stored: str) -> None:
+def test_room_that_is_made_at_once_is_all_there_will_be(stored: str, streaming: bool) -> None:
     model, tokens = llama(), ids(1, 120)
-    cache = AdaAttnCache(model, stored, streaming=True, max_cache_len=100)
+    cache = AdaAttnCache(model, stored, streaming=streaming, max_cache_len=100)
     run(model, tokens, cache, 30)
     before = held_bytes(cache)
     run(model, tokens, cache, 60, *[1] * 10)
     assert held_bytes(cache) == before
+    assert cache.layers[0].get_max_length() == 100
     with pytest.raises(ValueError, match="max_cache_len: got 100, expected at least 101"):
         run(model, tokens, cache, 1)
 
@@ -226,16 +221,13 @@ def test_a_cache_is_what_its_plan_was_proven_with() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @needs_tracing
-def test_a_compiled_model_streams_between_its_graphs() -> None:
+@pytest.mark.parametrize("stored", ["model", "int8"])
+def test_a_compiled_model_reads_the_cache_between_its_graphs(stored: str) -> None:
     model, tokens = llama(LAYERS[:1]), ids(1, 82)
     traced = torch.compile(model, backend="eager", dynamic=True)
-    streaming, full = caches(model, "model")
-    ours = run(traced, tokens, streaming, 60, 1, 20, 1)
-    torch.testing.assert_close(ours, run(model, tokens, full, 60, 1, 20, 1), atol=NEAR, rtol=0)
-
-
-def held_in_full(cache: Any) -> int:
-    return sum(len(layer.spans) * layer.cumulative_length * PER_TOKEN["int8"] for layer in cache.layers)
+    expected = run(model, tokens, AdaAttnCache(model, stored), 60, 1, 20, 1)
+    for cache in caches(model, stored):
+        torch.testing.assert_close(run(traced, tokens, cache, 60, 1, 20, 1), expected, atol=NEAR, rtol=0)
 
 
 # ---------------- refusals

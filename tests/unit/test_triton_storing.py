@@ -64,6 +64,23 @@ def test_tokens_may_be_counted_on_the_device(bits: int) -> None:
 
 
 @interpreted
+def test_tokens_go_round_a_ring_behind_its_first_ones() -> None:
+    """Of six slots two stay: the eleventh token lies where the seventh did; beyond what may come nothing is written."""
+    from adaattn_hf.backends.triton.storing import store
+
+    held, drawn = torch.tensor(0), tokens(13, 64)
+    shapes = ((64,), torch.int8), ((), torch.uint8), ((64,), torch.int8), ((), torch.uint8)
+    parts = [torch.zeros(2, 3, 6, *more, dtype=dtype) for more, dtype in shapes]
+    for place in range(13):
+        store(*[drawn[:, :, place : place + 1]] * 2, parts, at=held, ring=(2, 12))
+    assert held == 12
+    wanted, scale = stored(drawn, 8, 0, spare=0)
+    slots = [0, 1, 10, 11, 8, 9]
+    assert torch.equal(parts[0], wanted[:, :, slots])
+    assert torch.equal(parts[3], scale[:, :, slots])
+
+
+@interpreted
 def test_keys_are_rounded_again_alone() -> None:
     from adaattn_hf.backends.triton.storing import store
 

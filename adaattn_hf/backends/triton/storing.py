@@ -83,23 +83,28 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["at", "count", "room"])
+@triton.jit(do_not_specialize=["at", "count", "room", "slots", "sinks"])
 def store_tokens(  # type: ignore[no-untyped-def]
     k_ptr, k_codes_ptr, k_scale_ptr, v_ptr, v_codes_ptr, v_scale_ptr, mean_ptr, along_ptr, held_ptr,
     k_b, k_h, k_n, k_d, kc_b, kc_h, kc_n, ks_b, ks_h, ks_n, v_b, v_h, v_n, v_d, vc_b, vc_h, vc_n, vs_b, vs_h, vs_n,
-    heads, at, count, room,
+    heads, at, count, room, slots, sinks,
     DIM: tl.constexpr, PADDED: tl.constexpr, DIM_V: tl.constexpr, PADDED_V: tl.constexpr, BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr, COUNTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr, COUNTS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one head of one batch row: keys by the first programs of the third extent, values by the second ones.
 
     COUNTS: the first place is the number of tokens held, which is read and raised. While programs are under way its
-    upper half counts those that have read it.
+    upper half counts those that have read it. RING: it is that of those that came, of which one more is written; behind
+    the `sinks` first ones they go round the `slots`.
     """
     if COUNTS:
-        at = tl.load(held_ptr) & 0xFFFFFFFF
-        tl.device_assert(at + count <= room, _FULL)
-        count = tl.minimum(count, room - at)
+        held = tl.load(held_ptr) & 0xFFFFFFFF
+        tl.device_assert(held + count <= room, _FULL)
+        count = tl.minimum(count, room - held)
+        at = held
+        if RING:
+            at = tl.where(held < slots, held, sinks + (held - sinks) % (slots - sinks))
     if tl.program_id(2) == 0:
         _store(
             k_ptr, k_codes_ptr, k_scale_ptr, mean_ptr, along_ptr, k_b, k_h, k_n, k_d, kc_b, kc_h, kc_n,
@@ -114,7 +119,7 @@ def store_tokens(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # every thread has read before one thread says so
         programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
         if tl.atomic_add(held_ptr, 1 << 32, sem="acq_rel") >> 32 == programs - 1:
-            tl.store(held_ptr, at + count)
+            tl.store(held_ptr, held + count)
 
 
 def serves(x: Tensor, codes: Tensor) -> bool:
@@ -133,6 +138,7 @@ def store(
     mean: Tensor | None = None,
     along: Tensor | None = None,
     at: int | Tensor = 0,
+    ring: tuple[int, int] | None = None,
 ) -> None:
     """Write the codes and scales of turned tokens where they belong, as `attention.stored.quantise` defines them.
 
@@ -144,6 +150,8 @@ def store(
         along: The same of length 1, the direction along which the errors of int8 keys cancel.
         at: Place in the room of the first of the tokens. A 0-dim int64 tensor counts those held: the kernel reads and
             raises it.
+        ring: Where it counts those that came, for one token: how many of the first ones stay where they are while the
+            room behind them is used again and again, and how many may come.
     """
     batch, heads, count, dim = keys.shape
     tensors = (keys, *parts[:2], *((keys, *parts[:2]) if values is None else (values, *parts[2:])))
@@ -155,11 +163,13 @@ def store(
     constants = {
         "DIM": dim, "PADDED": padded(dim), "DIM_V": dim_v, "PADDED_V": padded(dim_v),
         "BITS": 4 if tensors[4].dtype is torch.uint8 else 8,
-        "HAS_MEAN": mean is not None, "HAS_ALONG": along is not None, "COUNTS": held is not None,
-        "TOKENS": tokens, "GROUP": CHANNELS // 2, "num_warps": tokens,
-        "debug": held is not None, "sanitize_overflow": False,
+        "HAS_MEAN": mean is not None, "HAS_ALONG": along is not None,
+        "COUNTS": held is not None, "RING": ring is not None, "TOKENS": tokens, "GROUP": CHANNELS // 2,
+        "num_warps": tokens, "debug": held is not None, "sanitize_overflow": False,
     }  # fmt: skip
     beside = tuple(keys if one is None else one for one in (mean, along, held))
     kind = (*(one.dtype for one in tensors), numbers) if aligned(*tensors, *beside) else None
     grid = triton.cdiv(count, tokens), batch * heads, 1 if values is None else 2
-    store_tokens(grid, (*tensors, *beside, *numbers, at, count, parts[0].shape[2]), constants, kind)
+    slots = parts[0].shape[2]
+    sinks, room = ring or (0, slots)
+    store_tokens(grid, (*tensors, *beside, *numbers, at, count, room, slots, sinks), constants, kind)
