@@ -62,17 +62,6 @@ def test_tokens_are_those_of_generate(name: str) -> None:
     assert ours.config._attn_implementation == "adaattn"
 
 
-def test_qwen3_too() -> None:
-    config = tf.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=96, eos_token_id=None,
-    )  # fmt: skip
-    _, ours = build(tf.Qwen3ForCausalLM, config)
-    with adaattn_hf.continuous_batching(ours):
-        found = together(ours, PROMPTS)
-    assert found == one_by_one(ours, PROMPTS)
-
-
 @pytest.mark.parametrize("length", [64, 20])
 @pytest.mark.parametrize(
     ("name", "backend"), [*((name, "") for name in FAMILIES), ("llama", "_sdpa"), ("llama", "_eager")]
