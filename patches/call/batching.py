@@ -153,8 +153,7 @@ def continuous_batching_runs_outside_graphs(*given: Any, **told: Any) -> tuple[T
 
 
 def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
-    borders = kwargs.get("cu_seq_lens_q")
-    if borders is None or kwargs.get("read_index") is None:
+    if any(kwargs.get(name) is None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "read_index")):
         raise ValueError(
             f"attn_implementation: {type(module).__name__} is inside `with adaattn_hf.continuous_batching(model):`, "
             "which supports only steps of continuous batching; leave the block for everything else, and run a copy "

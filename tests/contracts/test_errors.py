@@ -122,7 +122,7 @@ def step(*mask: Any, **keywords: Any) -> Any:
 
 def captured_step() -> Any:
     with mock.patch("adaattn_hf.patches.call.batching.capturing", return_value=True):
-        return step(cu_seq_lens_q=torch.tensor([0, 6]), read_index=[])
+        return step(cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6]), read_index=[])
 
 
 def explain_stock() -> Any:

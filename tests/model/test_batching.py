@@ -20,7 +20,7 @@ from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.registry import engine_name
 from adaattn_hf.plans.choices import Choice, Window
 
-from ..support.models import HIDDEN, VOCABULARY, assert_same, build, fresh_pair, pair, tokens
+from ..support.models import assert_same, fresh_pair, pair, tokens
 from ..support.plans import plan_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
