@@ -71,7 +71,7 @@ def _compile(kind: str, heads: tuple[int, int], tile: Sequence[int | None]) -> s
 
 def _each(calls: Sequence[AttentionCall], attend: Callable[[AttentionCall], Any]) -> float:
     """Microseconds of a call, in a graph of twelve at least."""
-    times = -(-12 // len(calls))
+    times = -(-12 // len(calls)) if ON_CUDA else 1
 
     def all_calls() -> None:
         for call in [*calls] * times:
@@ -99,7 +99,7 @@ def raced(kind: str, heads: tuple[int, int] = (12, 2)) -> dict[str, dict[str, fl
     failed = list(pool.map(partial(_compile, kind, heads), tiles)) if pool else [None] * len(tiles)
     found: dict[str, dict[str, float | str]] = {}
     kept = step._WAVES, step._WAVES_OVER_CODES
-    for rows, thousand in SHAPES:
+    for rows, thousand in SHAPES if ON_CUDA else SHAPES[:1]:
         n = length(thousand * 1024)
         shape, copies = f"{rows} x {thousand}k", max(2, 262144 * 2 // (rows * n * heads[1])) if ON_CUDA else 1
         exact = _calls(rows, n, "bf16", copies, heads)

@@ -116,13 +116,16 @@ def with_layer_of_planned_model() -> Any:
     return other(input_ids=tokens())
 
 
+SUMS = {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 6]), "read_index": []}
+
+
 def step(*mask: Any, **keywords: Any) -> Any:
     return attend_requests(None, nn.Module(), ZEROS, ZEROS, ZEROS, *mask, **keywords)
 
 
 def captured_step() -> Any:
     with mock.patch("adaattn_hf.patches.call.batching.capturing", return_value=True):
-        return step(cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6]), read_index=[])
+        return step(**SUMS)
 
 
 def explain_stock() -> Any:
@@ -246,7 +249,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("allow a keyword that changes attention", lambda: adaattn_hf.allow_keywords("cu_seq_lens_q"),
          "names | got 'cu_seq_lens_q' | expected keywords that attention may ignore | of your loss function"),
         ("pass a mask to a step of continuous batching",
-         lambda: step(torch.ones(1, 1, 6, 6), cu_seq_lens_q=torch.tensor([0, 6]), read_index=[]),
+         lambda: step(torch.ones(1, 1, 6, 6), **SUMS),
          "attention_mask | got a mask | expected none | leave the block"),
         ("mix dtypes in one call",
          lambda: AttentionCall(ZEROS, *[ZEROS.bfloat16()] * 2, MaskStructure(1, 6, 6), 1.0).check(),
