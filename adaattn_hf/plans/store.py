@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -81,7 +80,15 @@ def upload(directory: str, repo_id: str, private: bool | None, token: str | None
 
 def file_of(tensors: dict[str, Tensor]) -> bytes:
     """Returns the safetensors file of some tensors."""
-    return safetensors.torch.save(tensors)
+    saved: bytes = _safetensors().torch.save(tensors)
+    return saved
+
+
+def _safetensors() -> Any:
+    """The library, once it is needed: a kernel on the Hub imports torch alone."""
+    import safetensors.torch
+
+    return safetensors
 
 
 def remember_tensors(tensors: dict[str, Tensor]) -> str:
@@ -191,8 +198,8 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
     if found != name:
         raise PlanError(f"{where} has hash {found[:12]}…, the plan names {name[:12]}…; calibrate again")
     try:
-        return _use(name, safetensors.torch.load(data))
-    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
+        return _use(name, _safetensors().torch.load(data))
+    except (_safetensors().SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
         raise PlanError(f"{where} is no safetensors file ({error}); calibrate again") from error
 
 

@@ -45,7 +45,7 @@ def test_copies_differ_from_the_source_in_imports_alone(builder: dict[str, Any],
 def test_a_changed_copy_is_seen(builder: dict[str, Any], repositories: Path, tmp_path: Path) -> None:
     (directory,) = (repositories / "flash-adaattn" / "build").glob(CPU)
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    with (tmp_path / "backends" / "native" / "call.py").open("a") as file:
+    with (tmp_path / "backends" / "native" / "entry.py").open("a") as file:
         file.write("\n")
     changed = [inside for inside, same in copies(builder, "flash-adaattn", tmp_path).items() if not same]
     assert changed == ["backends/native/entry.py"]
