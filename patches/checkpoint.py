@@ -140,12 +140,13 @@ def placed(model: Any, device: str | None) -> Any:
         return model.to(resolve_device(device))
     if find_spec("accelerate") is None:
         raise UsageError("device: got 'auto' for several GPUs without accelerate, expected it: pip install accelerate")
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
+    import accelerate
 
     whole: dict[str, Any] = {"no_split_module_classes": sorted(model._no_split_modules or ())}
-    places = infer_auto_device_map(model, max_memory=get_balanced_memory(model, **whole), **whole)
-    return dispatch_model(model, places, skip_keys="past_key_values")
+    places = accelerate.infer_auto_device_map(
+        model, max_memory=accelerate.utils.get_balanced_memory(model, **whole), **whole
+    )
+    return accelerate.dispatch_model(model, places, skip_keys="past_key_values")
 
 
 def objective_of(config: Any) -> Objective | None:
