@@ -63,31 +63,40 @@ def _rounded(call: AttentionCall, rules: HeadRules) -> AttentionCall:
     return replace(call, query=query, key=key, value=value)
 
 
+def picked(tensor: Tensor, index: Sequence[int], dim: int) -> Tensor:
+    """Returns these entries of a dimension, a view where they adjoin.
+
+    They are put together of views: an index would have to be copied to the device, which no graph can capture.
+    """
+    runs: list[list[int]] = []
+    for at in index:
+        if runs and at == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([at, 1])
+    parts = [tensor.narrow(dim, first, count) for first, count in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 def some_heads(call: AttentionCall, kv_heads: Sequence[int]) -> AttentionCall:
     """Returns the call of a few key/value heads and the query heads that share them; views where they adjoin."""
     total, groups = call.key.shape[1], call.query.shape[1] // call.key.shape[1]
     if list(kv_heads) == list(range(total)):
         return call
     heads = [head * groups + member for head in kv_heads for member in range(groups)]
-
-    def rows(tensor: Tensor, dim: int, index: Sequence[int]) -> Tensor:
-        if list(index) == list(range(index[0], index[0] + len(index))):
-            return tensor.narrow(dim, index[0], len(index))
-        return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
-
     structure = call.structure
     if structure.mask is not None and structure.mask.shape[1] > 1:
-        structure = structure.with_changes(mask=rows(structure.mask, 1, heads))
+        structure = structure.with_changes(mask=picked(structure.mask, heads, 1))
     bias = call.bias
     return replace(
         call,
-        query=rows(call.query, 1, heads),
-        key=rows(call.key, 1, kv_heads),
-        value=rows(call.value, 1, kv_heads),
+        query=picked(call.query, heads, 1),
+        key=picked(call.key, kv_heads, 1),
+        value=picked(call.value, kv_heads, 1),
         stored=None if call.stored is None else call.stored.of_heads(kv_heads),
         structure=structure,
-        sink_logits=None if call.sink_logits is None else rows(call.sink_logits, 0, heads),
-        bias=bias if bias is None or bias.shape[1] == 1 else rows(bias, 1, heads),
+        sink_logits=None if call.sink_logits is None else picked(call.sink_logits, heads, 0),
+        bias=bias if bias is None or bias.shape[1] == 1 else picked(bias, heads, 1),
         per_head=None if call.per_head is None else call.per_head.some(kv_heads),
     )
 
@@ -138,13 +147,14 @@ def joined_heads(parts: Sequence[tuple[Sequence[int], AttentionResult]], groups:
 
     Each comes with its key/value heads, each of which has `groups` query heads.
     """
-    order = [head for heads, _ in parts for head in heads]
-    outs, lses = [result.out for _, result in parts], [result.lse for _, result in parts if result.lse is not None]
-    out = outs[0] if len(parts) == 1 else torch.cat(outs, dim=2)
-    lse = torch.cat(lses, dim=1) if lses else None
-    if order != sorted(order):
-        position = {head: index for index, head in enumerate(order)}
-        places = [position[head] * groups + member for head in sorted(order) for member in range(groups)]
-        index = torch.tensor(places, dtype=torch.int64, device=out.device)
-        out, lse = out.index_select(2, index), None if lse is None else lse.index_select(1, index)
+    place = {head: (part, at) for part, (heads, _) in enumerate(parts) for at, head in enumerate(heads)}
+    places = [place[head] for head in sorted(place)]
+
+    def together(tensors: list[Tensor], dim: int) -> Tensor:
+        if list(place) == sorted(place):
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+        return torch.cat([tensors[part].narrow(dim, at * groups, groups) for part, at in places], dim)
+
+    lses = [result.lse for _, result in parts if result.lse is not None]
+    out, lse = together([result.out for _, result in parts], 2), together(lses, 1) if lses else None
     return AttentionResult(out, lse)

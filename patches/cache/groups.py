@@ -163,13 +163,6 @@ def room_of(span: Span | None, room: Room) -> Room:
     return Room(min(room.reserve, sum(span)), room.growth, sum(span), room.fixed, ring)
 
 
-def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-    """These heads `[batch, heads, …]`, a view where they adjoin; without an index, which graphs take from the host."""
-    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
-        return tensor.narrow(1, heads[0], len(heads))
-    return torch.cat([tensor.narrow(1, head, 1) for head in heads], dim=1)
-
-
 # ---------------- positions and slots
 def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
     """Position of the token in each slot after `total` tokens."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.listeners import ask, listeners, show
+from adaattn_hf.attention.slicing import joined_heads, picked
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.config import settings_in
@@ -25,7 +26,7 @@ from ..plans.bound import checked_layer
 from ..plans.slots import LAYER
 from .carrier import StoredTensor
 from .formats import SMOOTHED, Read, channels_of, check_channels
-from .groups import HeadGroup, Span, room_of, slots_seen, some_heads, starts_of, structure_of
+from .groups import HeadGroup, Span, room_of, slots_seen, starts_of, structure_of
 from .layers import CachedLayer, negative, prompts_are_stored_outside_graphs, refuse_gradients, same_rows
 from .store import Room, Store
 
@@ -105,7 +106,7 @@ class StreamingLayer(CachedLayer):
             )
         check_channels(self.stored, value_states.shape[3])
         self._begin(
-            lambda heads, room: self.format.store(some_heads(key_states, heads), some_heads(value_states, heads), room),
+            lambda heads, room: self.format.store(picked(key_states, heads, 1), picked(value_states, heads, 1), room),
             key_states,
             value_states,
         )
@@ -208,7 +209,7 @@ class StreamingLayer(CachedLayer):
             if not past and queries is not None:
                 of_group = queries.unflatten(1, (keys.shape[1], -1))[:, list(group.heads)]
                 group.format.expect(group.store, of_group.flatten(1, 2))
-            tokens = some_heads(keys, group.heads), some_heads(values, group.heads)
+            tokens = picked(keys, group.heads, 1), picked(values, group.heads, 1)
             read.append((group, group.append(*tokens, starts, self.record_past)))
         self._settle()
         return read
@@ -303,18 +304,15 @@ class StreamingLayer(CachedLayer):
         members = [head * groups + member for head in group.heads for member in range(groups)]
         if record is None:
             key, value = key.to(query.dtype), value.to(query.dtype)
-        sinks = None if call.sink_logits is None else some_heads(call.sink_logits[None], members)[0]
+        sinks = None if call.sink_logits is None else picked(call.sink_logits, members, 0)
         return AttentionCall(
-            some_heads(query, members), key, value, structure, call.scaling, call.dropout, call.softcap, sinks,
+            picked(query, members, 1), key, value, structure, call.scaling, call.dropout, call.softcap, sinks,
             stored=record,
         )  # fmt: skip
 
     def _together(self, call: AttentionCall, outs: list[Tensor]) -> Tensor:
-        shared = call.query.shape[1] // len(self.spans)
-        # by views alone: an index would have to be copied to the device, which no graph can capture
-        place = {head: (n, at) for n, group in enumerate(self.groups) for at, head in enumerate(group.heads)}
-        places = [place[head] for head in range(len(self.spans))]
-        return torch.cat([outs[n].narrow(2, at * shared, shared) for n, at in places], dim=2)
+        parts = [(group.heads, AttentionResult(out)) for group, out in zip(self.groups, outs, strict=True)]
+        return joined_heads(parts, call.query.shape[1] // len(self.spans)).out
 
     def _in_graph(self, module: nn.Module, call: AttentionCall, forced: str | None) -> Tensor:
         """As `attend`, of one token while a graph is traced: the device counts."""
@@ -324,7 +322,7 @@ class StreamingLayer(CachedLayer):
         outs: list[Tensor] = []
         for group in self.groups:
             ring = group.store.room.ring
-            found = group.step(some_heads(keys, group.heads), some_heads(values, group.heads))
+            found = group.step(picked(keys, group.heads, 1), picked(values, group.heads, 1))
             seen = call.structure if ring is None else slots_seen(call.structure, found[0].shape[2], ring[0])
             outs.append(select.attend(self._part(call, group, found, seen), forced).out)
         return self._together(call, outs)
