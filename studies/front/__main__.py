@@ -6,10 +6,8 @@ Cells that FILE has are kept, so that an interrupted run goes on. Without FILE t
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +18,9 @@ from typing import Any
 import torch
 
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.patches.checkpoint import resolve_device
 
-from .jobs import BIG, QWEN05, QWEN15, ROUNDS, Job, encoders, measure, prompt, steps
+from .jobs import BIG, QWEN05, QWEN15, ROUNDS, Job, encoders, measure, noted, prompt, steps, told
 from .served import requests, training
 
 UNSORTED = (512, 210, 120, 80, 60, 40, 31, 12)
@@ -108,22 +105,14 @@ def main() -> None:
         began = time.perf_counter()
         device = resolve_device("cuda" if name.startswith("gpu") and torch.cuda.is_available() else "cpu")
         job = CELLS[name](device, asked.model)
-        record: dict[str, Any] = {
-            "says": job.says, "conditions": dict(job.conditions), "date": datetime.date.today().isoformat(),
-            "arms": measure(job, device, asked.rounds), "provenance": provenance(device),
-        }  # fmt: skip
+        record = noted(job, device, measure(job, device, asked.rounds))
         job.after()
         del job
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         write_atomically(file, json_text(kept | {name: record}, indent=1, sort_keys=True) + "\n")
-        shown = {
-            arm: own.get("absent") or round(statistics.median(own["wall"]) * 1e3, 3)
-            for arm, own in record["arms"].items()
-        }
-        sys.stdout.write(f"{name}: {time.perf_counter() - began:.0f} s {json.dumps(shown)}\n")
-        sys.stdout.flush()
+        told(name, time.perf_counter() - began, record)
 
 
 if __name__ == "__main__":

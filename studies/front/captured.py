@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import json
 import statistics
 import sys
@@ -25,7 +24,6 @@ import transformers
 
 import adaattn_hf
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.checkpoint import resolve_device
 from adaattn_hf.patches.plans.configured import computes_by
@@ -35,7 +33,7 @@ from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 
 from ..pages import table
-from .jobs import CACHES, QWEN15, ROUNDS, SHARED, Arm, Job, _captured, _filled, _step, measure, shaped, way
+from .jobs import CACHES, QWEN15, ROUNDS, SHARED, Arm, Job, _captured, _filled, _step, measure, noted, shaped, told, way
 from .page import seconds, speedup, traced
 
 WINDOW, SINKS, SPARE = 1024, 4, 64
@@ -214,16 +212,9 @@ def main() -> None:
             arm = job.arms[name]
             if isinstance(arm, Arm) and "kernels" in found and arm.before is not None:
                 found["profile"] = profile(arm)
-        kept[job.says] = {
-            "says": job.says, "conditions": dict(job.conditions), "date": datetime.date.today().isoformat(),
-            "arms": arms, "provenance": provenance(device),
-        }  # fmt: skip
+        kept[job.says] = noted(job, device, arms)
         write_atomically(asked.file, json_text(kept, indent=1, sort_keys=True) + "\n")
-        shown = {
-            name: own.get("absent") or round(statistics.median(own["wall"]) * 1e3, 3) for name, own in arms.items()
-        }
-        sys.stdout.write(f"{job.says}: {time.perf_counter() - began:.0f} s {json.dumps(shown)}\n")
-        sys.stdout.flush()
+        told(job.says, time.perf_counter() - began, kept[job.says])
     if asked.page:
         write_atomically(asked.page / "steps.json", json_text(kept, indent=1, sort_keys=True) + "\n")
         write_atomically(asked.page / "steps.md", page(kept))

@@ -7,6 +7,10 @@ version cannot run is in the record with its reason.
 from __future__ import annotations
 
 import copy
+import datetime
+import json
+import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache, LlamaConfig, StaticCache
 
 from adaattn_hf import prepare
+from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import turn
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.stats.stopwatch import timed
@@ -135,6 +140,23 @@ def way(model: Any, call: Callable[[], Any], implementation: str) -> Arm | str:
     if implementation == "flash_attention_4":
         return "not installed on this machine"
     return Arm(call, partial(model.set_attn_implementation, implementation))
+
+
+def noted(job: Job, device: torch.device, arms: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a job's measurement."""
+    return {
+        "says": job.says, "conditions": dict(job.conditions), "date": datetime.date.today().isoformat(), "arms": arms,
+        "provenance": provenance(device),
+    }  # fmt: skip
+
+
+def told(name: str, seconds: float, record: Mapping[str, Any]) -> None:
+    """Prints how long a cell took, and the milliseconds of its arms."""
+    shown = {
+        arm: own.get("absent") or round(statistics.median(own["wall"]) * 1e3, 3) for arm, own in record["arms"].items()
+    }
+    sys.stdout.write(f"{name}: {seconds:.0f} s {json.dumps(shown)}\n")
+    sys.stdout.flush()
 
 
 @torch.no_grad()
