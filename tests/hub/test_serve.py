@@ -57,8 +57,8 @@ def transcript(command: list[str], log: str, body: dict[str, Any], answer: dict[
 
 def written(path: Path, prompt: dict[str, Any], planned: bool) -> Any:
     model = tf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="adaattn").eval()
-    if not planned:
-        adaattn_hf.remove_plan(model)
+    if planned:
+        adaattn_hf.load_plan(model)
     found = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     return found[0, prompt["input_ids"].shape[1] :].tolist()
 
