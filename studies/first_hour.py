@@ -4,7 +4,6 @@
 model, alice.txt). A block that ends otherwise than the page shows is named in the table.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -27,12 +26,11 @@ BLOCK = re.compile(r"^## (.+?)$|^```bash\n(.*?)^```(?:\n\n```text\n(error:)?)?",
 
 def tasks() -> list[tuple[str, str, bool]]:
     """Returns what a newcomer types: the heading, the commands, and whether the page shows a refusal."""
-    demo = (
-        "README: `make demo`, then the environment of the page",
-        "make -C adaattn-hf demo\npython -m venv hour",
-        False,
-    )
-    page, heading, found = (ROOT / "docs" / "first_hour.md").read_text(encoding="utf-8"), "", [demo]
+    found = [
+        ("README: the demo", "make -C adaattn-hf demo PYTHON=python", False),
+        ("What is here", "python -m venv hour", False),
+    ]
+    page, heading = (ROOT / "docs" / "first_hour.md").read_text(encoding="utf-8"), ""
     for title, code, refusal in BLOCK.findall(page):
         heading = title or heading
         if code:
@@ -47,19 +45,19 @@ def tasks() -> list[tuple[str, str, bool]]:
 
 
 def walk(python: str, shelf: Path) -> list[dict[str, Any]]:
-    """Types everything in an empty directory beside a copy of the checkout. Returns seconds and the end of each block."""
+    """Types everything in an empty directory beside a copy of the checkout. Returns seconds and end of each block."""
     rows = []
     with TemporaryDirectory() as place:
         copied = Path(place, "adaattn-hf")
-        subprocess.run(["git", "clone", "-q", ROOT, copied], check=True)
+        subprocess.run(["git", "clone", "-q", ROOT, copied], check=True)  # noqa: S603, S607  (this checkout)
         for thing in shelf.iterdir():
             Path(place, thing.name).symlink_to(thing)
         path = f"{Path(python).parent}:{place}/hour/bin:" + os.environ["PATH"]
         for heading, code, refusal in tasks():
             path = f"{place}/hour/bin:{path}" if Path(place, "hour").exists() else path
             began = time.monotonic()
-            done = subprocess.run(["bash", "-eu", "-c", code], cwd=place, env={**os.environ, "PATH": path},
-                                  capture_output=True, text=True)  # fmt: skip
+            command, there = ["bash", "-eu", "-c", code], {**os.environ, "PATH": path}
+            done = subprocess.run(command, cwd=place, env=there, capture_output=True, text=True)  # noqa: S603  (the page)
             row = {"task": heading, "command": code, "seconds": time.monotonic() - began, "refused": refusal}
             rows.append({**row, "end": done.returncode, "said": done.stderr[-2000:]})
             print(f"{row['seconds']:7.1f} s  {done.returncode}  {code.splitlines()[0]}", flush=True)
@@ -68,29 +66,20 @@ def walk(python: str, shelf: Path) -> list[dict[str, Any]]:
 
 def page(report: dict[str, Any]) -> str:
     """The table: a row per block, a column per Python; what ended otherwise than the page shows is named."""
-    head, *more = report["walks"].values()
-    rows = [
-        (first["task"], f"`{first['command'].strip().splitlines()[-1 if first['command'].startswith('make') else 0]}`",
-         *(f"{one['seconds'] / 60:.1f}" + ("" if bool(one["end"]) == one["refused"] else f" **ended with {one['end']}**")
-           for one in (first, *others)))
-        for first, *others in zip(head, *more, strict=True)
-    ]  # fmt: skip
-    totals = [f"**{sum(one['seconds'] for one in walked) / 60:.1f}**" for walked in report["walks"].values()]
-    made = report["provenance"]
-    said = f"Minutes by the clock, on {machine(made)}, commit {commit(made)}; the machine had nothing else to do."
-    lines = [
-        "# A first hour, in minutes",
-        "",
-        "What [a first hour](../first_hour.md) types, in a new environment per Python.",
-        said,
-        "",
-    ]
-    lines += table(("task", "first line", *report["walks"]), [*rows, ("all", "", *totals)])[:-1]
-    return "\n".join(lines) + "\n"
+    walks, made = report["walks"], report["provenance"]
+    rows = []
+    for blocks in zip(*walks.values(), strict=True):
+        ended = [f" **ended with {one['end']}**" * (bool(one["end"]) != one["refused"]) for one in blocks]
+        minutes = [f"{one['seconds'] / 60:.1f}{end}" for one, end in zip(blocks, ended, strict=True)]
+        rows.append((blocks[0]["task"], f"`{blocks[0]['command'].splitlines()[0]}`", *minutes))
+    rows.append(("all", "", *(f"{sum(one['seconds'] for one in walked) / 60:.1f}" for walked in walks.values())))
+    said = f"Minutes by the clock for what [a first hour](../first_hour.md) types, in new environments, {machine(made)}"
+    lines = ["# A first hour, in minutes", "", f"{said}, commit {commit(made)}.", ""]
+    return "\n".join([*lines, *table(("task", "first line", *walks), rows)[:-1]]) + "\n"
 
 
 if __name__ == "__main__":
-    walks = {
+    walks = {  # in turn
         f"Python {Path(one).name.removeprefix('python')}": walk(one, Path(sys.argv[1]).resolve())
         for one in sys.argv[2:]
     }
