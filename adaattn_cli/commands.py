@@ -127,7 +127,7 @@ class Doctor(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Options):
-    """Run a Python program in which `adaattn` is a registered attention implementation; nothing else changes.
+    """Run a Python program in which `adaattn` is a registered attention implementation.
 
     Examples: `adaattn run train.py …`, `adaattn run -m trl.scripts.sft --attn_implementation adaattn …`. The program
     runs in this process. Where it starts other processes, let each begin with it, as in
@@ -140,6 +140,7 @@ class Run(Options):
 
     command: tuple[str, ...] = argument(..., "FILE.py, -m MODULE, or an installed Python program; then its arguments.")
     plan: Path | None = option(None, "Plan (directory or hub id) for models that carry none; other types refuse it.")
+    attention: str | None = option(None, "Attention for models that the program loads without naming one: adaattn.")
 
 
 COMMANDS: Mapping[str, type[Options]] = {

@@ -1,16 +1,24 @@
-"""`adaattn run`: runs a Python program with AdaAttn's names registered, for tools with `--attn_implementation`."""
+"""`adaattn run`: a Python program that knows nothing of us, with our names, plans and the engine's block."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import adaattn_hf  # noqa: F401 - registers the names
+from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousMixin
+
+import adaattn_hf  # registers the names
 from adaattn_hf.errors import UsageError
-from adaattn_hf.patches.plans.everywhere import bind_when_loaded
+from adaattn_hf.patches.models.support import runs_ours
+from adaattn_hf.patches.plans.attach import load_carried
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from .commands import Run
@@ -22,10 +30,14 @@ def run(options: Run) -> Done:
     """Runs the program in this process; its arguments are those behind it."""
     words = list(options.command)
     try:
-        end = bind_when_loaded(None if options.plan is None else Plan.from_pretrained(options.plan))
+        plan = None if options.plan is None else Plan.from_pretrained(options.plan)
+        if plan is not None:
+            check_type(plan)
     except (PlanError, OSError) as error:
         leave(UsageError(f"plan: {error}"))
-    try:
+    if options.attention not in (None, *adaattn_hf.NAMES):
+        leave(UsageError(f"--attention: got {options.attention!r}, expected one of {', '.join(adaattn_hf.NAMES)}"))
+    with models_that_load(plan, options.attention):
         if words[0] == "-m" and len(words) > 1:
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -36,9 +48,75 @@ def run(options: Run) -> Done:
         else:
             sys.argv = words
             raise SystemExit(_console_script(words[0])())
-    finally:
-        end()
     return Done()
+
+
+def check_type(plan: Plan) -> None:
+    """PlanError where no configuration of Transformers has the plan's type, or its tensors are lost."""
+    plan.tensor_bytes()
+    if plan.model_type not in CONFIG_MAPPING:
+        raise PlanError(
+            f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in the "
+            "program, by adaattn_hf.load_plan(model, directory)"
+        )
+
+
+@contextmanager
+def models_that_load(plan: Plan | None, attention: str | None) -> Iterator[None]:
+    """Within, models of a program that cannot call us: it names no attention, binds no plan and opens no block.
+
+    `from_pretrained` takes `attention` where none is named, and binds the plan that a model for our attention carries
+    (models of the type of `plan` that carry none get that one). `init_continuous_batching` of such a model is inside
+    `continuous_batching` until its manager stops. Two methods are wrapped: the process is the command's own.
+    """
+    load: Any = vars(PreTrainedModel)["from_pretrained"]
+    start: Any = ContinuousMixin.init_continuous_batching
+
+    @functools.wraps(load.__func__)
+    def from_pretrained(cls: Any, *given: Any, **options: Any) -> Any:
+        config = options.get("config")
+        if attention and not (options.get("attn_implementation") or getattr(config, "_attn_implementation", None)):
+            options["attn_implementation"] = attention
+        loaded = load.__func__(cls, *given, **options)
+        load_carried(loaded[0] if isinstance(loaded, tuple) else loaded, plan)  # with `output_loading_info`
+        return loaded
+
+    @functools.wraps(start)
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **hints: Any
+    ) -> Any:
+        if not runs_ours(self):
+            return start(self, generation_config, continuous_batching_config, **hints)
+        with ExitStack() as block:
+            engine = block.enter_context(adaattn_hf.continuous_batching(self))
+            manager = start(self, generation_config, _with(engine, continuous_batching_config), **hints)
+            held, stop = block.pop_all(), manager.stop
+
+            def stopped(*given: Any, **options: Any) -> None:
+                with held:
+                    stop(*given, **options)
+
+            manager.stop = stopped
+        return manager
+
+    loads: Any = PreTrainedModel
+    loads.from_pretrained, ContinuousMixin.init_continuous_batching = (
+        classmethod(from_pretrained),
+        init_continuous_batching,
+    )
+    try:
+        yield
+    finally:
+        loads.from_pretrained, ContinuousMixin.init_continuous_batching = load, start
+
+
+def _with(engine: ContinuousBatchingConfig, asked: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
+    """Our settings of the engine, and what a program sets in its own."""
+    given = {one.name: getattr(asked, one.name, one.default) for one in dataclasses.fields(ContinuousBatchingConfig)}
+    plain = ContinuousBatchingConfig()
+    return dataclasses.replace(
+        engine, **{name: value for name, value in given.items() if value != getattr(plain, name)}
+    )
 
 
 def _console_script(name: str) -> Any:

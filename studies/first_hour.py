@@ -1,7 +1,8 @@
 """Types what docs/first_hour.md types in a new environment, and writes docs/results/first_hour.*: minutes per task.
 
 `python -m studies.first_hour SHELF PYTHON...`: SHELF holds what the page takes for granted beside the checkout (a GGUF
-model, alice.txt). A block that ends otherwise than the page shows is named in the table.
+model, alice.txt). torch comes from pip's configured index in the version of the constraints, without what the network
+adds. A block that ends otherwise than the page shows is named in the table.
 """
 
 import os
@@ -27,10 +28,13 @@ BLOCK = re.compile(r"^## (.+?)$|^```bash\n(.*?)^```(?:\n\n```text\n(error:)?)?",
 def tasks() -> list[tuple[str, str, bool]]:
     """Returns what a newcomer types: the heading, the commands, and whether the page shows a refusal."""
     found = [
-        ("README: the demo", "make -C adaattn-hf demo PYTHON=python", False),
+        ("README: the demo's environment", "make -C adaattn-hf .venv-demo/.ready PYTHON=python", False),
+        ("README: the demo, three models", "make -C adaattn-hf demo PYTHON=python", False),
         ("What is here", "python -m venv hour", False),
     ]
     page, heading = (ROOT / "docs" / "first_hour.md").read_text(encoding="utf-8"), ""
+    (pin,) = re.findall(r"^torch==.*$", (ROOT / "constraints-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    page = re.sub(r"install torch --index-url \S+", f"install {pin}+cpu", page)
     for title, code, refusal in BLOCK.findall(page):
         heading = title or heading
         if code:
@@ -73,7 +77,8 @@ def page(report: dict[str, Any]) -> str:
         minutes = [f"{one['seconds'] / 60:.1f}{end}" for one, end in zip(blocks, ended, strict=True)]
         rows.append((blocks[0]["task"], f"`{blocks[0]['command'].splitlines()[0]}`", *minutes))
     rows.append(("all", "", *(f"{sum(one['seconds'] for one in walked) / 60:.1f}" for walked in walks.values())))
-    said = f"Minutes by the clock for what [a first hour](../first_hour.md) types, in new environments, {machine(made)}"
+    said = f"Minutes by the clock for what [a first hour](../first_hour.md) types, in new environments while other programs ran at a "
+    said += f"lower priority: {machine(made)}"
     lines = ["# A first hour, in minutes", "", f"{said}, commit {commit(made)}.", ""]
     return "\n".join([*lines, *table(("task", "first line", *walks), rows)[:-1]]) + "\n"
 
