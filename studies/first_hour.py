@@ -1,8 +1,8 @@
 """Types what docs/first_hour.md types in a new environment, and writes docs/results/first_hour.*: minutes per task.
 
-`python -m studies.first_hour SHELF PYTHON...`: SHELF holds what the page takes for granted beside the checkout (a GGUF
-model, alice.txt). torch comes from pip's configured index in the version of the constraints, without what the network
-adds. A block that ends otherwise than the page shows is named in the table.
+`python -m studies.first_hour SHELF CONDITIONS PYTHON...`: SHELF holds what the page takes for granted beside the
+checkout (a GGUF model, alice.txt), CONDITIONS say what else the machine did. torch comes from pip's configured index,
+in the version of the constraints. A block that ends otherwise than the page shows is named in the table.
 """
 
 import os
@@ -77,17 +77,14 @@ def page(report: dict[str, Any]) -> str:
         minutes = [f"{one['seconds'] / 60:.1f}{end}" for one, end in zip(blocks, ended, strict=True)]
         rows.append((blocks[0]["task"], f"`{blocks[0]['command'].splitlines()[0]}`", *minutes))
     rows.append(("all", "", *(f"{sum(one['seconds'] for one in walked) / 60:.1f}" for walked in walks.values())))
-    said = f"Minutes by the clock for what [a first hour](../first_hour.md) types, in new environments while other programs ran at a "
-    said += f"lower priority: {machine(made)}"
-    lines = ["# A first hour, in minutes", "", f"{said}, commit {commit(made)}.", ""]
+    said = f"Minutes by the clock for [a first hour](../first_hour.md) in new environments ({report['conditions']})"
+    lines = ["# A first hour, in minutes", "", f"{said}: {machine(made)}, commit {commit(made)}.", ""]
     return "\n".join([*lines, *table(("task", "first line", *walks), rows)[:-1]]) + "\n"
 
 
 if __name__ == "__main__":
-    walks = {  # in turn
-        f"Python {Path(one).name.removeprefix('python')}": walk(one, Path(sys.argv[1]).resolve())
-        for one in sys.argv[2:]
-    }
-    report = {"provenance": provenance(torch.device("cpu")), "walks": walks}
+    _, shelf, conditions, *pythons = sys.argv
+    walks = {f"Python {one.rpartition('python')[2]}": walk(one, Path(shelf).resolve()) for one in pythons}
+    report = {"provenance": provenance(torch.device("cpu")), "conditions": conditions, "walks": walks}
     for name, text in (("json", json_text(report, indent=1) + "\n"), ("md", page(report))):
         write_atomically(ROOT / "docs" / "results" / f"first_hour.{name}", text)
