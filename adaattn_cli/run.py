@@ -73,50 +73,46 @@ def models_that_load(plan: Plan | None, attention: str | None) -> Iterator[None]
     start: Any = ContinuousMixin.init_continuous_batching
 
     @functools.wraps(load.__func__)
-    def from_pretrained(cls: Any, *given: Any, **options: Any) -> Any:
-        config = options.get("config")
-        if attention and not (options.get("attn_implementation") or getattr(config, "_attn_implementation", None)):
-            options["attn_implementation"] = attention
-        loaded = load.__func__(cls, *given, **options)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        named = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
+        if attention and not named:
+            kwargs["attn_implementation"] = attention
+        loaded = load.__func__(cls, *args, **kwargs)
         load_carried(loaded[0] if isinstance(loaded, tuple) else loaded, plan)  # with `output_loading_info`
         return loaded
 
     @functools.wraps(start)
     def init_continuous_batching(
-        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **hints: Any
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         if not runs_ours(self):
-            return start(self, generation_config, continuous_batching_config, **hints)
+            return start(self, generation_config, continuous_batching_config, workload_hints)
         with ExitStack() as block:
             engine = block.enter_context(adaattn_hf.continuous_batching(self))
-            manager = start(self, generation_config, _with(engine, continuous_batching_config), **hints)
-            held, stop = block.pop_all(), manager.stop
+            manager = start(self, generation_config, _changed(engine, continuous_batching_config), workload_hints)
+            until_stopped, stop = block.pop_all(), manager.stop
 
-            def stopped(*given: Any, **options: Any) -> None:
-                with held:
-                    stop(*given, **options)
+            def stop_and_leave(*args: Any, **kwargs: Any) -> None:
+                with until_stopped:
+                    stop(*args, **kwargs)
 
-            manager.stop = stopped
+            manager.stop = stop_and_leave
         return manager
 
-    loads: Any = PreTrainedModel
-    loads.from_pretrained, ContinuousMixin.init_continuous_batching = (
-        classmethod(from_pretrained),
-        init_continuous_batching,
-    )
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]
+    ContinuousMixin.init_continuous_batching = init_continuous_batching  # type: ignore[method-assign]
     try:
         yield
     finally:
-        loads.from_pretrained, ContinuousMixin.init_continuous_batching = load, start
+        PreTrainedModel.from_pretrained = load  # type: ignore[method-assign]
+        ContinuousMixin.init_continuous_batching = start  # type: ignore[method-assign]
 
 
-def _with(engine: ContinuousBatchingConfig, asked: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
-    """Our settings of the engine, and what a program sets in its own."""
-    given = {one.name: getattr(asked, one.name, one.default) for one in dataclasses.fields(ContinuousBatchingConfig)}
-    plain = ContinuousBatchingConfig()
-    return dataclasses.replace(
-        engine, **{name: value for name, value in given.items() if value != getattr(plain, name)}
-    )
+def _changed(engine: ContinuousBatchingConfig, own: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
+    """Our settings of the engine, with what a program changes in its own."""
+    fields = () if own is None else dataclasses.fields(ContinuousBatchingConfig)
+    changes = {one.name: value for one in fields if (value := getattr(own, one.name)) != one.default}
+    return dataclasses.replace(engine, **changes)
 
 
 def _console_script(name: str) -> Any:

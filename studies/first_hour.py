@@ -1,10 +1,11 @@
 """Types what docs/first_hour.md types in a new environment, and writes docs/results/first_hour.*: minutes per task.
 
-`python -m studies.first_hour SHELF CONDITIONS PYTHON...`: SHELF holds what the page takes for granted beside the
+`python -m studies.first_hour SHELF CONDITIONS PYTHON`: SHELF holds what the page takes for granted beside the
 checkout (a GGUF model, alice.txt), CONDITIONS say what else the machine did. torch comes from pip's configured index,
 in the version of the constraints. A block that ends otherwise than the page shows is named in the table.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from adaattn_hf.eval.provenance import provenance
 from .pages import commit, machine, table
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
 BLOCK = re.compile(r"^## (.+?)$|^```bash\n(.*?)^```(?:\n\n```text\n(error:)?)?", re.MULTILINE | re.DOTALL)
 
 
@@ -68,23 +70,31 @@ def walk(python: str, shelf: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def page(report: dict[str, Any]) -> str:
+def page(walks: dict[str, Any]) -> str:
     """The table: a row per block, a column per Python; what ended otherwise than the page shows is named."""
-    walks, made = report["walks"], report["provenance"]
-    rows = []
-    for blocks in zip(*walks.values(), strict=True):
-        ended = [f" **ended with {one['end']}**" * (bool(one["end"]) != one["refused"]) for one in blocks]
-        minutes = [f"{one['seconds'] / 60:.1f}{end}" for one, end in zip(blocks, ended, strict=True)]
-        rows.append((blocks[0]["task"], f"`{blocks[0]['command'].splitlines()[0]}`", *minutes))
-    rows.append(("all", "", *(f"{sum(one['seconds'] for one in walked) / 60:.1f}" for walked in walks.values())))
-    said = f"Minutes by the clock for [a first hour](../first_hour.md) in new environments ({report['conditions']})"
-    lines = ["# A first hour, in minutes", "", f"{said}: {machine(made)}, commit {commit(made)}.", ""]
-    return "\n".join([*lines, *table(("task", "first line", *walks), rows)[:-1]]) + "\n"
+    rows, blocks = [], {name: walked["blocks"] for name, walked in walks.items()}
+    for same in zip(*blocks.values(), strict=True):
+        ended = [f" **ended with {one['end']}**" * (bool(one["end"]) != one["refused"]) for one in same]
+        minutes = [f"{one['seconds'] / 60:.1f}{end}" for one, end in zip(same, ended, strict=True)]
+        rows.append((same[0]["task"], f"`{same[0]['command'].splitlines()[0]}`", *minutes))
+    rows.append(("all", "", *(f"{sum(one['seconds'] for one in own) / 60:.1f}" for own in blocks.values())))
+    lines = [
+        "# A first hour, in minutes",
+        "",
+        "By the clock, for [a first hour](../first_hour.md) in new environments.",
+        "",
+    ]
+    for name, walked in walks.items():
+        made = walked["provenance"]
+        lines.append(f"* {name}: {machine(made)}, {walked['conditions']}, commit {commit(made)}.")
+    return "\n".join([*lines, "", *table(("task", "first line", *walks), rows)[:-1]]) + "\n"
 
 
 if __name__ == "__main__":
-    _, shelf, conditions, *pythons = sys.argv
-    walks = {f"Python {one.rpartition('python')[2]}": walk(one, Path(shelf).resolve()) for one in pythons}
-    report = {"provenance": provenance(torch.device("cpu")), "conditions": conditions, "walks": walks}
-    for name, text in (("json", json_text(report, indent=1) + "\n"), ("md", page(report))):
-        write_atomically(ROOT / "docs" / "results" / f"first_hour.{name}", text)
+    _, shelf, conditions, python = sys.argv
+    kept = RESULTS / "first_hour.json"
+    walks = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    made = {"provenance": provenance(torch.device("cpu")), "conditions": conditions}
+    walks[f"Python {python.rpartition('python')[2]}"] = {**made, "blocks": walk(python, Path(shelf).resolve())}
+    write_atomically(kept, json_text(walks, indent=1) + "\n")
+    write_atomically(RESULTS / "first_hour.md", page(walks))

@@ -23,8 +23,11 @@ def test_a_block_that_ends_otherwise_than_the_page_shows_is_named() -> None:
         ]
 
     made = {"device": "cpu", "cpu": "Some Processor", "threads": 2, "commit": "0123456789"}
-    report = {"provenance": made, "conditions": "quiet", "walks": {"Python 3.11": walked(0, 1), "3.13": walked(7, 0)}}
-    assert first_hour.page(report).splitlines()[-3:] == [
+    walks = {
+        name: {"provenance": made, "conditions": "quiet", "blocks": walked(*ends)}
+        for name, ends in (("Python 3.11", (0, 1)), ("Python 3.13", (7, 0)))
+    }
+    assert first_hour.page(walks).splitlines()[-3:] == [
         "| a plan | `plan 0` | 1.5 | 1.5 **ended with 7** |", "| a plan | `plan 1` | 1.5 | 1.5 **ended with 0** |",
         "| all |  | 3.0 | 3.0 |",
     ]  # fmt: skip
