@@ -27,7 +27,7 @@ import torch
 from adaattn_hf.patches.plans.check import machine_name
 
 from ..attention.call import AttentionCall
-from ..attention.slicing import some_heads
+from ..attention.heads import some_heads
 from ..attention.structure import MaskStructure
 from ..backends import select
 from ..plans import execute

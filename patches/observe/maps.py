@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_heads
+from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import rows_within
 from adaattn_hf.stats.profile import pooled_weights

@@ -21,7 +21,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
-from adaattn_hf.patches.call import batching, extended, interface, resolved
+from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
@@ -180,7 +180,7 @@ def borderless(case: whole.Whole) -> bool:
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     told = packed_arguments.caller_arguments
-    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: told()._replace(bare=True))
+    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: (True, told()[1]))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -282,7 +282,7 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = resolved.attend_ordinary
+    real = interface.attend_ordinary
 
     def attend_ordinary(module: Any, call: Any, mask: Any, *given: Any) -> Any:
         out, structure = real(module, call, mask, *given), getattr(mask, "structure", None)

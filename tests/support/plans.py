@@ -8,7 +8,7 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_heads
+from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash

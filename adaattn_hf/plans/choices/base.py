@@ -122,7 +122,7 @@ class Choice:
         """Returns the call whose exact attention is what the choice computes for these key/value heads.
 
         It may hold a dense mask, and serves tests, `output_attentions` and calibration. The call is of these heads
-        alone (`attention.slicing.some_heads`); `heads` are their indices in `layer`.
+        alone (`attention.heads.some_heads`); `heads` are their indices in `layer`.
         """
         changed = call
         for part in self.operands:
