@@ -22,6 +22,7 @@ from adaattn_hf.patches.plans.subject import Binding
 from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
 from ..plans.bound_layer import BoundLayer
+from ..plans.choices import Setting
 from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
@@ -88,14 +89,10 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
     if len(kv_heads) != 1:
         raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
     bound, settings = inputs.subject.binding(indices), inputs.settings
+    families = offered(settings.families, inputs.arms.device.type == "cuda")
+    causal, memory = inputs.scoring.causal, settings.with_cache
     found = candidates(
-        settings.lengths[-1],
-        min(head_dims),
-        bound.dtype,
-        offered(settings.families, inputs.arms.device.type == "cuda"),
-        settings.windows,
-        inputs.scoring.causal,
-        settings.with_cache,
+        Setting(settings.lengths[-1], min(head_dims), bound.dtype, families, settings.windows, causal, memory)
     )
     refuse_nothing_to_choose(found, settings, bound.dtype)
     return Layers(
