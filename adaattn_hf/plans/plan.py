@@ -27,6 +27,7 @@ __all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", 
 PLAN_FORMAT = 2
 WHOLE = "model:"
 """Prefix of hashes over all weights of a model, not just those of attention."""
+Length = Annotated[int, (1, LARGEST)]
 MOST_LENGTHS = 1 << 10
 """More length bins than any plan has."""
 MOST_UNITS = 1 << 16
@@ -100,7 +101,7 @@ class Plan:
     seed: Annotated[int, (-(1 << 63), 1 << 64)]
     data_fingerprint: str
     protocol: Mapping[str, Any]
-    lengths: Annotated[tuple[Annotated[int, (1, LARGEST)], ...], MOST_LENGTHS]
+    lengths: Annotated[tuple[Length, ...], MOST_LENGTHS]
     layers: Annotated[tuple[LayerPlan, ...], MOST_LAYERS]
     units: Annotated[tuple[UnitRecord, ...], MOST_UNITS]
     verified: Verified | None

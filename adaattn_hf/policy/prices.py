@@ -48,7 +48,7 @@ class PriceTable:
     Attributes:
         machine: The machine they were measured on, in words.
         launch_of: Maps a choice's label to the name of its launch; choices with one launch share its fixed cost (see
-            `execute.launch_names`). A choice that is missing here has a launch of its own.
+            `execute.launch_names`). A choice that is missing here has a launch of its own, by its label.
         prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice labels.
     """
 
@@ -76,10 +76,6 @@ class PriceTable:
             return max(low + min(max(share, 0.0), 1.0) * (high - low), 0.0)
 
         return Price(between(low.constant, high.constant), between(low.slope, high.slope))
-
-    def launch(self, label: str) -> str:
-        """Returns the name of the launch that computes a choice."""
-        return self.launch_of.get(label, label)
 
     def launches(self, phase: str) -> set[str]:
         """Returns the launches measured in a phase."""

@@ -26,16 +26,9 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.record import PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
-from .check import (
-    bound_layer_for,
-    configs_for,
-    other_weights,
-    refuse_autocast,
-    refuse_beyond_budget,
-    refuse_other_dtype,
-)
+from .check import bound_layer_for, configs_for, refuse_autocast, refuse_beyond_budget, refuse_other_weights
 from .configured import refuse_other_configuration, refuse_other_settings
-from .hashes import base_of, model_hash
+from .hashes import base_of
 from .layers import attention_modules, running_model
 from .parts import parts
 from .slots import LAYER, PLAN, instead, layer_of
@@ -191,9 +184,7 @@ class BoundPlan:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
         now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
         if self.seen is None or not self.seen.covers(now):
-            refuse_other_dtype(self.plan, modules)
-            if model_hash(trunk) != self.plan.weight_hash:
-                raise other_weights(self.plan, modules)
+            refuse_other_weights(self.plan, trunk, modules)
         for module in modules.values():
             refuse_other_configuration(self.plan, module.config)
         facts = facts_of(trunk)

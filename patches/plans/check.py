@@ -22,7 +22,7 @@ from adaattn_hf.plans.store import layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
-from .hashes import weight_hash
+from .hashes import model_hash, weight_hash
 from .layers import attention_modules
 from .parts import module_dtype
 
@@ -130,25 +130,22 @@ def refuse_beyond_budget(budget: float, settings: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_other_dtype(plan: Plan, modules: Mapping[int, nn.Module]) -> None:
-    """Refuses planned layers that compute in another dtype than the plan's (PlanError)."""
-    for index, module in modules.items():
-        dtype = module_dtype(module) if plan.layer(index) is not None else plan.dtype
+def refuse_other_weights(plan: Plan, trunk: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+    """Refuses a model whose weights, or their dtype, are others than a plan names (PlanError says of which layer)."""
+    planned: list[LayerPlan] = [layer for index in modules if (layer := plan.layer(index)) is not None]
+    for dtype in (module_dtype(modules[layer.layer]) for layer in planned):
         if dtype != plan.dtype:
             raise PlanError(
                 f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
                 f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
             )
-
-
-def other_weights(plan: Plan, modules: Mapping[int, nn.Module]) -> PlanError:
-    """Says of a model whose weights are others than a plan names which layer has them, or that none of its has."""
-    planned: list[LayerPlan] = [layer for index in modules if (layer := plan.layer(index)) is not None]
+    if model_hash(trunk) == plan.weight_hash:
+        return
     changed = next((layer.layer for layer in planned if weight_hash(modules[layer.layer]) != layer.weights), None)
     whose, why = (f"layer {changed}", "another model")
     if changed is None:
         whose, why = "the model", "layers moved, another checkpoint"
-    return PlanError(
+    raise PlanError(
         f"the weights of {whose} are not those that the plan was calibrated on (fine-tuned, merged, {why}); calibrate "
         "again, or remove it with adaattn_hf.remove_plan(model)"
     )
