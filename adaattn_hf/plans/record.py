@@ -109,10 +109,6 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
     return value
 
 
-def _short(value: float) -> str:
-    # Python writes no integer of more than 4,300 digits
-    return (
-        f"an integer of {value.bit_length()} bits"
-        if isinstance(value, int) and abs(value) > 1 << 64
-        else f"{value!r:.60}"
-    )
+def _short(value: Any) -> str:
+    huge = isinstance(value, int) and abs(value) > 1 << 64  # Python writes no integer of more than 4,300 digits
+    return f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.60}"
