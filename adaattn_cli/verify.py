@@ -112,7 +112,7 @@ def _verdicts(
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, **asdict(options.fill(Judged)))
     subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    found = BoundPlan(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
+    found = BoundPlan.of(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
     programs = {index: one for index, one in found.items() if one is not None}
     pool, apart = held_out(plan, settings, options.data, loaded, scoring)
     samples = {}

@@ -280,6 +280,6 @@ def record(
     refuse_other_attention(held)
     bound_layers = None
     if against is not None:
-        bound_layers = BoundPlan(held, Plan.from_pretrained(against), unverified=True).by_index
+        bound_layers = BoundPlan.of(held, Plan.from_pretrained(against), unverified=True).by_index
     with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), bound_layers)) as listener:
         yield listener

@@ -371,7 +371,7 @@ CASES: dict[str, tuple[Case, ...]] = {
          "data | is absent | expected text | --data FILE"),
         ("verify a plan whose file is damaged",
          lambda: small_plan(protocol={"cache": {**INT8, "verified": "yes"}}),
-         "protocol.cache.verified | is str | expected a mapping of Verified fields | calibrate again"),
+         "protocol.cache.verified | got str | expected a mapping of Verified fields | calibrate again"),
     ),
 }  # fmt: skip
 """By part of the page: what you do, how, and what the message says: argument, what came, what was expected, remedy."""

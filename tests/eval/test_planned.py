@@ -34,7 +34,7 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
     return Plan(
         PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), loaded.dtype, "0.1.0",
         "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
-        {}, (64, 128), (layer,), (), verified, "",
+        {}, (64, 128), (layer,), (), verified, "", (),
     )  # fmt: skip
 
 

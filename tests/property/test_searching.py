@@ -25,7 +25,6 @@ from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
 from adaattn_hf.patches.models.families import FAMILIES
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
-from adaattn_hf.patches.plans.weights import Weights
 from adaattn_hf.patches.unpad import check as unpad_check
 from adaattn_hf.patches.unpad.layout import PackedPrefill
 from tests.support import malformed, valid
@@ -320,7 +319,7 @@ def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPat
     elif change == "adapter merged":
         monkeypatch.setattr(snapshot, "inner_of", lambda *_: None)
     else:
-        monkeypatch.setattr(Weights, "same", lambda weights: True)
+        monkeypatch.setattr(snapshot.Snapshot, "same_weights", lambda seen: True)
 
     def of_kind(call: changed.Changed) -> bool:
         return call.change == change and not call.loads
@@ -425,7 +424,7 @@ def test_it_reports_a_judge_who_takes_limits_from_the_file(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("change", "plant", "instead"),
-    [("layers", "covers", lambda *_: True), ("set later", "same", lambda seen: seen.weights.same())],
+    [("layers", "covers", lambda *_: True), ("set later", "same", lambda seen: seen.same_weights())],
 )
 def test_it_reports_layers_and_settings_that_nobody_looks_at(
     monkeypatch: pytest.MonkeyPatch, change: str, plant: str, instead: Any
