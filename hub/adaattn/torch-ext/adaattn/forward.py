@@ -20,8 +20,6 @@ from .patches.mask.documents import with_documents
 from .plans import execute
 from .plans.plan import PlanError
 
-__all__ = ["flash_attn_forward"]
-
 
 def flash_attn_forward(
     module: nn.Module,

@@ -13,8 +13,6 @@ from .attention.tracing import transform_at_work
 from .operators import within
 from .run import attend, lse_of
 
-__all__ = ["flash_attn_func"]
-
 
 def flash_attn_func(
     q: Tensor,

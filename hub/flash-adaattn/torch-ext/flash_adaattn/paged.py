@@ -14,8 +14,6 @@ from .attention.runs import Runs
 from .attention.structure import Segment
 from .run import attend, lse_of
 
-__all__ = ["attend_pages", "gathered", "write_pages"]
-
 
 def gathered(k_pages: Tensor, v_pages: Tensor, table: Tensor, cu_k: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys and values of all sequences out of their pages, `[k_tokens, num_kv_heads, head_dim]` each.
@@ -118,12 +116,7 @@ def attend_pages(
 
 @functools.lru_cache(maxsize=16)
 def _page_runs(
-    table: tuple[tuple[int, ...], ...],
-    lengths: tuple[int, ...],
-    size: int,
-    pages: int,
-    most: int,
-    window: int | None,
+    table: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], size: int, pages: int, most: int, window: int | None
 ) -> Runs:
     """One run for each page that a sequence's query sees anything of; the pages are one long row of keys."""
     runs = []

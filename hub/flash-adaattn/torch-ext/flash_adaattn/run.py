@@ -15,17 +15,9 @@ from .attention.tracing import transform_at_work
 from .backends import select
 from .patches.call.refusals import check_transform
 
-__all__ = ["attend", "lse_of", "packed_runs"]
-
 
 def attend(
-    structure: MaskStructure,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: Options,
-    *,
-    need_lse: bool = False,
+    structure: MaskStructure, query: Tensor, key: Tensor, value: Tensor, asked: Options, *, need_lse: bool = False
 ) -> AttentionResult:
     """Attention `[batch, q_len, heads, head_dim_v]` of heads-first tensors, with the log-sum-exp where asked for.
 
