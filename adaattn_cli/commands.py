@@ -315,7 +315,7 @@ DOCTOR = Command(
 )
 
 RUN = Command(
-    """Run a Python program in which `adaattn` is a registered attention implementation; nothing else changes.
+    """Run a Python program in which `adaattn` is a registered attention implementation.
 
     Examples: `adaattn run train.py …`, `adaattn run -m trl.scripts.sft --attn_implementation adaattn …`. The program
     runs in this process. Where it starts other processes, let each begin with it, as in
@@ -325,6 +325,7 @@ RUN = Command(
     """,
     command=argument(list[str], ..., "FILE.py, -m MODULE, or an installed Python program; then its arguments."),
     plan=Option(Path, None, "Plan (directory or hub id) for models that carry none; other types refuse it."),
+    attention=Option(str, None, "Attention for models that the program loads without naming one: adaattn."),
 )
 
 COMMANDS: Mapping[str, Command] = {
