@@ -329,17 +329,9 @@ RUN = Command(
 )
 
 COMMANDS: Mapping[str, Command] = {
-    "eval": EVAL,
-    "profile": PROFILE,
-    "explain": EXPLAIN,
-    "calibrate": CALIBRATE,
-    "verify": VERIFY,
-    "plan show": SHOW,
-    "plan explore": EXPLORE,
-    "bench": BENCH,
-    "doctor": DOCTOR,
-    "run": RUN,
-}
+    "eval": EVAL, "profile": PROFILE, "explain": EXPLAIN, "calibrate": CALIBRATE, "verify": VERIFY,
+    "plan show": SHOW, "plan explore": EXPLORE, "bench": BENCH, "doctor": DOCTOR, "run": RUN,
+}  # fmt: skip
 """What is typed, to its options. `adaattn_cli.eval.run` does `eval`, `adaattn_cli.plan.show` does `plan show`."""
 GROUPS: Mapping[str, str] = {"plan": "Show a plan, or explore other budgets."}
 """First word of several commands, and the help of all of them."""

@@ -13,7 +13,7 @@ from .attention.runs import Runs
 from .attention.structure import Segment
 from .paged import attend_pages, gathered, write_pages
 from .patches.call.refusals import check_untransformed
-from .run import attend, lse_of, packed_runs
+from .run import attend, packed_runs
 
 
 def flash_attn_with_kvcache(
@@ -114,8 +114,7 @@ def flash_attn_with_kvcache(
             _write(v_cache, v, held)
         structure = _cached_runs(tuple(lengths), q_len, k_cache.shape[1], asked.causal, asked.window)
         query, key, value = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
-        result = attend(structure, query, key, value, asked, need_lse=True)
-        out, lse = result.out, lse_of(result)
+        out, lse = attend(structure, query, key, value, asked, need_lse=True)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -141,9 +140,8 @@ def _attend_gathered(
     cu_q = tuple(range(0, (sequences + 1) * q_len, q_len))
     structure = packed_runs(cu_q, tuple(cu_k), sequences * q_len, cu_k[-1], asked.causal, asked.window)
     query, key, value = (t.unsqueeze(0).transpose(1, 2) for t in (q.flatten(0, 1), key, value))
-    result = attend(structure, query, key, value, asked, need_lse=True)
-    lse = lse_of(result).view(heads, sequences, q_len).transpose(0, 1)
-    return result.out.view(sequences, q_len, heads, -1), lse
+    out, lse = attend(structure, query, key, value, asked, need_lse=True)
+    return out.view(sequences, q_len, heads, -1), lse.view(heads, sequences, q_len).transpose(0, 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_tensors, options
-from .attention.call import AttentionResult
 from .attention.tracing import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered
 from .patches.call.refusals import check_transform, check_untransformed
-from .run import attend, lse_of, packed_runs
+from .run import attend, packed_runs
 
 
 def flash_attn_varlen_func(
@@ -77,4 +76,4 @@ def flash_attn_varlen_func(
         query, key, value = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
         row = attend(structure, query, key, value, asked, need_lse=return_attn_probs)
         out, lse = row.out.squeeze(0), None if row.lse is None else row.lse.squeeze(0)
-    return (out, lse_of(AttentionResult(out, lse)), None) if return_attn_probs else out
+    return (out, lse, None) if return_attn_probs else out
