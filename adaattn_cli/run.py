@@ -21,12 +21,11 @@ from adaattn_hf.patches.models.support import runs_ours
 from adaattn_hf.patches.plans.attach import load_carried
 from adaattn_hf.plans.plan import Plan, PlanError
 
-from .commands import Run
 from .ending import leave
-from .options import Done
+from .options import Done, Options
 
 
-def run(options: Run) -> Done:
+def run(options: Options) -> Done:
     """Runs the program in this process; its arguments are those behind it."""
     words = list(options.command)
     try:

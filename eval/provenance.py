@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -29,9 +30,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
     Processors of one name differ in what they have: the instruction set is that of the native kernels.
     """
-    cuda = device.type == "cuda"
+    cuda, versions = device.type == "cuda", {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
-        "versions": _versions(),
+        "versions": versions,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": capability.cpu_name(),
@@ -61,16 +65,6 @@ def source_digest() -> str:
                 digest.update(f"{room.name}/{path.relative_to(room).as_posix()}\0".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def commit(directory: Path) -> str | None:

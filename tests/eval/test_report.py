@@ -17,7 +17,6 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import level_here, library, missing
 from adaattn_hf.eval import activation, corpora, provenance, report, runner, showcase, timing
-from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
@@ -190,7 +189,7 @@ def test_arms_take_turns_and_ratios_are_stock_over_arm() -> None:
 
 
 def test_the_rate_is_of_pairs_or_there_is_a_reason(reports: dict[str, dict[str, Any]]) -> None:
-    found = activation.rate("adaattn", True, [Counts(100, 10), None, Counts(300, 90)])
+    found = activation.rate("adaattn", True, [(100, 10), None, (300, 90)])
     assert (found["rate"], found["pairs"], found["batches"]) == (0.25, 400, 2)
     assert reports["pages"]["plans"] == [None] * 3
     exact = activation.rate("adaattn", False, [None])

@@ -19,8 +19,6 @@ from .patches.mask.documents import with_documents, with_selected_keys
 from .plans import execute
 from .plans.plan import PlanError
 
-__all__ = ["flash_attn_forward"]
-
 
 def flash_attn_forward(
     module: nn.Module,
