@@ -68,11 +68,18 @@ def source_digest() -> str:
 
 
 def commit(directory: Path) -> str | None:
-    """The commit of the checkout that holds a directory, marked `+dirty` where tracked files differ.
+    """What ADAATTN_COMMIT says (UsageError if it is no commit), else the commit of the checkout that holds a directory.
 
-    Outside a checkout it is what ADAATTN_COMMIT says (UsageError if that is no commit): files that were copied to
-    another machine have no other way.
+    The latter is marked `+dirty` where tracked files differ. The variable counts first: files that were copied to
+    another machine may lie in a checkout of another commit there.
     """
+    if told := os.environ.get("ADAATTN_COMMIT"):
+        if re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", told):
+            return told
+        raise UsageError(
+            f"ADAATTN_COMMIT: got {told!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
+            "followed by +dirty where files differ; or leave it unset"
+        )
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(directory), *words]
@@ -84,10 +91,4 @@ def commit(directory: Path) -> str | None:
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        told = os.environ.get("ADAATTN_COMMIT") or None
-    if told is not None and not re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", told):
-        raise UsageError(
-            f"ADAATTN_COMMIT: got {told!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
-            "followed by +dirty where files differ; or leave it unset"
-        )
-    return told
+        return None
