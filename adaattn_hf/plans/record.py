@@ -51,7 +51,8 @@ def checked_keys(known: Set[str], data: Mapping[Any, Any], optional: Set[str] = 
 
 def read_fields(record: Any) -> None:
     """Reads the fields of a new record as they are annotated; PlanError names the one that is something else."""
-    for name, kind in _kinds(type(record)).items():
+    cls: Any = type(record)
+    for name, kind in _kinds(cls).items():
         object.__setattr__(record, name, read(getattr(record, name), kind, name))
 
 
