@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.listeners import Listener, listening
-from adaattn_hf.attention.slicing import some_heads
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import rows_within
