@@ -43,19 +43,10 @@ _SMALL_HEAD = 64
 _WIDE_HEAD, _SHORT_DOCUMENTS = 128, 1024
 
 
-def _foreign(kind: CallKind) -> bool:
-    return bool(kind.features & OPAQUE) or (kind.compiling and torch.onnx.is_in_onnx_export())
-
-
 def _from_memory(kind: CallKind) -> bool:
     """fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth."""
     lone = kind.decode and kind.groups == 1 and kind.dtype == torch.float32 and kind.shape == "suffix"
     return kind.device.type == "cpu" and lone and (kind.kv_bytes > _CACHED_BYTES or kind.compiling)
-
-
-def _gathered(kind: CallKind) -> bool:
-    """Padding with holes is gathered into runs by torch's way, and becomes a dense mask in the native kernels."""
-    return kind.device.type == "cpu" and kind.holes is True and not kind.features & BIAS
 
 
 def _small(kind: CallKind) -> bool:
@@ -129,9 +120,14 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("tensors without memory, ONNX", _foreign, ("sdpa", "eager"), ""),
+    Rule("tensors without memory, ONNX",
+         lambda kind: bool(kind.features & OPAQUE) or (kind.compiling and torch.onnx.is_in_onnx_export()),
+         ("sdpa", "eager"), ""),
     Rule("CPU: one query, keys in memory", _from_memory, ("sdpa", "native", "eager"), "native_cpu.md"),
-    Rule("CPU: padding with holes", _gathered, ("sdpa", "native", "eager"), "native_cpu.md"),
+    # gathered into runs by torch's way; the native kernels would read a dense mask
+    Rule("CPU: padding with holes",
+         lambda kind: kind.device.type == "cpu" and kind.holes is True and not kind.features & BIAS,
+         ("sdpa", "native", "eager"), "native_cpu.md"),
     Rule("CPU", lambda kind: kind.device.type == "cpu", ("native", "sdpa", "eager"), "native_cpu.md"),
     Rule("other devices than CUDA", lambda kind: kind.device.type != "cuda", ("sdpa", "eager"), ""),
     Rule("stored as codes", lambda kind: kind.stored is not None and (not kind.per_head), ("triton", "eager"),
@@ -168,7 +164,4 @@ RULES = (
 
 def order(kind: CallKind) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for calls of a kind, best first."""
-    for rule in RULES:
-        if rule.holds(kind):
-            return rule.names
-    raise AssertionError("the last rule holds for every call")
+    return next(rule.names for rule in RULES if rule.holds(kind))

@@ -44,7 +44,7 @@ def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, st
         # exact heads share the launch of heads with rules
         windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
         asked = kind._replace(features=kind.features | rules.features | windows)
-        if (serving := select.choose_or_none(asked)) is not None:
+        if (serving := select.find(asked)[0]) is not None:
             found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
     return found
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import tracing, transient
-from adaattn_hf.backends.select import installed_for_graph
+from adaattn_hf.backends.select import missing
 from adaattn_hf.config import raw_settings
 
 from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
@@ -165,7 +165,7 @@ def _is_read(structure: MaskStructure, device: str, config: Any) -> bool:
         return False
     native = device == "cpu" and getattr(config, "_attn_implementation", "") in _NATIVE
     step = device == "cuda" and structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
-    return (native and installed_for_graph("native")) or (step and installed_for_graph("triton"))
+    return (native and not missing("native")) or (step and not missing("triton"))
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:

@@ -99,7 +99,7 @@ def test_what_no_tile_fits_is_refused_by_name(
 
 
 def test_auto_takes_another_backend_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_missing", lambda name: ("not here",) if name.startswith("fa") else ())
+    monkeypatch.setattr(select, "missing", lambda name: ("not here",) if name.startswith("fa") else ())
     packed = KIND._replace(shape="ragged", features=GRAD | LOOKED)
     for sm, name in (((8, 6), "triton"), ((13, 0), "sdpa")):
         monkeypatch.setattr(capability_module, "capability", lambda _, sm=sm: of_sm(sm))
