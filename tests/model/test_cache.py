@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
-import adaattn_hf
 from adaattn_hf.patches.cache.caches import GrowingCache, convert_layers
 from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.cache.store import Room, Store
@@ -215,18 +214,6 @@ def test_offloading_moves_the_tokens_off_the_device() -> None:
         assert torch.equal(layer.keys, keys)
 
 
-def test_iterating_gives_what_stock_caches_are_made_of() -> None:
-    for kwargs in ({}, {"config": sliding_config()}):
-        cache = GrowingCache(**kwargs)
-        with torch.no_grad():
-            for layer in range(2):
-                cache.update(*tokens(2, 9), layer)
-            stock = DynamicCache(list(cache), **kwargs)
-        for left, right in zip(cache, stock, strict=True):
-            assert torch.equal(left[0], right[0])
-            assert torch.equal(left[1], right[1])
-
-
 def test_a_crop_by_a_positive_number_is_refused() -> None:
     for cache in (GrowingCache(), GrowingCache(config=sliding_config())):
         cache.update(*tokens(1, 3), 0)
@@ -329,11 +316,3 @@ def test_attention_reads_the_storage_without_copying_it() -> None:
             model(torch.tensor([[3]]), past_key_values=stock)
     assert seen.largest < limit
     assert seen_stock.largest > limit  # the measure does see concatenation
-
-
-def test_the_public_names() -> None:
-    assert adaattn_hf.GrowingCache is GrowingCache
-    assert isinstance(GrowingCache(config=sliding_config()), DynamicCache)
-    cache = GrowingCache()
-    cache.update(*tokens(1, 1), 1)
-    assert [type(layer) for layer in cache.layers] == [CachedLayer, CachedLayer]

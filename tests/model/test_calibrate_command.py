@@ -1,13 +1,11 @@
 """`adaattn calibrate` as a user meets it: exit codes, sentences, progress, Ctrl-C, what it leaves."""
 
 import errno
-import io
 import json
 import math
 import shlex
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,11 +173,6 @@ def test_a_tokenizer_that_needs_a_package_is_a_sentence(
     absent = Mock(side_effect=ImportError("Please install gguf>=0.10.0"))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", absent)
     adaattn("calibrate", str(model), "--data", material[0], code=2, says="Please install gguf")
-
-
-def test_a_plan_without_weights_is_no_model(material: tuple[str, str], tmp_path: Path) -> None:
-    (tmp_path / "adaattn_plan.json").write_text("{}")
-    adaattn("calibrate", str(tmp_path), "--data", material[0], code=2, says="holds a plan and no weights")
 
 
 def test_text_that_is_named_twice_proves_nothing(model: Path, run: Run, material: tuple[str, str]) -> None:
@@ -631,21 +624,6 @@ def test_the_time_left_follows_the_work_done_and_what_is_expected(monkeypatch: p
     assert progress.left() == "2 min left"
     progress.expect({"joint": 20.0, "plans": 0.0})
     assert progress.left() == "40 s left"
-
-
-def test_a_long_step_is_told_of_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every ten seconds where there is no terminal; every few milliseconds here."""
-    monkeypatch.setattr("adaattn_hf.eval.progress.EVERY", 0.005)
-    written = io.StringIO()
-    with shown_progress({"moments": 1.0, "risk": 8.0}, Console(file=written)) as progress:
-        progress("risk", 1, 2)
-        limit = time.monotonic() + 20
-        while written.getvalue().count("risk: 50 % after") < 2 and time.monotonic() < limit:
-            time.sleep(0.005)
-    after = written.getvalue()
-    assert after.count("risk: 50 % after") >= 2
-    time.sleep(0.05)
-    assert written.getvalue() == after, "nothing is said when the work is over"
 
 
 @pytest.mark.parametrize(

@@ -337,15 +337,6 @@ def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, mon
 # --- JSON
 
 
-def test_explain_prints_json() -> None:
-    words = ["explain", str(demo_model_path("llama")), "--device", "cpu", "--json"]
-    result = adaattn(*words)
-    read = json.loads(result.stdout)
-    assert read["implementation"] == "adaattn"
-    assert {layer["phase"] for layer in read["layers"]} == {"prefill", "padded", "decode"}
-    assert all(layer["backend"] in ("native", "sdpa", "eager") for layer in read["layers"])
-
-
 @pytest.mark.native
 def test_explain_speaks_of_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -163,13 +163,6 @@ def test_a_traced_mask_keeps_the_padding_beside_it_where_a_model_has_settings(mo
     assert dropped.key_padding is None
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_padding_mask_of_other_rows_is_refused(rows: int) -> None:
-    padding = torch.tensor([[False, True, True, True]]).expand(rows, -1)
-    with pytest.raises(ValueError, match=f"attention_mask: got {rows} rows for a batch of 3"):
-        adaattn_mask(batch_size=3, q_length=4, kv_length=4, attention_mask=padding)
-
-
 # older versions of Transformers script functions when they are imported
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:

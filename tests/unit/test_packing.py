@@ -133,11 +133,6 @@ def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     assert not torch.equal(other.visible(), first.visible())
 
 
-def test_several_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
-        bordered(MaskStructure(2, 5, 5), sums(2, 3))
-
-
 @pytest.mark.parametrize("past", [0, 2])
 @pytest.mark.parametrize("keys", [sums(2, 3), sums(1, 3), sums(3)], ids=str)
 def test_causal_documents_whose_lengths_do_not_fit_are_refused(past: int, keys: Tensor) -> None:
