@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.prepare import prepare
 
-from ..property.test_memory import Largest
 from ..support.families import LISTED, models, sharing
 from ..support.models import Pair, assert_same, main_output, pair, tokens
+from ..support.operators import Largest
 from ..support.versions import needs_tracing
 
 BORDER = 4
