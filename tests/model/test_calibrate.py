@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from adaattn_cli.place import nats
 from adaattn_hf.attention.listeners import tapping
@@ -131,32 +131,6 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     assert "no candidate saves time" in found.sentence
     assert found.report["price_plan_seconds"] == found.report["price_exact_seconds"]
     assert 0.0 <= found.report["rounding"] < 1e-6, "two exact kernels in float32"
-
-
-def test_a_window_no_narrower_than_the_models_own_is_no_plan(text: list[Path]) -> None:
-    """Such a plan changes nothing: it is exact, and never passes."""
-    config = MistralConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, sliding_window=32,
-    )  # fmt: skip
-    config._attn_implementation = "adaattn"
-    torch.manual_seed(0)
-    local = MistralForCausalLM(config).eval()
-    settings = replace(SETTINGS, families=("window",), windows=(32, 64))
-    found = calibrate(local, encode, text, settings, prices=letter_prices())
-    assert not found.met
-    assert found.plan.is_exact
-    assert "no candidate saves time" in found.sentence
-
-
-def test_several_sources_give_as_many_sequences_each(tmp_path: Path) -> None:
-    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
-    long.write_text("a" * 6400)
-    short.write_text("b" * 640)
-    sample = draw([long, short], encode, 64, {"own": 6}, 0, spare=4)
-    sources = [sequence.source for sequence in sample.parts["own"]]
-    assert (len(sources), sources.count(str(short))) == (10, 5)
-    assert len(draw([short], encode, 64, {"own": 6}, 0, spare=40).parts["own"]) == 10, "what there is"
 
 
 def test_the_first_failure_ends_the_sequence_and_the_last_that_passed_is_the_plan(

@@ -21,7 +21,6 @@ from typer.testing import Result
 import adaattn_hf
 from adaattn_cli.job import Job, outlook
 from adaattn_cli.on_text import Calibrate
-from adaattn_cli.options import tokens
 from adaattn_cli.place import Place
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
 from adaattn_hf.calibration import calibrate as calibration
@@ -583,10 +582,6 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, run: Run) -> No
     absent = tmp_path / "none"
     says = f"cannot load {str(absent)!r}: there is no such directory"
     run(absent, "--output-dir", tmp_path, code=2, says=says)
-
-
-def test_lengths_may_be_written_in_thousands() -> None:
-    assert tokens("4k, 8192") == (4096, 8192)
 
 
 def test_bars_show_every_stage_and_the_time_left() -> None:

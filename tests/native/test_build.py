@@ -109,10 +109,6 @@ def test_a_broken_report_of_the_build_is_a_reason(tmp_path: Path, text: str) -> 
     assert "python -m adaattn_hf.backends.native" in reasons[0]
 
 
-def test_both_who_build_and_who_load_name_the_same_files() -> None:
-    assert (build.NAME, build.REPORT) == (library.NAME, library.REPORT)
-
-
 @pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")
 def test_an_unknown_level_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = "neon" if platform.machine() == "x86_64" else "avx2"

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
-from adaattn_hf.patches.mask.packed_arguments import PackedArguments, caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 
@@ -108,10 +107,6 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
     for structure in (padded, dense, MaskStructure(1, 5, 9, causal=True, q_offset=4)):
         assert with_restarts(structure, positions) is structure
     assert with_restarts(MaskStructure(1, 5, 5, causal=True), positions.to("meta")).plain
-
-
-def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
-    assert caller_arguments() == PackedArguments()
 
 
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
