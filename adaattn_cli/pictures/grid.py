@@ -16,7 +16,7 @@ from adaattn_hf.plans.choices import EXACT, Choice
 from adaattn_hf.plans.evidence import LEVEL
 from adaattn_hf.plans.limits import unproven, verdict_of
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.wording import allowed, in_nats, legend, quotient, rise, share, times
+from adaattn_hf.plans.wording import allowed, in_nats, legend, rise, share, times
 
 from .headline import Bought, headline, name_of, speed_of
 
@@ -128,9 +128,3 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
 def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
     letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
     return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
-
-
-def time_shares(plan: Plan, rows: Sequence[int], heads: int) -> list[float | None]:
-    """Returns the time of each unit as a share of the exact one, row by row; None where it is not known."""
-    known = {(unit.layer, unit.head): quotient([unit.price], [unit.exact_price]) for unit in plan.units}
-    return [known.get((layer, head), 1.0) for layer in rows for head in range(heads)]

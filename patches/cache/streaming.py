@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adaattn_hf.attention.call import AttentionCall, AttentionResult
+from adaattn_hf.attention.heads import joined_heads, picked
 from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.listeners import ask, listeners, show
-from adaattn_hf.attention.slicing import joined_heads, picked
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.config import settings_in

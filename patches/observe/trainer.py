@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import CallKind
@@ -18,7 +18,7 @@ from adaattn_hf.plans.limits import unproven
 from ..plans.attach import plan_of
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
 
 class _Tally(Listener):
@@ -83,16 +83,14 @@ class AdaAttnCallback(TrainerCallback):
         trainer.callback_handler.callbacks = [self, *others]
         return self
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Read the plan and begin to count."""
         self._listening.close()
         self._tally = _Tally()
         self._listening.enter_context(listening(self._tally))
         self._plan = plan_statistics(kwargs["model"])
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Add the numbers to the log that is being written."""
         numbers = {**self._tally.drained(), **self._plan}
         logs: dict[str, float] | None = kwargs.get("logs")
@@ -101,8 +99,6 @@ class AdaAttnCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop counting."""
         self._listening.close()

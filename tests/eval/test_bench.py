@@ -16,7 +16,7 @@ import yaml
 from typer.testing import Result
 
 from adaattn_cli import bench as bench_module
-from adaattn_cli.commands import Bench
+from adaattn_cli.commands import BENCH
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench import ways as ways_module
@@ -166,7 +166,7 @@ def test_what_a_cell_compiles_takes_nothing_from_the_next(monkeypatch: pytest.Mo
         work = partial(compiled, torch.ones(size))
         monkeypatch.setattr(bench_module, "ways", lambda cell, grid, device, work=work: lambda name: work)
         with torch._dynamo.config.patch(recompile_limit=1):
-            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, CPU, Bench(rounds=1, memory=False))
+            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, CPU, BENCH(rounds=1, memory=False))
         assert found["difference"] == {"sdpa": 0.0}
 
 
@@ -240,7 +240,7 @@ def test_a_cell_below_its_floor_is_measured_once_more_for_the_gate(
             return {name: {"wall": [s], "process": [s]} for name, s in zip(works, (2.0, next(theirs)), strict=True)}
 
         monkeypatch.setattr(bench_module, "measure", measured)
-        asked = Bench(rounds=1, memory=False, gate=gate)
+        asked = BENCH(rounds=1, memory=False, gate=gate)
         found = bench_module.run_cell(cell, ["adaattn", "sdpa"], read_grid(), CPU, asked)
         assert found["ratio_best"]["wall"]["median"] == ratio
 
@@ -339,11 +339,11 @@ def test_a_stock_implementation_that_refuses_is_reported(tmp_path: Path, monkeyp
     monkeypatch.setattr(bench_module, "ways", works)
     monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
     grid = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8}))
-    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False))
+    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, BENCH(rounds=2, memory=False))
     assert found["refused"] == {"eager": "not this shape"}
     assert found["best"] == "sdpa"
     with pytest.raises(NotImplementedError):  # ours may not refuse
-        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False))
+        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, CPU, BENCH(rounds=2, memory=False))
 
 
 def test_the_grid_of_the_package_covers_what_it_promises() -> None:

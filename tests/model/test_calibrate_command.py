@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import adaattn_hf
+from adaattn_cli.commands import CALIBRATE
 from adaattn_cli.job import Job, outlook
-from adaattn_cli.on_text import Calibrate
 from adaattn_cli.place import Place
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
 from adaattn_hf.calibration import calibrate as calibration
@@ -152,7 +152,7 @@ def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_pri
 def test_that_command_names_the_dtype_and_the_gguf_file() -> None:
     job = Job(
         model="m", data=(Path("t.txt"),), verify_data=None, target=Path("p"), settings=CalibrationSettings(),
-        prices=None, options=Calibrate(gguf_file="a b.gguf", trust_remote_code=True),
+        prices=None, options=CALIBRATE(gguf_file="a b.gguf", trust_remote_code=True),
     )  # fmt: skip
     known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --trust-remote-code"
     assert evaluation(job, "bfloat16") == f"{known} --windows strided --data t.txt"
@@ -645,7 +645,7 @@ def test_long_sequences_are_foretold_by_short_ones(
 
 def test_before_anything_is_measured_it_is_said_how_long_it_takes_what_shortens_it_and_what_is_kept() -> None:
     budgets = {Path("p/1pct"): 0.01, Path("p/2pct"): 0.02}
-    job = Job("m", (Path("t.txt"),), None, Path("p"), CalibrationSettings(minutes=5.0), None, Calibrate(), budgets)
+    job = Job("m", (Path("t.txt"),), None, Path("p"), CalibrationSettings(minutes=5.0), None, CALIBRATE(), budgets)
     stages = {"moments": 10.0, "risk": 600.0, "prices": 0.0, "plans": 295.0}
     assert outlook(job, stages) == [
         "time: about 20 min in all (measuring risks 10 min, finding and verifying plans 10 min); shorter with "

@@ -25,6 +25,7 @@ from adaattn_hf.eval.windows import TokenWindow
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
+from adaattn_hf.plans.choices import Setting
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import candidates
@@ -201,9 +202,9 @@ def test_candidates_that_look_both_ways() -> None:
     assert MaskedTokens(4).spans(WINDOWS) == WINDOWS_BOTH_WAYS
     assert MaskedTokens(4).spans((40,)) == (40,)
     assert NextToken().spans(WINDOWS) == WINDOWS
-    found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
+    found = candidates(Setting(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False)).choices
     assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 32, 64, 128]
-    found = candidates(512, 32, "float32", ("window",), WINDOWS).choices
+    found = candidates(Setting(512, 32, "float32", ("window",), WINDOWS)).choices
     assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 128, 256]
 
 

@@ -4,11 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from adaattn_hf.attention.listeners import listening
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
+
+from ..support.recorder import Recorder
 
 
 def sums(*lengths: int) -> Tensor:
@@ -119,12 +123,14 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 
 
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
-    structure, borders = MaskStructure(1, 5, 5, causal=True), sums(2, 3)
-    mask = StructuredMask(structure, torch.device("cpu"))
-    first = mask.packed(structure, borders, borders)
-    assert mask.packed(structure, borders, borders) is first
-    others = sums(3, 2)
-    other = mask.packed(structure, others, others)
+    structure, heard = MaskStructure(1, 5, 5, causal=True), Recorder()
+    mask, query = StructuredMask(structure, torch.device("cpu")), torch.randn(1, 2, 5, 8)
+    with listening(heard):
+        for borders in (*[sums(2, 3)] * 2, sums(3, 2)):
+            keywords = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            attention_function()(nn.Module(), query, query, query, mask, **keywords)
+    first, again, other = heard.structures
+    assert again is first
     assert not torch.equal(other.visible(), first.visible())
 
 

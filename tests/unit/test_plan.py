@@ -34,7 +34,7 @@ def make_plan(**changes: Any) -> Plan:
         (512, 1024),
         (LayerPlan(1, "ef" * 32, (make_choice("window", 256, 16, precision="bf16"), EXACT)),),
         (UnitRecord(1, 0, 1e-5, 0.1, 0.3, 0.01, 0.02, 2e-4), UnitRecord(1, 1, 0.0, 0.3, 0.3, 0.0, 0.0, 0.0)),
-        verified, "",
+        verified, "", (),
     )  # fmt: skip
     return replace(plan, **changes)
 

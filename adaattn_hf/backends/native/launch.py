@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ...attention.call import AttentionCall, AttentionResult, narrowed
-from ...attention.heads import HeadRules
+from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallKind
-from ...attention.slicing import joined_heads, some_heads
 from ...attention.structure import MaskStructure
 from ..base import Kernel
 from . import entry
