@@ -134,12 +134,6 @@ def test_short_text_never_leaves_the_exact_path_and_the_rate_says_so(planned: ch
     assert report["quality"]["comparisons"][0]["kl_mean"] < 1e-9
 
 
-def test_stock_does_not_heed_the_plan(planned: checkpoint.Checkpoint) -> None:
-    report = runner.evaluate(planned, OWN_PAGES, Settings())
-    assert [plan and plan["role"] for plan in report["plans"]] == [None, "tested"]
-    assert report["activation"][0]["rate"] is None
-
-
 def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path, interpreter: WarmInterpreter) -> None:
     """`adaattn run --plan`: the program loads a model as it always does, which runs what `load_plan` would run."""
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)

@@ -151,15 +151,6 @@ def test_an_explanation_for_a_gpu_says_what_a_compiled_step_runs() -> None:
     assert "compiled" not in {one.phase for one in adaattn_hf.explain(model).layers}
 
 
-def test_a_backend_that_cannot_serve_raises_with_its_reasons() -> None:
-    """The name forces flash-attn, which runs on CUDA alone."""
-    with registered(impossible=True):
-        model = AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="adaattn_fa2")
-    with registered(impossible=True), pytest.raises(RuntimeError, match="'fa2' cannot serve") as refused:
-        model(input_ids=tokens())
-    assert 'attn_implementation="adaattn"' in str(refused.value)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 def test_a_backend_that_can_serve_nothing_here_is_refused_at_load() -> None:
     """By Transformers, which knows no such name here, and with all reasons by `check`."""

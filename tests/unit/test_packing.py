@@ -10,7 +10,6 @@ from adaattn_hf.attention.listeners import listening
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
-from adaattn_hf.patches.mask.packed_arguments import caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.recorder import Recorder
@@ -114,10 +113,6 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
     assert with_restarts(MaskStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
-def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
-    assert caller_arguments() == (False, {})
-
-
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
 def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple[int, int]]) -> None:
     q_lengths, k_lengths = [q for q, _ in pairs], [k for _, k in pairs]
@@ -137,11 +132,6 @@ def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     first, again, other = heard.structures
     assert again is first
     assert not torch.equal(other.visible(), first.visible())
-
-
-def test_several_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
-        bordered(MaskStructure(2, 5, 5), sums(2, 3))
 
 
 @pytest.mark.parametrize("past", [0, 2])

@@ -74,13 +74,6 @@ def test_unknown_and_missing_keys_are_refused_at_every_depth(path: tuple[Any, ..
         Plan.from_dict(data)
 
 
-def test_nearest_name_is_offered() -> None:
-    data = make_plan().to_dict()
-    data["layers"][0]["choices"][0]["windw"] = data["layers"][0]["choices"][0].pop("window")
-    with pytest.raises(PlanError, match="Did you mean 'window'"):
-        Plan.from_dict(data)
-
-
 @pytest.mark.parametrize(
     "bad",
     [

@@ -113,11 +113,6 @@ def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, r
     assert select.choose(kind_with(), "willing") is three["willing"]
 
 
-def test_an_unknown_backend_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"backend: got 'spda', expected one of .*eager.*Did you mean 'sdpa'\?"):
-        select.refusals_of("spda", kind_with())
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
 def test_every_order_ends_with_backends_that_serve_everything(device: str) -> None:
     names = select.order(kind_with(device=device))
