@@ -69,7 +69,7 @@ def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_steps_over_a_growing_cache_take_two_graphs_at_most(family: str) -> None:
-    graphs, found = Graphs(), []
+    graphs, found = Graphs(), list[torch.Tensor]()
     for model in shallow(family):
         step = torch.compile(model, backend=graphs, fullgraph=True) if found else model
         with torch.no_grad():
