@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from ..support.models import DECODERS, ENCODER_DECODERS, NEAR, assert_same, padding, pair, tokens
+from ..support.models import DECODERS, ENCODER_DECODERS, assert_same, padding, pair, tokens
 from ..support.versions import skip_what_stock_cannot
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ def assert_generates_the_same(name: str, mask: Tensor | None, **settings: Any) -
     assert torch.equal(expected.sequences, actual.sequences)
     assert len(expected.logits) == 6
     for before, after in zip(expected.logits, actual.logits, strict=True):
-        assert_same(before, after, rtol=NEAR)
+        assert_same(before, after, rtol=2e-6)
 
 
 @pytest.mark.parametrize("cache", list(CACHES))

@@ -73,11 +73,7 @@ def composite_inputs() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "implementation",
-    [
-        "adaattn",
-        {"text_config": "adaattn", "vision_config": "sdpa"},
-        {"text_config": "sdpa", "vision_config": "adaattn"},
-    ],
+    ["adaattn", *({"text_config": a, "vision_config": b} for a, b in (("adaattn", "sdpa"), ("sdpa", "adaattn")))],
     ids=["all", "text", "vision"],
 )
 def test_a_composite_model_takes_a_name_for_each_tower(implementation: str | dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.prepare import prepare
 
 from ..support.families import LISTED, models, sharing
-from ..support.models import NEAR, Pair, assert_same, main_output, pair, tokens
+from ..support.models import Pair, assert_same, main_output, pair, tokens
 from ..support.operators import Largest
 from ..support.versions import needs_tracing
 
@@ -36,7 +36,7 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
 def kept_apart(pair: Pair, ids: Tensor, **said: Any) -> None:
     with torch.no_grad():
         packed = main_output(pair.ours(input_ids=ids, **said))
-    assert_same(one_by_one(pair.stock, ids), packed, rtol=NEAR)
+    assert_same(one_by_one(pair.stock, ids), packed, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert-local"])

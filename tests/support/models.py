@@ -17,8 +17,6 @@ HIDDEN = 32
 BATCH, LENGTH = 3, 11
 RTOL = 1e-5
 """DESIGN: fp32 attention is exact to 1e-5."""
-NEAR = 2e-6
-"""How near logits are to eager's in fp32, of the largest one; stock sdpa's are up to 5e-7 away."""
 
 USUAL: Mapping[str, Any] = MappingProxyType(
     dict(

@@ -27,8 +27,7 @@ BATCHES = ("llama", "mistral", "ministral", "qwen2", "gemma2", "gemma3_text", "p
 WAYS = (*["pieces"] * 6, "generate", "generate", "chunks", "batching")
 WINDOWS, INT8 = (Window(3, 1), Window(4), Window(6, 2)), Precision("int8")
 LOOSE = {"": 5 * CLOSE[torch.float32], "bf16": CLOSE[torch.bfloat16], "int8": 0.02}
-"""How far sums in another order may lead, of the largest logit, as keys are rounded: one code of eight bits that lies
-between two steps and turns moved it by up to 0.012, in 936 tiny models with one code turned."""
+"""How far sums in another order may lead, of the largest logit, as keys are rounded; one turned code of int8: 0.012."""
 
 
 @dataclass
@@ -92,8 +91,7 @@ def answered(call: Beyond, model: Any) -> list[Tensor]:
 
 
 def places(call: Beyond, real: Tensor) -> Tensor:
-    """`[tokens]`: the positions that a row's tokens had. A model counts padding, too, which turns all keys and queries
-    alike: scores stay, but rounding to eight bits has other numbers before it."""
+    """`[tokens]`: the positions that a row's tokens had, counted with its padding: int8 rounds what they turned."""
     return torch.arange(len(real))[real] if call.way == "pieces" else torch.arange(call.given.ids.shape[1] + 12)
 
 
