@@ -93,6 +93,10 @@ class Bench(Threads, Json):
     memory: bool = option(True, "Measure peak memory, too.")
     profile: Path | None = option(None, "Directory for torch.profiler's traces, and tables of what took longest.")
     grid: Path | None = option(None, "File with another grid of cells. Default: the package's grid for the device.")
+    rivals: Path | None = option(
+        None,
+        "Python of an environment with ONNX Runtime, OpenVINO or llama.cpp, which the grid beside them is timed in.",
+    )
 
     def __post_init__(self) -> None:
         if self.page == self.file:
