@@ -124,6 +124,21 @@ lowest: $(READY) ## the tests of the core with the lowest torch and Transformers
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench
 
+# In an environment of its own: optimum needs an older Transformers. llama.cpp is compiled, which takes a quarter of an hour.
+.venv-rivals/.ready: eval/bench/rivals.txt constraints-dev.txt
+	test -x .venv-rivals/bin/python || $(PYTHON) -m venv .venv-rivals
+	.venv-rivals/bin/python -m pip install -q "torch==$(TORCH)+cpu" || .venv-rivals/bin/python -m pip install -q "torch==$(TORCH)"
+	.venv-rivals/bin/python -m pip install -q -r eval/bench/rivals.txt
+	.venv-rivals/bin/python -m pip install -q llama-cpp-python==0.3.36 || echo "llama.cpp could not be compiled: its arms will say that they are absent"
+	touch $@
+
+.PHONY: rivals
+rivals: .venv-rivals/.ready ## the environment of ONNX Runtime, OpenVINO and llama.cpp, for bench-rivals
+
+.PHONY: bench-rivals
+bench-rivals: $(READY) .venv-rivals/.ready ## encoders and a language model on a CPU beside those; ONLY='MiniLM' for some cells; writes docs/results/rivals.*
+	$(BIN)/adaattn bench --rivals .venv-rivals/bin/python --rounds 15 --only '$(ONLY)' --output docs/results/rivals.json
+
 bench-gate: $(READY) ## the grid of bench, failing where a cell is below its floor; writes results/bench.json and .md
 	$(BIN)/adaattn bench --gate --rounds 30 --output results/bench.json
 

@@ -16,8 +16,9 @@ from rich.console import Console
 from adaattn_hf._files import json_text, parse_json, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.errors import UsageError, unknown
-from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
-from adaattn_hf.eval.bench.report import markdown, verdict
+from adaattn_hf.eval.bench.grid import ENGINES, Cell, Grid, read_grid
+from adaattn_hf.eval.bench.processes import Process, error_of_processes
+from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
 from adaattn_hf.eval.progress import shown_progress, tell
@@ -50,9 +51,9 @@ def run(options: Options) -> Done:
     ):
         use_threads(options.threads)
         where = resolve_device(options.device)
-        data = read_grid(options.grid, where.type)
+        data = read_grid(options.grid, where.type, options.rivals)
         cells = choose_cells(data, options.only)
-        check_names([options.attn_implementation, *options.names])
+        check_names([options.attn_implementation, *options.names], [name for cell in cells for name in cell.arms])
         writable(options.file.parent, "output")
         writable(options.page.parent, "table")
         if options.profile is not None:
@@ -61,10 +62,10 @@ def run(options: Options) -> Done:
     return Done(report, int(options.gate and bool(failed)))
 
 
-def check_names(names: list[str]) -> None:
-    """Refuses unknown names of implementations (UsageError); a known one that is not installed here is accepted."""
+def check_names(names: list[str], arms: list[str]) -> None:
+    """Refuses unknown names (UsageError); a known one that is not installed here, and the cells' own are accepted."""
     register(impossible=True)  # cells say what it lacks
-    known = [*known_implementations(), *KERNELS]
+    known = [*known_implementations(), *KERNELS, *dict.fromkeys(arms)]
     for name in names:
         if name not in known:
             raise UsageError(unknown("attention implementation", name, known))
@@ -103,15 +104,16 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
     with shown_progress({step: 1.0}, Console(stderr=True)) as progress:
         for number, cell in enumerate(cells):
             progress(step, number, len(cells))
-            others = [name for name in present if options.names or name not in cell.without]
+            named = [arm for arm in cell.arms[1:] if arm in options.names or not options.names]
+            others = named if cell.arms else [n for n in present if options.names or n not in cell.without]
             found = run_cell(cell, [options.attn_implementation, *others], data, where, options)
             if found["best"] is not None and found["ratio_best"]["wall"]["median"] < cell.floor:
                 failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
             found["commit"] = report["provenance"]["commit"]
             earlier[cell.title] = found
             report["cells"] = [
-                # a note, dtype and shape are the grid's, and not measured
-                {**earlier[one.title], "note": one.note, "dtype": one.dtype, "shape": shape_of(one, data)}
+                # dtype and shape are the grid's, and not measured
+                {**earlier[one.title], "dtype": one.dtype, "shape": shape_of(one, data)}
                 for one in data.cells
                 if one.title in earlier
             ]
@@ -157,7 +159,8 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
     differences: dict[str, float] = {}
     errors: dict[str, float] = {}
     mine: Any = None
-    make, error = ways(cell, grid, device), error_of(cell, device)
+    make = ways(cell, grid, device)
+    error = error_of_processes(make) if cell.arms else error_of(cell, device)
     for name in names:
         try:
             work = make(name)
@@ -192,14 +195,14 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
             for name in works
             if name != OURS
         }
-        stock = [name for name in ratios if name not in KERNELS]  # what a model may be set to
+        # what a model may be set to
+        stock = [name for name in ratios if name not in KERNELS and not name.startswith((f"{OURS},", *ENGINES))]
         best = min(stock, key=lambda name: ratios[name]["wall"]["median"], default=None)
         if best is None or ratios[best]["wall"]["median"] >= cell.floor:
             break
     return {
         "title": cell.title,
         "level": cell.level,
-        "target": cell.target,
         "floor": cell.floor,
         "times": {name: {clock: spread(values) for clock, values in clocks.items()} for name, clocks in times.items()},
         "ratios": ratios,
@@ -207,9 +210,18 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
         "ratio_best": None if best is None else ratios[best],
         "difference": differences,
         "error": errors,
-        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if options.memory else {},
+        "peak_bytes": {name: _peak(work, device) for name, work in works.items()} if options.memory else {},
+        **(
+            {"runs": {name: work.runs for name, work in works.items() if isinstance(work, Process)}}
+            if cell.arms
+            else {}
+        ),
         "refused": refused,
     }
+
+
+def _peak(work: Work, device: torch.device) -> int:
+    return work.peak if isinstance(work, Process) else peak_bytes(work, device)[0]
 
 
 def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -226,7 +238,5 @@ def _line(found: dict[str, Any]) -> str:
     ours = found["times"][OURS]["wall"]["median"] * 1e3
     times = ", ".join(f"{name} {entry['wall']['median']:.2f}" for name, entry in found["ratios"].items())
     others = f"; times as fast as {times}" if times else ""
-    reached = verdict(found)
-    target = f" (target {found['target']:g} {reached})" if reached else ""
     refused = "".join(f"; {name} refused: {why}" for name, why in found["refused"].items())
-    return f"{found['title']}: {ours:{'.3g' if ours < 1e3 else ',.0f'}} ms{others}{target}{refused}"
+    return f"{found['title']}: {ours:{'.3g' if ours < 1e3 else ',.0f'}} ms{others}{refused}"

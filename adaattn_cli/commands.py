@@ -303,6 +303,8 @@ BENCH = Command(
     memory=Option(bool, True, "Measure peak memory, too."),
     profile=Option(Path, None, "Directory for torch.profiler's traces, and tables of what took longest."),
     grid=Option(Path, None, "File with another grid of cells. Default: the package's grid for the device."),
+    rivals=Option(Path, None, "Python of an environment with ONNX Runtime, OpenVINO or llama.cpp, in which the grid "
+        "beside them is timed."),
     **THREADS,
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from adaattn_hf.backends.capability import capability
+from adaattn_hf.backends.capability import capability, of_level
 from adaattn_hf.backends.native.build import compiler
 from adaattn_hf.backends.native.library import level_names, library, missing
 from adaattn_hf.backends.select import BACKENDS
@@ -93,6 +93,8 @@ def findings() -> Iterator[Finding]:
     try:
         if kernels := library():
             yield Finding("cpu", "native kernels", f"{kernels.level_name} of {', '.join(level_names())}")
+            if of_level(kernels.level_name).bf16:
+                yield Finding("cpu", "bfloat16", "in hardware, for encoders")
         else:
             first = "" if compiler() else "apt install g++, or conda install cxx-compiler; then "
             build = f"{first}python -m adaattn_hf.backends.native"

@@ -12,6 +12,8 @@ import yaml
 
 from adaattn_hf.errors import UsageError
 
+ENGINES = ("onnxruntime", "openvino", "llama.cpp")  # no implementations of Transformers, but libraries of their own
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -26,10 +28,9 @@ class Cell:
         gradient: Forward and backward; of a model on labels, without dropout and without the optimiser.
         prepared: Ours went through `adaattn_hf.prepare`: padding taken out, a cache that grows in place.
         cached: The model keeps its keys; of a prompt it answers the last logits alone.
+        arms: Ours and what is timed beside it, each in a process of its own (`processes.py`); not by `stock` then.
         without: Names of `stock` that are not timed here, unless asked for by name.
-        target: Ratio that should be reached; None where only the floor counts.
         floor: Ratio below which the gate fails.
-        note: Why the target is out of reach, for the report.
     """
 
     name: str
@@ -53,10 +54,9 @@ class Cell:
     gradient: bool = False
     prepared: bool = False
     cached: bool = False
+    arms: Sequence[str] = ()
     without: Sequence[str] = ()
     model: str | None = None
-    target: float | None = None
-    note: str = ""
 
     @property
     def keys(self) -> int:
@@ -71,22 +71,23 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells, models, the names of those we compare with, and why some cells are slower than they."""
+    """Cells, models, the names of those we compare with, why some cells are slower, and the Python of the engines."""
 
     cells: tuple[Cell, ...]
     models: Mapping[str, Mapping[str, Any]]
     stock: tuple[str, ...]
     slower: str = ""
+    rivals: Path | None = None
 
 
-def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
-    """The grid of a file, or the one that comes with the package for a device.
+def read_grid(path: Path | None = None, device: str = "cpu", rivals: Path | None = None) -> Grid:
+    """The grid of a file, or the one that comes with the package: for a device, or beside the engines of `rivals`.
 
-    Targets and floors are those of the device that the file was written for; elsewhere they mean nothing and are left
-    out. A UsageError for no file, no grid, or an unknown key of a cell.
+    Floors are those of the device that the file was written for; elsewhere they mean nothing and are left out. A
+    UsageError for no file, no grid, or an unknown key of a cell.
     """
     if path is None:
-        name = "bench_cuda.yaml" if device == "cuda" else "bench.yaml"
+        name = "bench_rivals.yaml" if rivals else "bench_cuda.yaml" if device == "cuda" else "bench.yaml"
         text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
     elif not path.is_file():
         raise UsageError(f"grid: {path} is no file; expected YAML like eval/bench/bench.yaml")
@@ -96,9 +97,9 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
         data = yaml.safe_load(text)
         cells = [cell for entry in data["cells"] for cell in _cells(entry, data)]
         if device != data.get("device", device):
-            cells = [replace(cell, target=None, floor=data["defaults"]["floor"]) for cell in cells]
+            cells = [replace(cell, floor=data["defaults"]["floor"]) for cell in cells]
         slower = data.get("slower", {}).get(device, "")
-        return Grid(tuple(cells), data["models"], tuple(data["stock"]), slower)
+        return Grid(tuple(cells), data["models"], tuple(data["stock"]), slower, rivals)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         found = f"{path} is no grid ({type(error).__name__}: {error})"
         raise UsageError(f"grid: {found}; expected YAML like eval/bench/bench.yaml") from error

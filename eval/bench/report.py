@@ -20,13 +20,6 @@ the JSON names those of each. A cell speaks for the commit at which it was measu
 """
 
 
-def verdict(cell: Mapping[str, Any]) -> str:
-    """`reached`, `missed` or nothing, from the cell's target."""
-    if cell["target"] is None or cell["ratio_best"] is None:
-        return ""
-    return "reached" if cell["ratio_best"]["wall"]["median"] >= cell["target"] else "missed"
-
-
 def markdown(report: Mapping[str, Any], source: str) -> str:
     """The whole file."""
     report = harmless(report)
@@ -39,13 +32,12 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: at most {report['rounds']}."
     )
     lines = [_HEAD.format(source=harmless(source), machine=machine)]
+    raced = [cell for cell in report["cells"] if cell.get("runs")]
+    lines += [line for cell in raced for line in _race(cell)]
     for level, title in (("attention", "Attention"), ("model", "Whole models")):
-        cells = [cell for cell in report["cells"] if cell["level"] == level]
+        cells = [cell for cell in report["cells"] if cell["level"] == level and cell not in raced]
         if cells:
             lines += [f"## {title}", "", *_table(cells), ""]
-    missed = [cell for cell in report["cells"] if verdict(cell) == "missed"]
-    if missed:
-        lines += ["## Missed", "", *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed), ""]
     best = {cell["title"]: cell["ratio_best"]["wall"]["median"] for cell in report["cells"] if cell["ratio_best"]}
     slower = [f"{title} {ratio:.2f}" for title, ratio in best.items() if ratio < 1]
     if slower:
@@ -67,21 +59,39 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
 def _table(cells: list[Mapping[str, Any]]) -> list[str]:
     rows = [
         "| cell | adaattn ms | best stock | × best, wall | × best, process | × eager "
-        "| peak MiB, adaattn / best / eager | target |",
-        "|---|---|---|---|---|---|---|---|",
+        "| peak MiB, adaattn / best / eager |",
+        "|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
         ours, best = cell["times"]["adaattn"], cell["best"]
         eager = cell["ratios"].get("eager")
         peaks = [cell["peak_bytes"].get(name) for name in ("adaattn", best, "eager")]
         memory = " / ".join("-" if peak is None else f"{peak / 2**20:.3g}" for peak in peaks)
-        target = "" if cell["target"] is None else f"{cell['target']:g} {verdict(cell)}"
         rows.append(
             f"| {cell['title']} | {ours['wall']['median'] * 1e3:.3g} | {best or '-'} "
             f"| {_ratio(cell['ratio_best'], 'wall')} | {_ratio(cell['ratio_best'], 'process')} "
-            f"| {_ratio(eager, 'wall')} | {memory} | {target} |"
+            f"| {_ratio(eager, 'wall')} | {memory} |"
         )
     return rows
+
+
+def _race(cell: Mapping[str, Any]) -> list[str]:
+    """Every arm of a cell, fastest first."""
+    shape, best, runs, spread = cell["shape"], cell["best"], cell["runs"], "{:.4g} ({:.4g}–{:.4g})".format
+    real = sum(shape["lengths"]) / shape["batch"] / shape["q_len"] if shape["lengths"] else 1
+    versions = dict.fromkeys(" ".join(pair) for run in runs.values() for pair in run["versions"].items())
+    said = f"{real:.0%} of them real; {'not ' * (not shape['prepared'])}prepared. Best of stock: {best}."
+    head = ("arm", "ms", "its time over ours", "1 − least cosine to float32", "peak of the process, MiB", "settings")
+    lines = [f"## {cell['title']}", "", f"{shape['batch']} x {shape['kv_len']:,} tokens, {said} {', '.join(versions)}."]
+    lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, times in sorted(cell["times"].items(), key=lambda item: item[1]["wall"]["median"]):
+        over = cell["ratios"].get(name, {"wall": dict.fromkeys(times["wall"], 1.0)})["wall"].values()
+        peak = cell["peak_bytes"].get(name, 0) / 2**20
+        settings = ", ".join(f"{key} {value}" for key, value in runs[name].items() if key != "versions")
+        shown = f"**{name}**" if name == best else name
+        wall = spread(*(1e3 * seconds for seconds in times["wall"].values()))
+        lines.append(f"| {shown} | {wall} | {spread(*over)} | {cell['error'][name]:.2g} | {peak:.0f} | {settings} |")
+    return [*lines, ""]
 
 
 def _ratio(entry: Mapping[str, Any] | None, clock: str) -> str:

@@ -21,6 +21,7 @@ from adaattn_hf.patches.observe.spans import spans
 
 from .grid import Cell, Grid
 from .model import model_works
+from .processes import process_works
 from .work import Work, attention_works, structure_of, tensors_of
 
 KERNELS = {
@@ -35,6 +36,8 @@ _ROWS = 16
 
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     """Makes of a way's name the work of a cell."""
+    if cell.arms:
+        return process_works(cell, grid)
     made = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
     make = functools.cache(made)  # the kernels of sdpa share its work, and so a model
 
@@ -55,13 +58,14 @@ def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
 def shape_of(cell: Cell, grid: Grid) -> dict[str, Any]:
     """The shape of a cell's work as fields of its record; of whole models their configuration."""
     known = asdict(cell)
-    for name in ("name", "level", "dtype", "floor", "target", "note", "without"):
+    for name in ("name", "level", "dtype", "floor", "without", "arms"):
         del known[name]
     known["kv_len"] = cell.keys
     if cell.model is not None:
         for name in ("layers", "heads", "kv_heads", "head_dim"):
             del known[name]
-        known["configuration"] = dict(grid.models[cell.model]["arguments"])
+        model = grid.models[cell.model]
+        known["configuration"] = model.get("arguments") or {"directory": Path(model.get("directory", "")).name}
     return known
 
 

@@ -28,7 +28,7 @@ def benched() -> dict[str, Any]:
     ratio = {"wall": half, "process": half}
     cell = {
         "title": NASTY, "level": "attention", "commit": NASTY, "times": {"adaattn": ratio}, "best": NASTY,
-        "ratios": {NASTY: half}, "ratio_best": ratio, "peak_bytes": {NASTY: 1}, "target": 2.0, "note": NASTY,
+        "ratios": {NASTY: half}, "ratio_best": ratio, "peak_bytes": {NASTY: 1},
         "refused": {NASTY: NASTY},
     }  # fmt: skip
     made = {

@@ -18,6 +18,7 @@ import adaattn_hf
 from adaattn_cli import app as application
 from adaattn_cli import doctor
 from adaattn_cli.commands import COMMANDS
+from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import demo_model_path
 from adaattn_hf.patches.checkpoint import resolve_device
@@ -225,6 +226,7 @@ def test_doctor_tells_what_is_here() -> None:
     assert found["adaattn-hf"]["state"] == adaattn_hf.__version__
     assert {"torch", "transformers", "native kernels", "sdpa"} <= set(found)
     assert not found["torch"]["remedy"]
+    assert ("bfloat16" in found) == (level_here() in ("avx512_bf16", "amx"))
 
 
 def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,120 @@
+"""Arms of a cell that run in processes of their own (`arm.py`): stock, ours, and engines of another environment."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from adaattn_hf.errors import UsageError
+from adaattn_hf.stats.stopwatch import Elapsed
+
+from .grid import ENGINES, Cell, Grid
+from .texts import batch, cut, texts_of
+
+SCRIPT = Path(__file__).with_name("arm.py")
+ROOM = 128  # tokens behind the prompt, which the steps of a run append
+REFERENCE = "sdpa, float32"  # whose answer is the truth of a cell
+
+
+class Process:
+    """An arm with its versions in `runs` and its most bytes in `peak`; RuntimeError with its last words if it ends."""
+
+    def __init__(self, python: Path, task: dict[str, Any]) -> None:
+        """Starts `arm.py` in the environment of a Python: isolated, as ours may have what that one lacks."""
+        self.task, self.peak, self.log = task, 0, Path(task["answer"] + ".log")
+        words, pipe = [str(python), "-I", str(SCRIPT)], subprocess.PIPE
+        told = os.environ | {"OMP_NUM_THREADS": str(task["threads"])}
+        with self.log.open("wb") as log:
+            self.child: Any = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, text=True, env=told)  # noqa: S603
+        weakref.finalize(self, lambda child: (child.kill(), child.communicate()), self.child)
+        self.runs = self.ask(json.dumps(task))
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Its answer to a line."""
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=self.child.stdin, flush=True)
+        if found := self.child.stdout.readline():
+            return dict(json.loads(found))
+        raise RuntimeError((self.log.read_text("utf-8", "replace").strip() or "it ended silently").splitlines()[-1])
+
+    def seconds(self, repeats: int) -> Elapsed:
+        """The time of a call, by the clocks of its process."""
+        found = self.ask(str(repeats))
+        self.peak = found["peak_bytes"]
+        return Elapsed(found["wall"], found["process"])
+
+    def __call__(self) -> Tensor:
+        """What its first call gave, a row for each text: mean hidden states or logits."""
+        found: dict[int, Any] = {}
+        with np.load(self.task["answer"]) as arrays:
+            for rows, batch, out in zip(self.task["rows"], self.task["batches"], arrays.values(), strict=True):
+                real = np.array(batch["attention_mask"])[..., None]
+                found |= dict(zip(rows, out if out.ndim == 2 else (out * real).sum(1) / real.sum(1), strict=True))
+        return torch.from_numpy(np.stack([found[row] for row in sorted(found)]))
+
+
+def process_works(cell: Cell, grid: Grid) -> Callable[[str], Process]:
+    """Makes of an arm's name its process; docs/howto/benchmark.md has the names."""
+    known, place = grid.models[str(cell.model)], Path(tempfile.mkdtemp())
+    files = Path(os.path.expandvars(known.get("directory", place / "model")))
+    if "directory" in known and not files.is_dir():
+        raise UsageError(f"{cell.title}: got the model {known['directory']}, expected a directory; set the variable")
+    if "config" in known:
+        torch.manual_seed(0)
+        config = getattr(transformers, known["config"])(**known["arguments"])
+        getattr(transformers, known["class"])._from_config(config, dtype=torch.float32).save_pretrained(files)
+    texts = texts_of(cell, known, files)
+    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
+
+    def make(name: str) -> Process:
+        first, *how = name.split(", ")
+        engine, _, variant = first.partition(":")
+        python = grid.rivals if engine in ENGINES else Path(sys.executable)
+        if python is None:
+            raise RuntimeError("no --rivals PYTHON names an environment that has it; `make rivals` sets one up")
+        rows, exported = cut(texts, how), python.parent.parent / f"exported/{cell.model}-{key}-{engine}-{variant}"
+        task = {
+            "engine": engine, "variant": variant, "how": how, "threads": torch.get_num_threads(), "room": ROOM,
+            "dtype": next((one for one in how if hasattr(torch, one)), cell.dtype), "prepared": cell.prepared,
+            "rows": rows, "batches": [batch([texts[row] for row in own]) for own in rows], "texts": texts,
+            "class": known["class"], "causal": known["causal"], "scores": "Classification" in known["class"],
+            "step": cell.kv_len is not None, "loading": {"gguf_file": known["gguf"]} if "gguf" in known else {},
+            "directory": str(files), "gguf": str(files / known.get("gguf", "")), "exported": str(exported),
+            "answer": str(place / f"{name}.npz"), "export": False,
+        }  # fmt: skip
+        if engine in ENGINES[:2] and not exported.exists():  # before, as the peak of that does not count
+            partial = exported.with_suffix(".partial")
+            Process(python, task | {"export": True, "exported": str(partial)})
+            partial.rename(exported)
+        return Process(python, task)
+
+    works = functools.cache(make)
+    weakref.finalize(works, shutil.rmtree, place)
+    return works
+
+
+def error_of_processes(make: Callable[[str], Process]) -> Callable[[Tensor], float]:
+    """Gives an error: one minus the least cosine of a text to stock's in float32, or the correlation of scores."""
+    truth = make(REFERENCE)()
+
+    def error(out: Tensor) -> float:
+        pair = [one.double() if one.shape[1] > 1 else (one.double() - one.double().mean()).T for one in (truth, out)]
+        return max(0.0, 1 - float(torch.nn.functional.cosine_similarity(*pair).min()))
+
+    return error
