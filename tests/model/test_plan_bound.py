@@ -73,12 +73,12 @@ def test_a_merge_behind_the_check_is_noticed(target: str, between: bool) -> None
 
 
 def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaattn_hf.patches.plans import bound
+    from adaattn_hf.patches.plans import check
 
     model = planned()
     logits(model)
     hashed: list[Any] = []
-    monkeypatch.setattr(bound, "model_hash", hashed.append)
+    monkeypatch.setattr(check, "model_hash", hashed.append)
     model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp)
     model.model.norm = model.model.norm
     other = torch.nn.Sequential(torch.nn.Linear(2, 2))
