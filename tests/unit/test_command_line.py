@@ -31,7 +31,7 @@ LOADED = """
 import adaattn_cli, contextlib, io, json, sys
 told = []
 for words in json.loads(sys.argv[1]):
-    sys.argv = ["adaattn", *words]
+    sys.argv, code = ["adaattn", *words], None
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             adaattn_cli.main()
