@@ -158,7 +158,7 @@ compiled: $(READY) ## compile what every call launches on every GPU, held to its
 
 .PHONY: errors
 errors: $(READY) ## errors of every backend by dtype and stage, against double precision; writes docs/results/errors.*
-	PYTHONSAFEPATH= $(BIN)/python -m studies.errors --write docs/results
+	PYTHONSAFEPATH= $(BIN)/python -m studies.errors docs/results
 
 # ziglang is a compiler for many machines that pip installs; qemu-user-static runs programs of other machines.
 fuzz-aarch64: $(READY) ## the fuzzer's calls on NEON, without sanitizers; needs qemu-aarch64-static

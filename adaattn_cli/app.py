@@ -24,10 +24,12 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from .commands import COMMANDS, GROUPS
-from .options import Done, Options
+from .options import Command, Done
+
+HELP_NAMES = {"help_option_names": ["--help", "-h"]}
 
 
-class Command(TyperCommand):
+class Page(TyperCommand):
     """A command whose help page cuts no name of an option off, in a narrow window either."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -71,40 +73,41 @@ def group(**options: Any) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["--help", "-h"]},
+        context_settings=HELP_NAMES,
         **options,
     )
 
 
-def add(parent: typer.Typer, name: str, options: type[Options]) -> None:
+def add(parent: typer.Typer, name: str, made: Command) -> None:
     """Adds a command to a group, by what is typed, `plan show` say."""
 
     def command(**values: Any) -> None:
-        execute(name, options, values)
+        execute(name, made, values)
 
-    parameters = options.parameters()
+    parameters = made.parameters()
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     # a paragraph is one line: it is the terminal that knows where it breaks
-    text, codes, ends = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(options) or "").partition("Exit codes:")
-    settings = {"help_option_names": ["--help", "-h"], **options.others}
-    made = parent.command(
-        name.rpartition(" ")[2], cls=Command, help=text.rstrip(), epilog=codes + ends, context_settings=settings
-    )
-    made(command)
+    text, codes, ends = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(made.help)).partition("Exit codes:")
+    settings: dict[str, Any] = {**HELP_NAMES}
+    if any(one.name is None and one.kind == list[str] for one in made.options.values()):
+        # another program's words, whose options are its own
+        settings |= {"allow_interspersed_args": False, "ignore_unknown_options": True}
+    shown: Any = {"help": text.rstrip(), "epilog": codes + ends, "context_settings": settings}
+    parent.command(name.rpartition(" ")[2], cls=Page, **shown)(command)
 
 
-def execute(name: str, options: type[Options], values: dict[str, Any]) -> None:
+def execute(name: str, command: Command, values: dict[str, Any]) -> None:
     """Runs a command: reads its options, imports what does it, prints its JSON and ends with its exit code."""
     try:
-        asked = options.of(values)
+        options = command.read(values)
     except ValueError as error:
         Console(stderr=True, style="red").print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     module, _, function = name.partition(" ")
     if name != "run" and not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a library's bar that nobody sees grow is a line of noise
-    as_json = getattr(asked, "as_json", False)
+    as_json = getattr(options, "as_json", False)
     # models and data sets may print
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
@@ -112,7 +115,7 @@ def execute(name: str, options: type[Options], values: dict[str, Any]) -> None:
         except KeyboardInterrupt as error:
             typer.echo("interrupted before anything was begun", err=True)
             raise typer.Exit(130) from error
-        done: Done = getattr(work, function or "run")(asked)
+        done: Done = getattr(work, function or "run")(options)
     if as_json and done.result is not None:
         from adaattn_hf._files import json_text
 
@@ -131,6 +134,10 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+app = group()
+
+
+@app.callback()
 def adaattn(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
@@ -139,20 +146,11 @@ def adaattn(
     """Faster attention for Transformers: exact by default, or within a loss budget that you set."""
 
 
-def application() -> typer.Typer:
-    """Returns the command line with every command."""
-    root = group()
-    root.callback()(adaattn)
-    groups = {"": root}
-    for name, text in GROUPS.items():
-        groups[name] = group(add_completion=False, help=text)
-        root.add_typer(groups[name], name=name)
-    for name, options in COMMANDS.items():
-        add(groups[name.rpartition(" ")[0]], name, options)
-    return root
-
-
-app = application()
+_groups = {"": app, **{name: group(add_completion=False, help=text) for name, text in GROUPS.items()}}
+for _name in GROUPS:
+    app.add_typer(_groups[_name], name=_name)
+for _name, _command in COMMANDS.items():
+    add(_groups[_name.rpartition(" ")[0]], _name, _command)
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -27,16 +27,15 @@ from adaattn_hf.eval.timing import measure, peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
 from adaattn_hf.patches.registry import register
 
-from .commands import Bench
 from .ending import ending, use_threads, writable
-from .options import Done
+from .options import Done, Options
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
 _REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError)
 
 
-def run(options: Bench) -> Done:
+def run(options: Options) -> Done:
     """Measures, and returns the report; code 1 if a cell is below its floor and that matters."""
 
     def kept() -> str:
@@ -85,7 +84,7 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     return found
 
 
-def measured(cells: list[Cell], data: Grid, where: torch.device, options: Bench) -> tuple[dict[str, Any], list[str]]:
+def measured(cells: list[Cell], data: Grid, where: torch.device, options: Options) -> tuple[dict[str, Any], list[str]]:
     """Measures, prints and writes; returns the report, and a line for each cell that is below its floor."""
     console, names, output = Console(stderr=options.as_json), options.names or data.stock, options.file
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
@@ -151,7 +150,7 @@ def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str,
     return {} if changed else cells
 
 
-def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, options: Bench) -> dict[str, Any]:
+def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, options: Options) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
     # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
     torch.compiler.reset()

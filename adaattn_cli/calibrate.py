@@ -29,8 +29,7 @@ from adaattn_hf.plans.wording import allowed
 from .ending import ending, room_or_sentence, use_threads, writable
 from .fit import fit_to_text, opened
 from .job import Job, job_of, out_of_memory, outlook, scoring_of
-from .on_text import Calibrate
-from .options import Done
+from .options import Done, Options
 from .place import Place, folders, refuse_other_plan
 from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
 
@@ -38,7 +37,7 @@ MEASURED = "moments", "risk", "prices"
 """Stages that all budgets share."""
 
 
-def run(options: Calibrate) -> Done:
+def run(options: Options) -> Done:
     """Calibrates, and returns plan and report; code 4 if no plan passed for a budget."""
     console, place = Console(stderr=options.as_json), options.fill(Place)
     with ending(wrong=(ValueError,)):

@@ -20,8 +20,7 @@ from adaattn_hf.backends.native.library import level_names, library, missing
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.errors import UsageError
 
-from .commands import Doctor
-from .options import Done
+from .options import Done, Options
 
 HERE = "here"
 SHOWN = ("torch", "transformers")
@@ -37,49 +36,37 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def run(options: Doctor) -> Done:
+def run(options: Options) -> Done:
     """Looks, and prints or returns the findings; code 1 if something required is missing."""
-    findings = [*versions(), *machine(), *backends()]
+    found = [*findings()]
     if not options.as_json:
-        Console().print(table(findings))
-    lacking = any(finding.about == "versions" and finding.remedy for finding in findings)
-    return Done([finding._asdict() for finding in findings], int(lacking))
+        Console().print(table(found))
+    lacking = any(finding.about == "versions" and finding.remedy for finding in found)
+    return Done([finding._asdict() for finding in found], int(lacking))
 
 
 def table(findings: list[Finding]) -> Table:
     """A line of what is here for each subject, why the other backends are not, and what to do."""
+    here: dict[str, list[str]] = {}
+    absent: dict[str, list[str]] = {}
+    lacking = []
+    for about, name, state, remedy in findings:
+        if remedy:
+            lacking.append(f"{name}: {'; '.join(filter(None, (state, remedy)))}")
+        elif about != "backends":
+            here.setdefault(about, []).append(f"{name} {state}")
+        else:
+            (here.setdefault(about, []) if state == HERE else absent.setdefault(state, [])).append(name)
     drawn = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
-    lines: dict[str, list[str]] = {}
-    absent: dict[str, list[str]] = {}
-    for about, name, state, remedy in findings:
-        if about == "backends":
-            (lines.setdefault(about, []) if state == HERE else absent.setdefault(state, [])).append(name)
-        elif not remedy:
-            lines.setdefault(about, []).append(f"{name} {state}".strip())
-    for about, words in lines.items():
+    for about, words in here.items():
         drawn.add_row(about, escape(", ".join(words)))
     for why, names in absent.items():
         drawn.add_row("", escape(f"{', '.join(names)}: {why}"))
-    for _, name, state, remedy in findings:
-        if remedy:
-            drawn.add_row("[yellow]missing[/]", escape(f"{name}: {'; '.join(filter(None, (state, remedy)))}"))
+    for line in lacking:
+        drawn.add_row("[yellow]missing[/]", escape(line))
     return drawn
-
-
-def versions() -> Iterator[Finding]:
-    """This package, Python and required packages, compared with the bounds in the metadata."""
-    yield Finding("versions", "adaattn-hf", importlib.metadata.version("adaattn-hf"))
-    yield Finding("versions", "Python", platform.python_version())
-    for requirement in map(Requirement, importlib.metadata.requires("adaattn-hf") or ()):
-        if requirement.marker is not None:
-            continue  # of an extra
-        version = installed(requirement.name)
-        if not version or not requirement.specifier.contains(version, prereleases=True):
-            yield Finding("versions", requirement.name, version, f"pip install '{requirement}'")
-        elif requirement.name in SHOWN:
-            yield Finding("versions", requirement.name, version)
 
 
 def installed(name: str) -> str:
@@ -90,10 +77,19 @@ def installed(name: str) -> str:
         return ""
 
 
-def machine() -> Iterator[Finding]:
-    """The CPU and its native kernels; the GPUs that torch sees."""
+def findings() -> Iterator[Finding]:
+    """This package, Python and what is required, by the bounds in the metadata; CPU and kernels, GPUs, backends."""
+    yield Finding("versions", "adaattn-hf", importlib.metadata.version("adaattn-hf"))
+    yield Finding("versions", "Python", platform.python_version())
+    for requirement in map(Requirement, importlib.metadata.requires("adaattn-hf") or ()):
+        if requirement.marker is not None:
+            continue  # of an extra
+        version = installed(requirement.name)
+        if not version or not requirement.specifier.contains(version, prereleases=True):
+            yield Finding("versions", requirement.name, version, f"pip install '{requirement}'")
+        elif requirement.name in SHOWN:
+            yield Finding("versions", requirement.name, version)
     yield Finding("cpu", platform.system(), f"{platform.machine()}, {os.cpu_count()} cores")
-    build = "python -m adaattn_hf.backends.native"
     try:
         if kernels := library():
             yield Finding("cpu", "native kernels", f"{kernels.level_name} of {', '.join(level_names())}")
@@ -101,10 +97,12 @@ def machine() -> Iterator[Finding]:
                 yield Finding("cpu", "bfloat16", "in hardware, for encoders")
         else:
             first = "" if compiler() else "apt install g++, or conda install cxx-compiler; then "
-            yield Finding("cpu", "native kernels", "; ".join(missing()), first + build)
+            build = f"{first}python -m adaattn_hf.backends.native"
+            yield Finding("cpu", "native kernels", "; ".join(missing()), build)
     except UsageError as error:
         yield Finding("cpu", "native kernels", str(error))
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if not cuda:
         built = torch.version.cuda or torch.version.hip
         state = f"torch {torch.__version__} is built {f'for CUDA or ROCm {built}' if built else 'without CUDA'}"
         yield Finding("gpu", "none:", state)
@@ -113,15 +111,11 @@ def machine() -> Iterator[Finding]:
         can = capability(torch.device("cuda", index))
         size = f"{facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"
         yield Finding("gpu", f"cuda:{index}", f"{facts.name}, {size}: {can.words() if can else 'ROCm'}")
-
-
-def backends() -> Iterator[Finding]:
-    """Every backend, with what is missing for it here."""
     for name, backend in BACKENDS.items():
         try:
             lacking = backend.missing()
         except UsageError as error:
             lacking = (str(error),)
-        if backend.supports.device == "cuda" and not torch.cuda.is_available():
+        if backend.supports.device == "cuda" and not cuda:
             lacking = ("CUDA only, no GPU here",)
         yield Finding("backends", name, "; ".join(lacking) or HERE)

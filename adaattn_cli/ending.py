@@ -41,9 +41,13 @@ def ending(
         kept: What an interrupted command keeps; None for a command without --resume.
         wrong: Errors that mean a mistake in the arguments.
     """
+    before = None
+    if kept is not None:
+        with contextlib.suppress(ValueError):  # not the main thread: whoever started it keeps its signals
+            # a polite kill ends a run as Ctrl-C does: finished work is kept, and the command to continue is printed
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with contextlib.nullcontext() if kept is None else terminate_like_interrupt():
-            yield
+        yield
     except wrong as error:
         if isinstance(error, OSError) and error.errno is not None:
             leave(UsageError(of_file(error, default)))
@@ -58,20 +62,9 @@ def ending(
             raise
         tell(Console(stderr=True), f"interrupted: {kept()}")
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def terminate_like_interrupt() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does: finished work is kept, and the command to continue is printed."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread: whoever started it keeps its signals
-        yield
-        return
-    try:
-        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def of_file(error: OSError, default: object) -> str:
@@ -92,17 +85,13 @@ def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in FULL):
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, RuntimeError) and not any(words in text for words in FULL):
             raise
-        raise OutOfMemory(sentence(_said(error))) from error
-
-
-def _said(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
-    for advice in (" Including non-PyTorch", " Of the allocated memory", " If reserved", " Error code"):
-        text = text.partition(advice)[0]
-    return text.rstrip(". ")
+        text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
+        for advice in (" Including non-PyTorch", " Of the allocated memory", " If reserved", " Error code"):
+            text = text.partition(advice)[0]
+        raise OutOfMemory(sentence(text.rstrip(". "))) from error
 
 
 def writable(directory: Path, argument: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches.checkpoint import load, read_config, resolve_device
 
+from .commands import EVAL
 from .ending import ending, room_or_sentence, use_threads, writable
-from .on_text import Eval
-from .options import Done
+from .options import Done, Options
 
 OF_A_MODEL = {
     "data", "split", "document_separator", "plan", "baseline_plan", "revision", "gguf_file", "trust_remote_code",
@@ -29,32 +29,44 @@ OF_A_MODEL = {
 """Options that say nothing of the models in the package."""
 
 
-def run(options: Eval) -> Done:
+def run(options: Options) -> Done:
     """Measures, and returns the reports; code 1 if a bound is broken."""
-    directory = options.directory
+    directory = options.output_dir or Path("results", "eval", f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    goes_on = f"--resume --output-dir {directory} goes on"
     with ending(
         default=directory,
         stays="finished batches are kept, and --resume goes on with them",
-        kept=lambda: (
-            f"finished work is kept in {directory}; the same command with --resume --output-dir {directory} goes on"
-        ),
+        kept=lambda: f"finished work is kept in {directory}; the same command with {goes_on}",
     ):
         use_threads(options.threads)
-        reports, broken = _measured(options, Console(stderr=options.as_json))
+        settings = options.fill(Settings)
+        resolve_device(options.device)
+        writable(directory, "output_dir")
+
+        def no_room(said: str) -> str:
+            fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
+            shorter = settings.context and f"--context {settings.context // 2}"
+            fits.append(shorter or "shorter windows (--context)")
+            return (
+                f"memory: none is left ({said}), expected room for the weights and a batch; what would fit: "
+                f"{', '.join(fits)}, or another --dtype or --device; finished batches are kept: with the same settings "
+                f"{goes_on} with them, other settings need another --output-dir"
+            )
+
+        with room_or_sentence(no_room):
+            reports, broken = _measured(options, settings, directory)
     for sentence in broken:
         tell(Console(stderr=True, style="red"), f"quality: {sentence}")
     return Done((reports[0] if len(reports) == 1 else reports) if reports else None, int(bool(broken)))
 
 
-def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    settings, directory = options.fill(Settings), options.directory
-    resolve_device(options.device)
-    writable(directory, "output_dir")
-    if options.model is None:
-        for field in fields(options):
-            if field.name in OF_A_MODEL and (value := getattr(options, field.name)) != field.default:
+def _measured(options: Options, settings: Settings, directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    console, packaged = Console(stderr=options.as_json), options.model is None
+    if packaged:
+        for name, one in EVAL.options.items():
+            if name in OF_A_MODEL and (value := getattr(options, name)) != one.default:
                 raise UsageError(
-                    f"{field.name}: got {value!r} without MODEL; the models in the package have their own text. "
+                    f"{name}: got {value!r} without MODEL; the models in the package have their own text. "
                     "Name a model first: adaattn eval MODEL --data …"
                 )
         team.join()
@@ -64,54 +76,48 @@ def _measured(options: Eval, console: Console) -> tuple[list[dict[str, Any]], li
         runs = _runs(options, settings)
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
-    with room_or_sentence(partial(_out_of_memory, settings, directory)):
-        for one in runs:
-            crew = team.present()
-            quiet = options.quiet or not crew.leads
-            with shown_progress({one.label: 1.0}, Console(stderr=True), quiet=quiet) as display:
-                result = runner.evaluate(
-                    one.checkpoint,
-                    one.corpus,
-                    one.settings,
-                    output=directory / one.name,
-                    resume=options.resume,
-                    overwrite=options.overwrite,
-                    progress=partial(display, one.label),
-                )
-            asked = result["bounds"] = report.bounds(result, options.max_ppl_ratio)
-            sentences = [f"{one.label}: {b['name']} {b['asked']:g}: {b['sentence']}" for b in asked if not b["kept"]]
-            if options.model is None:
-                kept, sentence = showcase.verdict(result)
-                sentences = [] if kept else [sentence]
-                if kept and not quiet:  # the table comes at the end
-                    tell(Console(stderr=True), sentence)
-            broken += sentences
-            reports.append(result)
-            if not crew.leads:
-                continue
-            runner.write_json(directory / one.name / runner.REPORT, result)
-            if (options.verbose or options.model is not None) and not options.quiet:
+    for label, checkpoint, corpus, chosen, name in runs:
+        leads = team.present().leads
+        with shown_progress({label: 1.0}, Console(stderr=True), quiet=options.quiet or not leads) as display:
+            result = runner.evaluate(
+                checkpoint,
+                corpus,
+                chosen,
+                output=directory / name,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                progress=partial(display, label),
+            )
+        bounds = result["bounds"] = report.bounds(result, options.max_ppl_ratio)
+        broken += [f"{label}: {b['name']} {b['asked']:g}: {b['sentence']}" for b in bounds if not b["kept"]]
+        if packaged:
+            kept, sentence = showcase.verdict(result)
+            if not kept:
+                broken.append(sentence)
+            elif leads and not options.quiet:  # the table comes at the end
+                tell(Console(stderr=True), sentence)
+        reports.append(result)
+        if leads:
+            runner.write_json(directory / name / runner.REPORT, result)
+            if (options.verbose or not packaged) and not options.quiet:
                 console.print(report.terminal_table(result, options.verbose))
-    crew = team.present()
+    leads = team.present().leads
     team.leave()
-    if not crew.leads:
+    if not leads:
         return [], []
-    if options.model is None and not options.quiet:
+    if packaged and not options.quiet:
         console.print(showcase.table(reports))
     write_atomically(directory / "report.md", report.markdown(reports))
     tell(console, f"reports: {directory}")
     return reports, broken
 
 
-def _runs(options: Eval, settings: Settings) -> Iterator[runner.Run]:
-    texts = [
-        corpora.load(spec, split=options.split, separator=options.document_separator)
-        for spec in options.data or ("wikitext",)
-    ]
-    if len({c.name for c in texts}) < len(texts):
-        raise UsageError(
-            f"data: got {', '.join(c.name for c in texts)}, expected different names: each has a directory"
-        )
+def _runs(options: Options, settings: Settings) -> Iterator[runner.Run]:
+    specs = options.data or ("wikitext",)
+    texts = [corpora.load(spec, split=options.split, separator=options.document_separator) for spec in specs]
+    names = [corpus.name for corpus in texts]
+    if len({*names}) < len(names):
+        raise UsageError(f"data: got {', '.join(names)}, expected different names: each has a directory")
     for corpus in texts:
         tasks.check(corpus, settings)
     (crew, device_index), loading = team.join(), options.loading()
@@ -121,14 +127,4 @@ def _runs(options: Eval, settings: Settings) -> Iterator[runner.Run]:
     plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
     checkpoint = load(str(options.model), **loading, plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
-        yield runner.Run(f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name)
-
-
-def _out_of_memory(settings: Settings, directory: Path, said: str) -> str:
-    fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
-    fits.append("shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}")
-    return (
-        f"memory: none is left ({said}), expected room for the weights and a batch; what would fit: {', '.join(fits)}, "
-        "or another --dtype or --device; finished batches are kept: with the same settings --resume --output-dir "
-        f"{directory} goes on with them, other settings need another --output-dir"
-    )
+        yield f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name

@@ -14,21 +14,16 @@ from adaattn_hf.patches.models.support import unloaded
 from adaattn_hf.patches.observe.explain import Explanation
 from adaattn_hf.patches.plans.attach import plan_in
 
-from .commands import Explain
 from .ending import ending
-from .options import Done
+from .options import Done, Options
 
 
-def run(options: Explain) -> Done:
+def run(options: Options) -> Done:
     """Prints what runs in each layer, or returns it."""
     with ending():
         explanation = _explanation(options)
     if not options.as_json:
         typer.echo(str(explanation))
-    return Done(_record(explanation))
-
-
-def _record(explanation: Explanation) -> dict[str, Any]:
     layers = [{**vars(choice), "call": choice.kind.words()} for choice in explanation.layers]
     for layer in layers:
         del layer["kind"]
@@ -44,10 +39,10 @@ def _record(explanation: Explanation) -> dict[str, Any]:
             "stored": memory.stored, "bytes_per_token": memory.per_token, "bytes_per_sequence": memory.per_sequence,
             "streaming_heads": list(memory.streaming),
         }  # fmt: skip
-    return record
+    return Done(record)
 
 
-def _explanation(options: Explain) -> Explanation:
+def _explanation(options: Options) -> Explanation:
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in checkpoint.known_implementations() if name.startswith("adaattn")]
     if options.attn_implementation not in ours:

@@ -17,8 +17,7 @@ from adaattn_hf.patches.checkpoint import Checkpoint
 from adaattn_hf.policy.candidates import refuse_unknown
 from adaattn_hf.policy.prices import PriceTable
 
-from .on_text import Calibrate
-from .options import Judged
+from .options import Options
 from .place import nats
 
 
@@ -39,13 +38,13 @@ class Job:
     target: Path
     settings: CalibrationSettings
     prices: PriceTable | None
-    options: Calibrate
+    options: Options
     budgets: Mapping[Path, float] = field(default_factory=dict)
     known: Known | None = None
     began: float = field(default_factory=time.monotonic)
 
 
-def job_of(options: Calibrate, target: Path, places: Sequence[Path]) -> Job:
+def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
     """Returns the job for the options; without a model the packaged one, without text its pages.
 
     `places` are the directories of the plans. Missing text or prices are a ValueError.
@@ -77,7 +76,7 @@ def job_of(options: Calibrate, target: Path, places: Sequence[Path]) -> Job:
     )
 
 
-def scoring_of(loaded: Checkpoint, options: Judged) -> Objective:
+def scoring_of(loaded: Checkpoint, options: Options) -> Objective:
     """Returns how a checkpoint is scored: by next tokens, or as a masked LM that is read as the options say."""
     if loaded.objective == "masked":
         return MaskedTokens.of(loaded.tokenizer, options.mask_share, options.maskings)

@@ -14,19 +14,17 @@ from adaattn_hf.plans.store import PLAN_FILE, text_file
 from adaattn_hf.plans.wording import at_most, rise, share, times
 from adaattn_hf.policy.table import SolverTable
 
-from .commands import Explore, Show
 from .ending import ending
-from .options import PLAN_DIRECTORY, Done
+from .options import PLAN_DIRECTORY, Done, Options
 from .pictures.grid import print_plan
-from .pictures.headline import REPORT_FILE, bought
+from .pictures.headline import REPORT_FILE, Bought, bought
 from .pictures.page import explorer, page, plan_page
 
 
-def show(options: Show) -> Done:
+def show(options: Options) -> Done:
     """Prints a plan and draws it, or returns it."""
     with ending(default=options.path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place = _place(options.path)
-        plan, buys = Plan.from_pretrained(place), bought(place)
+        _, plan, buys = _opened(options.path)
         if options.html is not None:
             _draw(options.html, plan_page(plan, buys))
     if not options.as_json:
@@ -34,11 +32,10 @@ def show(options: Show) -> Done:
     return Done(plan.to_json())
 
 
-def explore(options: Explore) -> Done:
+def explore(options: Options) -> Done:
     """Writes the page, and prints its budgets or returns its data."""
     with ending(default=options.path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place = _place(options.path)
-        plan, buys = Plan.from_pretrained(place), bought(place)
+        place, plan, buys = _opened(options.path)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
@@ -60,18 +57,17 @@ def explore(options: Explore) -> Done:
         speed = f"attention {times(stop['speed'])} times as fast{cache}"
         tell(console, f"{stop['name']:>24}: predicted increase {rise(stop['loss'])}{verified}, {speed}")
     if any(stop["proof"] for stop in data["stops"]):
-        tell(
-            console,
-            "your plan is smaller than predictions allow: its upper bound on held-out text keeps the budget, too",
-        )
+        smaller = "your plan is smaller than predictions allow: its upper bound on held-out text keeps the budget, too"
+        tell(console, smaller)
     return Done()
 
 
-def _place(path: Path | None) -> Path:
+def _opened(path: Path | None) -> tuple[Path, Plan, Bought]:
+    """Where a plan lies, the plan, and what the report beside it says of it."""
     own = Path(PLAN_DIRECTORY)
     if path is None and not any(own.rglob(PLAN_FILE)):
         raise UsageError(f"plan: no plan in {own}; run `adaattn calibrate MODEL`, or name another directory")
-    return path or own
+    return path or own, Plan.from_pretrained(path or own), bought(path or own)
 
 
 def _draw(target: Path, drawn: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ from adaattn_hf.eval import corpora, pages, runner
 from adaattn_hf.eval.demo import demo_model_path, heldout_pages
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.patches.checkpoint import NO_PLAN, Checkpoint, give_plan, load
+from adaattn_hf.patches.checkpoint import NO_PLAN, give_plan, load
 from adaattn_hf.patches.observe.record import record
 
 from .ending import ending, use_threads, writable
-from .on_text import Profile
-from .options import Done
+from .options import Done, Options
 
 
-def run(options: Profile) -> Done:
+def run(options: Options) -> Done:
     """Measures, and returns what was recorded."""
     with ending(default=options.output_dir, wrong=(ValueError,)):
         use_threads(options.threads)
@@ -32,7 +30,7 @@ def run(options: Profile) -> Done:
         return Done(_recorded(options))
 
 
-def _recorded(options: Profile) -> dict[str, Any]:
+def _recorded(options: Options) -> dict[str, Any]:
     plans = (options.plan, options.against or NO_PLAN)
     name = options.model or demo_model_path("llama")
     checkpoint = load(name, implementation="adaattn", plans=plans, **options.loading())
@@ -41,11 +39,22 @@ def _recorded(options: Profile) -> dict[str, Any]:
     size = min(2048, longest) if options.length is None else options.length
     if size > longest:
         raise UsageError(f"length: got {size}, expected at most the {longest} tokens that the model has positions for")
-    text, ids = _tokens(checkpoint, options.data, size * options.sequences, options.model is None)
+    if not options.data and options.model is None:
+        text, texts = "the package's held-out pages", heldout_pages()
+    else:
+        corpus = [corpora.load(spec) for spec in options.data or ("wikitext",)]
+        text, texts = ", ".join(c.name for c in corpus), [d.text for c in corpus for d in c.documents]
+    count, tokens = size * options.sequences, list[int]()
+    for one in texts:
+        if len(tokens) < count:
+            tokens += checkpoint.tokenizer.encode(one, verbose=False)
+    if len(tokens) < 2:
+        raise DataUnavailable(f"data: {text} holds {len(tokens)} tokens, expected text")
+    ids = torch.tensor(tokens[:count], dtype=torch.int64, device="cpu")
     ids = ids[: len(ids) // size * size].view(-1, size) if len(ids) >= size else ids[None]
     network, generates = checkpoint.model, checkpoint.model.can_generate()
     keywords = {"use_cache": False} if generates else {}
-    recording = record(network, rows=options.rows, seed=options.seed, maps=options.heads(), against=options.against)
+    recording = record(network, rows=options.rows, seed=options.seed, maps=options.heads, against=options.against)
     with recording as seen, torch.inference_mode():
         for row in ids:
             network(input_ids=row[None].to(checkpoint.device), **keywords)
@@ -66,7 +75,10 @@ def _recorded(options: Profile) -> dict[str, Any]:
         **seen.to_dict(),
     }
     for image in recorded["maps"]:
-        image["labels"] = _labels(checkpoint.tokenizer, ids[0].tolist(), len(image["weights"]))
+        bins = len(image["weights"])
+        borders = [-(-place * ids.shape[1] // bins) for place in range(bins + 1)]
+        words = [checkpoint.tokenizer.decode(ids[0, a:b].tolist()) for a, b in itertools.pairwise(borders)]
+        image["labels"] = [word if len(word) <= 32 else f"{word[:31]}…" for word in words]
     if options.output_dir is not None:
         runner.write_json(options.output_dir / "profile.json", recorded)
         about = (
@@ -76,25 +88,3 @@ def _recorded(options: Profile) -> dict[str, Any]:
         write_atomically(options.output_dir / "atlas.html", page)
         tell(console, f"profile: {options.output_dir / 'profile.json'}, {options.output_dir / 'atlas.html'}")
     return recorded
-
-
-def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
-    borders = [-(-place * len(ids) // bins) for place in range(bins + 1)]
-    texts = [tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(borders)]
-    return [text if len(text) <= 32 else f"{text[:31]}…" for text in texts]
-
-
-def _tokens(checkpoint: Checkpoint, specs: Sequence[str], count: int, packaged: bool) -> tuple[str, torch.Tensor]:
-    if not specs and packaged:
-        name, texts = "the package's held-out pages", heldout_pages()
-    else:
-        corpus = [corpora.load(spec) for spec in specs or ("wikitext",)]
-        name, texts = ", ".join(c.name for c in corpus), [d.text for c in corpus for d in c.documents]
-    found: list[int] = []
-    for text in texts:
-        found += checkpoint.tokenizer.encode(text, verbose=False)
-        if len(found) >= count:
-            break
-    if len(found) < 2:
-        raise DataUnavailable(f"data: {name} holds {len(found)} tokens, expected text")
-    return name, torch.tensor(found[:count], dtype=torch.int64, device="cpu")

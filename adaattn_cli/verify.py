@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,7 +25,7 @@ from adaattn_hf.eval.arms import ModelArms, stored_tap
 from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.texts import refuse_repeats
-from adaattn_hf.eval.windows import TokenSequence, draw
+from adaattn_hf.eval.windows import draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.bound import BoundPlan
 from adaattn_hf.patches.plans.subject import Subject
@@ -39,12 +38,11 @@ from adaattn_hf.plans.wording import share as in_percent
 
 from .ending import ending, room_or_sentence, use_threads
 from .job import scoring_of
-from .on_text import Verify
-from .options import PLAN_DIRECTORY, Done
+from .options import PLAN_DIRECTORY, Done, Options
 from .pictures.headline import name_of
 
 
-def run(options: Verify) -> Done:
+def run(options: Options) -> Done:
     """Verifies, says the verdict and returns it; code 1 if the plan does not pass."""
     console = Console(stderr=options.as_json)
     with ending(argument="data", wrong=(ValueError, FileNotFoundError, PlanError)):
@@ -56,10 +54,8 @@ def run(options: Verify) -> Done:
     if not found["verdicts"]:
         tell(console, f"{found['model']}: every layer is exact, and nothing is to be verified")
     for length, verdict in found["verdicts"].items():
-        tell(
-            console,
-            f"{found['model']}, {verdict['tokens']:,} predictions at {length} tokens{over}: {verdict['sentence']}",
-        )
+        read = f"{verdict['tokens']:,} predictions at {length} tokens{over}"
+        tell(console, f"{found['model']}, {read}: {verdict['sentence']}")
     used = found["limits"]
     lost = "2 % beyond chance" if used["needles"] is None else in_percent(used["needles"])
     tell(
@@ -72,7 +68,7 @@ def run(options: Verify) -> Done:
     return Done(found, int(not found["passed"]))
 
 
-def prove(options: Verify, console: Console) -> dict[str, Any]:
+def prove(options: Options, console: Console) -> dict[str, Any]:
     """Returns the verdict by length and the limits as JSON values, next to the stored verdict.
 
     A plan with a cache format is verified over that cache. An exact plan without one passes: it changes nothing. Too
@@ -107,14 +103,29 @@ def prove(options: Verify, console: Console) -> dict[str, Any]:
 
 
 def _verdicts(
-    plan: Plan, loaded: Checkpoint, scoring: Objective, options: Verify, console: Console
+    plan: Plan, loaded: Checkpoint, scoring: Objective, options: Options, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, **asdict(options.fill(Judged)))
     subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    found = BoundPlan(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
+    found = BoundPlan.of(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
     programs = {index: one for index, one in found.items() if one is not None}
-    pool, apart = held_out(plan, settings, options.data, loaded, scoring)
+    # drawn as in a calibration; of the plan's own text, sequences that chose the plan are left out
+    content, own, data = scoring.content(plan.max_length), settings.sequences + settings.joint, options.data
+    sample = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, own + settings.held_out - 2)
+    drawn = sample.parts["held_out"]
+    text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
+    apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
+    drawn = drawn[: settings.held_out] if apart else drawn[own:]
+    counts = Counter(one.source for one in drawn)
+    fewest = min(counts[str(path)] for path in data) if apart else len(drawn)
+    if fewest < 2:
+        raise ValueError(
+            f"data: a source holds {fewest} sequences of {content} tokens for this, expected at least 2 of every "
+            "source; give more of its text, or leave it out"
+        )
+    # of other text, sources give equally many and each must pass
+    pool = drawn[: fewest * len(data)] if apart else drawn
     samples = {}
     for length in plan.lengths:
         cut = tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in pool)
@@ -127,39 +138,15 @@ def _verdicts(
     verdicts, tap = dict[int, Verified](), stored_tap(programs, plan.cache[0] if plan.cache else "model")
     work = {f"verify {length}": float(length) for length in plan.lengths}
     with shown_progress(work, console, quiet=options.quiet) as progress:
-        for length, sample in samples.items():
+        for length, one in samples.items():
             evidence = Evidence(apart=apart)
             step = partial(progress, f"verify {length}", total=len(pool) + haystacks)
-            gather(inputs, tap, sample.held_out, evidence, settings.seed + 1, haystacks, step)
+            gather(inputs, tap, one.held_out, evidence, settings.seed + 1, haystacks, step)
             share = activation(programs, heads, length, scoring.causal)
-            look = partial(judge, confidence=LEVEL, number=1, predicted=plan.predicted_loss)
-            verdicts[length] = look(evidence, gates, activation_share=share)
+            verdicts[length] = judge(
+                evidence, gates, confidence=LEVEL, number=1, predicted=plan.predicted_loss, activation_share=share
+            )
     return verdicts, gates
-
-
-def held_out(
-    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Checkpoint, scoring: Objective
-) -> tuple[tuple[TokenSequence, ...], bool]:
-    """Returns the sequences of a text that decide, drawn as in a calibration, and whether each source must pass.
-
-    From the plan's own text, sequences that chose the plan are left out; from other text, sources give equally many. A
-    source with fewer than two is refused.
-    """
-    s, length = settings, scoring.content(plan.max_length)
-    own = s.sequences + s.joint
-    sample = draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + s.held_out - 2)
-    drawn = sample.parts["held_out"]
-    text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
-    apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
-    drawn = drawn[: s.held_out] if apart else drawn[own:]
-    counts = Counter(one.source for one in drawn)
-    fewest = min(counts[str(path)] for path in data) if apart else len(drawn)
-    if fewest < 2:
-        raise ValueError(
-            f"data: a source holds {fewest} sequences of {length} tokens for this, expected at least 2 of every "
-            "source; give more of its text, or leave it out"
-        )
-    return tuple(drawn[: fewest * len(data)] if apart else drawn), apart
 
 
 def differing(plan: Plan, device: torch.device, judged: Judged) -> list[str]:

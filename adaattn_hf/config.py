@@ -61,32 +61,26 @@ class AdaAttnConfig:
     version: int = CONFIG_VERSION
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type or range."""
-        for name, kinds, expected in (
-            ("preset", str, "a preset's name"),
-            ("backend", (str, type(None)), "a backend's name or None"),
-            ("plan", (Mapping, type(None)), "a plan as a dictionary (written by `adaattn calibrate`) or None"),
-            ("monitor", bool, "True or False"),
-            ("tensors", (str, type(None)), "base64 of a plan's tensors or None"),
-            ("version", int, f"{CONFIG_VERSION}"),
+        number, count = isinstance(self.budget, (int, float)), isinstance(self.shadow, int)
+        for name, fits, expected in (
+            ("preset", isinstance(self.preset, str), "a preset's name"),
+            ("backend", isinstance(self.backend, str | None), "a backend's name or None"),
+            ("plan", isinstance(self.plan, Mapping | None), "a plan as `adaattn calibrate` writes it, or None"),
+            ("monitor", isinstance(self.monitor, bool), "True or False"),
+            ("tensors", isinstance(self.tensors, str | None), "base64 of a plan's tensors or None"),
+            ("version", isinstance(self.version, int), f"{CONFIG_VERSION}"),
+            ("shadow", count and self.shadow >= 0, "how many calls of each kind are compared; 0 is none"),
+            ("budget", number and 0 <= self.budget < 1, "a number from 0 (exact) to below 1; 0.1 % is 0.001"),
         ):
             value = getattr(self, name)
-            if not isinstance(value, kinds):
+            if not fits or (isinstance(value, bool) and name != "monitor"):
                 raise ConfigError(f"adaattn.{name}: got {value!r}, expected {expected}")
-        if isinstance(self.shadow, bool) or not isinstance(self.shadow, int) or self.shadow < 0:
-            raise ConfigError(
-                f"adaattn.shadow: got {self.shadow!r}, expected how many calls of each kind are compared; 0 is none"
-            )
         if self.mismatch not in MISMATCHES:
             raise ConfigError(unknown("adaattn.mismatch", str(self.mismatch), MISMATCHES))
         if self.mismatch != "raise" and not self.shadow:
             raise ConfigError(
                 f"adaattn.mismatch: got {self.mismatch!r} without adaattn.shadow, expected both: it says what to do if "
                 "calls computed twice differ; set adaattn.shadow to the number of these calls, or remove mismatch"
-            )
-        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)) or not 0 <= self.budget < 1:
-            raise ConfigError(
-                f"adaattn.budget: got {self.budget!r}, expected a number from 0 (exact) to below 1; 0.1 % is 0.001"
             )
         if self.version != CONFIG_VERSION:
             raise ConfigError(
@@ -170,20 +164,16 @@ def settings_of(raw: Any, bound: bool = False) -> AdaAttnConfig:
     # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
     _parsed[id(raw)] = (raw, dict(raw), settings)
     if settings.plan is None and (settings.budget > 0 or settings.monitor or settings.tensors) and not bound:
-        warn(_without_plan(settings))
+        percent, asks = "0.1", "monitor is to watch a plan" if settings.monitor else "tensors belong to a plan"
+        if settings.budget > 0:
+            percent = f"{100 * settings.budget:g}"
+            who = "config.adaattn" if settings.preset == "exact" else f"the preset {settings.preset!r}"
+            asks = f"{who} may spend a budget of {percent} %"
+        warn(
+            f"adaattn: {asks}, but the model carries no plan: every layer is exact. Make one with `adaattn calibrate "
+            f"MODEL --data FILES --budget {percent}%`, or silence this with adaattn_hf.configure(model, 'exact')"
+        )
     return settings
-
-
-def _without_plan(settings: AdaAttnConfig) -> str:
-    percent, asks = "0.1", "monitor is to watch a plan" if settings.monitor else "tensors belong to a plan"
-    if settings.budget > 0:
-        percent = f"{100 * settings.budget:g}"
-        who = "config.adaattn" if settings.preset == "exact" else f"the preset {settings.preset!r}"
-        asks = f"{who} may spend a budget of {percent} %"
-    return (
-        f"adaattn: {asks}, but the model carries no plan: every layer is exact. Make one with `adaattn calibrate MODEL "
-        f"--data FILES --budget {percent}%`, or silence this with adaattn_hf.configure(model, 'exact')"
-    )
 
 
 @torch.compiler.assume_constant_result

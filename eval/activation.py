@@ -12,18 +12,13 @@ the plug-in's has no rate, with the reason beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from adaattn_hf.patches.observe import monitoring
 
 WATCHED_BATCHES = 32
-
-
-class Counts(NamedTuple):
-    """(token, head) pairs of attention calls, and those of them that were not exact."""
-
-    pairs: int
-    changed: int
+Counts = tuple[int, int]
+"""(token, head) pairs of attention calls, and those of them that were not exact."""
 
 
 def is_watched(batch: int, batches: int) -> bool:
@@ -36,20 +31,19 @@ def watch(model: Any, call: Callable[[], object]) -> Counts:
     with monitoring.monitoring(model, sample_rows=False):
         call()
     layers = monitoring.statistics(model)
-    return Counts(sum(layer["pairs"] for layer in layers), sum(layer["changed"] for layer in layers))
+    return sum(layer["pairs"] for layer in layers), sum(layer["changed"] for layer in layers)
 
 
 def rate(implementation: str, planned: bool, counted: Sequence[Counts | None]) -> dict[str, Any]:
     """An arm's rate over the batches of a run, or the reason why it has none; None stands for an unwatched batch."""
     known = [counts for counts in counted if counts is not None]
     pairs, changed = (sum(one[place] for one in known) for place in (0, 1))
-    found, reason = None, None
+    found: dict[str, Any] = dict.fromkeys(("rate", "reason", "pairs", "batches"))
     if not implementation.startswith("adaattn"):
-        reason = "it is not the plug-in's"
-    elif not planned:
-        found, reason = 0.0, "the model carries no plan, and without one nothing but exact attention runs"
-    elif pairs == 0:
-        reason = "no attention call was counted"
-    else:
-        return {"rate": changed / pairs, "reason": None, "pairs": pairs, "batches": len(known)}
-    return {"rate": found, "reason": reason, "pairs": None, "batches": None}
+        return {**found, "reason": "it is not the plug-in's"}
+    if not planned:
+        why = "the model carries no plan, and without one nothing but exact attention runs"
+        return {**found, "rate": 0.0, "reason": why}
+    if not pairs:
+        return {**found, "reason": "no attention call was counted"}
+    return {"rate": changed / pairs, "reason": None, "pairs": pairs, "batches": len(known)}

@@ -59,10 +59,6 @@ class ModelArms:
                 "adaattn_hf.load_plan(model, directory)"
             )
         self.attentions: list[nn.Module] = []
-        self._head = self._find_head(projection)
-        self.layers = layers_of(model, self.attentions)
-
-    def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
         probe = torch.arange(1, 9, device=self.device)[None]
 
         def listen(module: nn.Module, call: AttentionCall) -> Tensor:
@@ -70,20 +66,21 @@ class ModelArms:
             return exact_tap(module, call)
 
         with torch.no_grad(), tapping(listen):
-            whole: Tensor = self.model(input_ids=probe).logits
+            whole: Tensor = model(input_ids=probe).logits
+        self.layers = layers_of(model, self.attentions)
+        self._head: Callable[[Tensor], Tensor] | None = None
         if self._body is None:
-            return None
+            return
         with torch.no_grad(), tapping(exact_tap):
             states: Tensor = self._body(input_ids=probe).last_hidden_state
-            heads: list[Callable[[Tensor], Tensor]] = [self._head_of_forward]
-            # skip it if its width differs: then the head transforms the states first
-            if getattr(projection, "in_features", states.shape[-1]) == states.shape[-1]:
-                heads.insert(0, projection)
+            heads: list[Callable[[Tensor], Tensor]] = [projection, self._head_of_forward]
+            if getattr(projection, "in_features", states.shape[-1]) != states.shape[-1]:
+                heads.pop(0)  # the head transforms the states first
             for head in heads:
                 parts = head(states).to(whole.device)
                 if whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
-                    return head
-        return None
+                    self._head = head
+                    break
 
     def _head_of_forward(self, states: Tensor) -> Tensor:
         """Computes the logits of hidden states by the model's own forward pass.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adaattn_hf.errors import DataUnavailable, UsageError
+from adaattn_hf.errors import DataUnavailable, EvalError, UsageError
 
 from . import wikitext
 from .texts import TABLE_SUFFIXES, TEXT_SUFFIXES, json_lines, pieces, text_files, text_of
@@ -110,38 +109,39 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
         UsageError: `spec` names no known corpus and no file.
     """
     known, colon, where = spec.partition(":")
-    if known in HUB and colon:
-        return _from_path(known, Path(where), split)
-    if spec in HUB:
-        return _from_hub(spec, split)
-    path = Path(spec)
-    if not path.exists():
-        raise DataUnavailable(
-            f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
-            f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
-        )
-    if separator is not None and not separator:
-        raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
-    return text_corpus(_texts(path, separator, split), _origin(path), path.resolve().stem)
-
-
-def _origin(path: Path) -> str:
-    """The file's name alone: a report speaks of data, not of one machine's directories."""
-    return path.resolve().name
-
-
-def _from_path(known: str, path: Path, split: str) -> Corpus:
-    if not path.exists():
-        raise DataUnavailable(
-            f"data: got {known}:{path}, which does not exist, expected a file or directory; correct the "
-            f"path, or pass --data {known} to have it through the package datasets"
-        )
-    if known == "lambada":
-        return lastword_corpus(_texts(path, None, split, lines=True), _origin(path))
-    files = _files(path)
-    if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
-        return wikitext_corpus((p for f in files for p in wikitext.split_pages(_read(f))), _origin(path))
-    return wikitext_corpus(_pages((row for file in files for row in _rows(file, split)), str(path)), _origin(path))
+    own = known in HUB and bool(colon)
+    path = Path(where if own else spec)
+    origin = path.resolve().name  # the name alone: a report speaks of data, not of one machine's directories
+    try:
+        if spec in HUB:
+            return _from_hub(spec, split)
+        if own and not path.exists():
+            raise DataUnavailable(
+                f"data: got {known}:{path}, which does not exist, expected a file or directory; correct the "
+                f"path, or pass --data {known} to have it through the package datasets"
+            )
+        if own and known == "lambada":
+            return lastword_corpus(_texts(path, None, split, lines=True), origin)
+        if own:
+            files = _files(path)
+            if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
+                texts = ("".join(pieces(file)) for file in files)
+                return wikitext_corpus((page for text in texts for page in wikitext.split_pages(text)), origin)
+            return wikitext_corpus(_pages((row for file in files for row in _rows(file, split)), str(path)), origin)
+        if not path.exists():
+            raise DataUnavailable(
+                f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
+                f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
+            )
+        if separator is not None and not separator:
+            raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
+        return text_corpus(_texts(path, separator, split), origin, path.resolve().stem)
+    except EvalError:
+        raise
+    except OSError as error:
+        raise DataUnavailable(f"data: cannot read {error.filename or path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataUnavailable(str(error)) from error
 
 
 def _from_hub(known: str, split: str) -> Corpus:
@@ -177,56 +177,36 @@ def _datasets(what: object) -> Any:
 def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
     listed = list(rows)
     whole = bool(listed) and isinstance(listed[0], dict) and "page" in listed[0]
-    texts = [_field(row, where, number, ("page", "text")) for number, row in enumerate(listed)]
+    texts = [text_of(row, f"data: row {i + 1} of {where}", ("page", "text")) for i, row in enumerate(listed)]
     yield from texts if whole else wikitext.split_pages(wikitext.join_rows(texts))
 
 
 def _files(path: Path) -> list[Path]:
     """The files that a path stands for; what `datasets` saved is read as one."""
-    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return [path]
-    with _reading(path):
-        return text_files(path, TABLE_SUFFIXES)
-
-
-@contextmanager
-def _reading(path: Path | str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataUnavailable(f"data: cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise DataUnavailable(str(error)) from error
-
-
-def _read(path: Path) -> str:
-    with _reading(path):
-        return "".join(pieces(path))
+    saved = any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+    return [path] if saved else text_files(path, TABLE_SUFFIXES)
 
 
 def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[str]:
     """The text of each document; with `lines`, each line of a plain text file is one."""
     for file in _files(path):
         if file.is_dir() or file.suffix.lower() in ROW_SUFFIXES:
-            yield from (_field(row, file, i) for i, row in enumerate(_rows(file, split)))
-        elif lines:
-            yield from (line for line in _read(file).split("\n") if line.strip())
+            for i, row in enumerate(_rows(file, split)):
+                yield text_of(row, f"data: row {i + 1} of {file}", ("text", "page"))
+            continue
+        text = "".join(pieces(file))
+        if lines:
+            yield from (line for line in text.split("\n") if line.strip())
         elif separator is not None:
-            yield from filter(None, (part.strip() for part in _read(file).split(separator)))
+            yield from filter(None, (part.strip() for part in text.split(separator)))
         else:
-            yield _read(file)
-
-
-def _field(row: Any, where: Path | str, number: int, fields: tuple[str, ...] = ("text", "page")) -> str:
-    with _reading(where):
-        return text_of(row, f"data: row {number + 1} of {where}", fields)
+            yield text
 
 
 def _rows(path: Path, split: str) -> Iterator[Any]:
     kind = path.suffix.lower()
     if kind == ".jsonl":
-        with _reading(path):
-            yield from (row for _, row in json_lines(path))
+        yield from (row for _, row in json_lines(path))
         return
     if path.is_file() and kind not in TABLE_SUFFIXES:
         raise DataUnavailable(f"data: got {path}, expected one of {', '.join(ROW_SUFFIXES)} beside it")

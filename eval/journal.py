@@ -50,7 +50,7 @@ class BatchRecord:
             **{key: getattr(self.scores, key).tolist() for key in _ARRAYS},
             "wall": [e.wall for e in self.elapsed],
             "process": [e.process for e in self.elapsed],
-            "activation": [list(c) if c else None for c in self.activation],
+            "activation": self.activation,
         }
 
     @classmethod
@@ -58,7 +58,7 @@ class BatchRecord:
         """The record of JSON values."""
         scores = TokenScores(**{key: np.asarray(value[key], kind) for key, kind in _ARRAYS.items()})
         elapsed = tuple(Elapsed(w, p) for w, p in zip(value["wall"], value["process"], strict=True))
-        return cls(scores, elapsed, tuple(Counts(*c) if c else None for c in value["activation"]))
+        return cls(scores, elapsed, tuple(c and (c[0], c[1]) for c in value["activation"]))
 
 
 def _held(descriptor: int) -> bool:
@@ -89,33 +89,30 @@ class Journal:
             return
         self.path = directory / NAME
         # as JSON keeps it, so that it can be compared with what was read
-        self._heading = json.loads(json.dumps({"version": VERSION, "fingerprint": dict(fingerprint)}))
+        heading = json.loads(json.dumps({"version": VERSION, "fingerprint": dict(fingerprint)}))
         directory.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         try:
-            self._begin(self._file, resume)
+            if not _held(self._file.fileno()):
+                raise JournalMismatch(
+                    f"output_dir: {self.path} is being written by another process; wait for it, or pass another "
+                    "--output-dir"
+                )
+            if not self.path.stat().st_size:
+                self._file.write(_line(heading))
+                self._file.flush()
+            elif resume:
+                self._read(heading)
+            else:
+                raise JournalMismatch(
+                    f"output_dir: {self.path} is already there; pass --resume to go on with it, --overwrite to "
+                    "begin again, or another --output-dir"
+                )
         except BaseException:
             self._file.close()
             raise
 
-    def _begin(self, file: BinaryIO, resume: bool) -> None:
-        if not _held(file.fileno()):
-            raise JournalMismatch(
-                f"output_dir: {self.path} is being written by another process; wait for it, or pass another "
-                "--output-dir"
-            )
-        if not self.path.stat().st_size:
-            file.write(_line(self._heading))
-            file.flush()
-            return
-        if not resume:
-            raise JournalMismatch(
-                f"output_dir: {self.path} is already there; pass --resume to go on with it, --overwrite to "
-                "begin again, or another --output-dir"
-            )
-        self._read()
-
-    def _read(self) -> None:
+    def _read(self, heading: Mapping[str, Any]) -> None:
         good = 0
         with self.path.open("rb") as file:
             for number, raw in enumerate(file):
@@ -124,36 +121,31 @@ class Journal:
                     break
                 good += len(raw)
                 if number == 0:
-                    self._compare(value)
+                    theirs, ours = (
+                        {"version": one.get("version"), **one.get("fingerprint", {})} for one in (value, heading)
+                    )
+                    differing = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+                    shown = "; ".join(
+                        f"{key}: there {theirs.get(key)!r}, now {ours.get(key)!r}" for key in differing[:4]
+                    )
+                    if differing:
+                        raise JournalMismatch(
+                            f"output_dir: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed "
+                            "with this one's; pass another --output-dir, or --overwrite to begin again"
+                        )
                     continue
                 try:
-                    batch, record = value["batch"], BatchRecord.from_json(value)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise self._corrupt(number) from error
-                if batch in self.records:
-                    raise self._corrupt(number)
-                self.records[batch] = record
+                    if value["batch"] in self.records:
+                        raise ValueError("a batch that is there twice")
+                    self.records[value["batch"]] = BatchRecord.from_json(value)
+                except (LookupError, TypeError, ValueError) as error:
+                    raise JournalMismatch(
+                        f"output_dir: line {number + 1} of {self.path} was not written by this program; delete it and "
+                        "all lines behind to keep the batches before, or pass --overwrite to begin again"
+                    ) from error
         if good == 0:
             raise JournalMismatch(f"output_dir: {self.path} is no journal of this program; pass another --output-dir")
         os.truncate(self.path, good)  # a torn last line is measured again
-
-    def _corrupt(self, number: int) -> JournalMismatch:
-        return JournalMismatch(
-            f"output_dir: line {number + 1} of {self.path} was not written by this program; delete it and all lines "
-            "behind to keep the batches before, or pass --overwrite to begin again"
-        )
-
-    def _compare(self, heading: Mapping[str, Any]) -> None:
-        theirs, ours = (
-            {"version": one.get("version"), **one.get("fingerprint", {})} for one in (heading, self._heading)
-        )
-        differing = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
-        if differing:
-            shown = "; ".join(f"{key}: there {theirs.get(key)!r}, now {ours.get(key)!r}" for key in differing[:4])
-            raise JournalMismatch(
-                f"output_dir: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with "
-                "this one's; pass another --output-dir, or --overwrite to begin again"
-            )
 
     def append(self, batch: int, record: BatchRecord) -> None:
         """Keep one finished batch: where there is a file, it is on disk when this returns."""

@@ -35,8 +35,7 @@ def compute(
     loaded = checkpoint.load(model_id, dtype=dtype, device=device, tokenizer=tokenizer)
     corpus = corpora.text_corpus(predictions, "predictions", "predictions")
     result = runner.measure(loaded, corpus, Settings(**settings))
-    nll = result.tokens.scores.nll[1]
-    documents = result.tokens.document
+    nll, documents = result.scores.nll[1], result.document
     perplexities = [float(np.exp(nll[documents == d].mean())) for d in np.unique(documents)]
     arm = result.report["quality"]["arms"][1]
     tested = result.report["quality"]["comparisons"][0]

@@ -130,12 +130,6 @@ def shown_progress(work: Mapping[str, float], console: Console, *, quiet: bool =
         with beating(display.line, console, quiet=quiet):
             yield display
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    with Bars(*columns, console=console) as bars:
+    named, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+    with Bars(named, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left, console=console) as bars:
         yield Display(work, console, bars, quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -29,9 +30,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
     Processors of one name differ in what they have: the instruction set is that of the native kernels.
     """
-    cuda = device.type == "cuda"
+    cuda, versions = device.type == "cuda", {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
-        "versions": _versions(),
+        "versions": versions,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": capability.cpu_name(),
@@ -63,22 +67,19 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def commit(directory: Path) -> str | None:
-    """The commit of the checkout that holds a directory, marked `+dirty` where tracked files differ.
+    """What ADAATTN_COMMIT says (UsageError if it is no commit), else the commit of the checkout that holds a directory.
 
-    Outside a checkout it is what ADAATTN_COMMIT says (UsageError if that is no commit): files that were copied to
-    another machine have no other way.
+    The latter is marked `+dirty` where tracked files differ. The variable counts first: files that were copied to
+    another machine may lie in a checkout of another commit there.
     """
+    if told := os.environ.get("ADAATTN_COMMIT"):
+        if re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", told):
+            return told
+        raise UsageError(
+            f"ADAATTN_COMMIT: got {told!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
+            "followed by +dirty where files differ; or leave it unset"
+        )
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(directory), *words]
@@ -90,10 +91,4 @@ def commit(directory: Path) -> str | None:
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        told = os.environ.get("ADAATTN_COMMIT") or None
-    if told is not None and not re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", told):
-        raise UsageError(
-            f"ADAATTN_COMMIT: got {told!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
-            "followed by +dirty where files differ; or leave it unset"
-        )
-    return told
+        return None

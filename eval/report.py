@@ -33,35 +33,30 @@ BRIEF = {
     },
 }  # fmt: skip
 """Rows of a short table by the kind of text, as they are called there."""
-_nats = partial(signed_nats, digits=3)
-
-
-def _number(value: Any, form: str = ".6g") -> str:
-    return ABSENT if value is None else format(value, ".4g" if form.endswith("f") and value >= BEYOND else form)
-
-
-def _limits(entry: Mapping[str, Any], show: Callable[[float], str] = _nats) -> str:
-    if entry["low"] is None:
-        return f"{show(entry['mean'])} (one cluster: no interval)"
-    mean, low, high = (show(entry[name]) for name in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
-
-
-def _bound(entry: Mapping[str, Any], show: Callable[[float], str]) -> str:
-    return ABSENT if entry["upper"] is None else show(entry["upper"])
 
 
 def rows(report: Report) -> tuple[list[str], Rows]:
     """(column heads, rows) of one report: a column per arm, a row per quantity."""
-    arms = report["quality"]["arms"]
+    arms, kind = report["quality"]["arms"], report["data"]["kind"]
     comparisons = [None, *report["quality"]["comparisons"]]
     speeds, memory = report["cost"]["speed"], report["cost"]["memory"]
-    heads = [f"{a['implementation']} ({a['role']})" for a in arms]
+    nats = partial(signed_nats, digits=3)
     table: Rows = []
 
-    def per_arm(label: str, key: str, form: str = ".6g") -> None:
+    def number(value: Any, form: str) -> str:
+        return ABSENT if value is None else format(value, ".4g" if form.endswith("f") and value >= BEYOND else form)
+
+    def limits(entry: Mapping[str, Any], show: Callable[[float], str] = nats) -> str:
+        if entry["low"] is None:
+            return f"{show(entry['mean'])} (one cluster: no interval)"
+        return "{} [{}, {}]".format(*(show(entry[name]) for name in ("mean", "low", "high")))
+
+    def bound(entry: Mapping[str, Any], show: Callable[[float], str]) -> str:
+        return ABSENT if entry["upper"] is None else show(entry["upper"])
+
+    def per_arm(label: str, key: str, form: str) -> None:
         if any(a.get(key) is not None for a in arms):
-            table.append((label, [_number(a.get(key), form) for a in arms]))
+            table.append((label, [number(a.get(key), form) for a in arms]))
 
     def compared(label: str, show: Callable[[Mapping[str, Any]], str]) -> None:
         table.append((label, [ABSENT if c is None else show(c) for c in comparisons]))
@@ -70,39 +65,38 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         spread = "{median:.3f} [{quartile_25:.3f}, {quartile_75:.3f}]"
         table.append((label, [spread.format(**s[key]) if key in s else ABSENT for s in speeds]))
 
-    if report["data"]["kind"] == "lastword":
+    if kind == "lastword":
         per_arm("items", "items", "d")
         per_arm("accuracy, last word", "accuracy", ".4f")
         per_arm("perplexity, last word", "last_word_perplexity", ".6f")
-        compared("Δnll per word, 95 % CI (nats)", lambda c: _limits(c["delta_nll_per_word"]))
-        compared(
-            "flips: lost / won, McNemar p",
-            lambda c: f"{c['flips']['lost']} / {c['flips']['won']}, {c['flips']['mcnemar_p']:.3g}",
-        )
+        compared("Δnll per word, 95 % CI (nats)", lambda c: limits(c["delta_nll_per_word"]))
+        lost = "{lost} / {won}, {mcnemar_p:.3g}"
+        compared("flips: lost / won, McNemar p", lambda c: lost.format(**c["flips"]))
     per_arm("perplexity per token", "perplexity", ".6f")
-    compared(_CHANGE, lambda c: _limits(c["delta_nll"], rise))
-    compared("at most, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], at_most))
+    compared(_CHANGE, lambda c: limits(c["delta_nll"], rise))
+    compared("at most, one-sided 95 % bound", lambda c: bound(c["delta_nll"], at_most))
     times_as_fast(_TIMES, "speed_ratio_wall")
     per_arm("tokens scored", "tokens", "d")
     per_arm("nll (nats/token)", "nll_per_token", ".8f")
-    if report["data"]["kind"] == "pages":
+    if kind == "pages":
         per_arm("perplexity per word", "word_perplexity", ".6f")
         per_arm("perplexity per byte", "byte_perplexity", ".6f")
         per_arm("bits per byte", "bits_per_byte", ".6f")
-    compared("Δnll, 95 % CI (nats/token)", lambda c: _limits(c["delta_nll"]))
-    compared("Δnll, one-sided 95 % bound", lambda c: _bound(c["delta_nll"], _nats))
+    compared("Δnll, 95 % CI (nats/token)", lambda c: limits(c["delta_nll"]))
+    compared("Δnll, one-sided 95 % bound", lambda c: bound(c["delta_nll"], nats))
     compared("mean absolute Δnll per token", lambda c: in_nats(c["abs_delta_nll_mean"], 3))
     compared("KL, mean (nats/token)", lambda c: in_nats(c["kl_mean"], 3))
     compared("KL, 99.9th percentile", lambda c: in_nats(c["kl_p999"], 3))
     compared("top-1 agreement", lambda c: f"{c['top1_agreement']:.5f}")
-    table.append(("activation rate", [_number(a["rate"], ".4f") for a in report["activation"]]))
+    table.append(("activation rate", [number(a["rate"], ".4f") for a in report["activation"]]))
     times_as_fast("times as fast in processor time", "speed_ratio_process")
     table.append(("model tokens per second", [f"{s['tokens_per_s']:.1f}" for s in speeds]))
     table.append(("peak memory (MiB)", [f"{m['peak_bytes'] / 2**20:.1f}" for m in memory]))
-    return heads, table
+    return [f"{a['implementation']} ({a['role']})" for a in arms], table
 
 
-def _word_line(report: Report) -> list[str]:
+def remarks(report: Report) -> list[str]:
+    """Why there is no figure per word, or a strange one."""
     words, found = (report["quality"]["arms"][0].get(name) for name in ("words", "word_perplexity"))
     if report["data"]["kind"] != "pages" or not words or (found is not None and found < BEYOND):
         return []
@@ -123,7 +117,7 @@ def title(report: Report) -> str:
 def terminal_table(report: Report, verbose: bool) -> Table:
     """The report as a rich table: all rows, or five that fit a terminal of 80 columns."""
     heads, table = rows(report)
-    caption = ". ".join([report["protocol"], *_word_line(report)])
+    caption = ". ".join([report["protocol"], *remarks(report)])
     if not verbose:
         short, caption = BRIEF[report["data"]["kind"]], "all rows: --verbose, and report.md"
         table = [(short[label], values) for label, values in table if label in short]
@@ -134,11 +128,6 @@ def terminal_table(report: Report, verbose: bool) -> Table:
     for label, values in table:
         shown.add_row(Text(label), *(Text(value.replace(" %", "%")) for value in values))
     return shown
-
-
-def markdown(reports: Sequence[Report]) -> str:
-    """The reports as Markdown sections."""
-    return "\n".join(_section(report) for report in reports)
 
 
 def bounds(report: Report, max_ppl_ratio: float | None) -> list[dict[str, Any]]:
@@ -156,38 +145,37 @@ def bounds(report: Report, max_ppl_ratio: float | None) -> list[dict[str, Any]]:
     return [{"name": "max_ppl_ratio", "asked": max_ppl_ratio, "found": found, "kept": kept, "sentence": sentence}]
 
 
-def _cache_line(settings: Mapping[str, Any]) -> list[str]:
-    if settings.get("cache") is None:
-        return []
-    heads = " with streaming heads" if settings.get("streaming") else ""
-    return [
-        f"* Cache: windows are read in pieces of {settings['cache_piece']} tokens, by the tested arm over an "
-        f"`AdaAttnCache` of {settings['cache']}{heads}, by the others over a `DynamicCache`. Its rounding is no part "
-        "of the activation rate."
-    ]
+def markdown(reports: Sequence[Report]) -> str:
+    """The reports as Markdown sections."""
+    return "\n".join(_section(report) for report in reports)
 
 
 def _section(report: Report) -> str:
     heads, table = rows(report)
-    source, data = report["provenance"], report["data"]
+    source, data, settings = report["provenance"], report["data"], report["settings"]
+    first = report["quality"]["comparisons"][0]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     lines = [
         f"## {harmless(title(report))}",
         "",
         "| | " + " | ".join(map(harmless, heads)) + " |",
         "|---" * (len(heads) + 1) + "|",
-    ]
-    lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in table]
-    lines += [
+        *(f"| {label} | " + " | ".join(values) + " |" for label, values in table),
         "",
-        f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}, padding "
-        f"{report['settings']['padding']}.",
-        *_cache_line(report["settings"]),
-        *(f"* {line}." for line in _word_line(report)),
+        f"* Protocol: {report['protocol']}. Batch size {settings['batch_size']}, padding {settings['padding']}.",
+    ]
+    if settings.get("cache") is not None:
+        streaming = " with streaming heads" if settings.get("streaming") else ""
+        lines.append(
+            f"* Cache: windows are read in pieces of {settings['cache_piece']} tokens, by the tested arm over an "
+            f"`AdaAttnCache` of {settings['cache']}{streaming}, by the others over a `DynamicCache`. Its rounding is "
+            "no part of the activation rate."
+        )
+    lines += [
+        *(f"* {line}." for line in remarks(report)),
         f"* Data: {harmless(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
-        f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "
-        f"{report['quality']['comparisons'][0]['delta_nll']['clusters']} of them.",
+        f"* Confidence: clusters are {first['clusters_are']}, {first['delta_nll']['clusters']} of them.",
         f"* Machine: {processor(source)}, {source['threads']} threads, device {source['device']}; python "
         f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
     ]

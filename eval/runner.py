@@ -21,6 +21,7 @@ from adaattn_hf.patches.checkpoint import arms as copies
 from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.patches.plans.hashes import weight_hash
 from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.stats.paired import TokenScores
 from adaattn_hf.stats.stopwatch import timed
 
 from . import activation, scoring, summary, tasks, team, timing
@@ -30,12 +31,9 @@ from .journal import BatchRecord, Journal
 from .progress import silent
 from .provenance import provenance
 from .settings import Settings
-from .windows import TokenWindow
 
 FORMAT = 1
 REPORT = "report.json"
-Told = Callable[[int, int], object]
-"""Called with (scored tokens done, scored tokens in all) at the start and after each batch."""
 
 
 class Arm(NamedTuple):
@@ -48,70 +46,17 @@ class Arm(NamedTuple):
     plan: dict[str, Any] | None
 
 
-class _Work(NamedTuple):
-    """The same batches for every arm; `batches` holds numbers of windows."""
-
-    checkpoint: Checkpoint
-    settings: Settings
-    windows: Sequence[TokenWindow]
-    batches: Sequence[Sequence[int]]
-    arms: Sequence[Arm]
-
-    def inputs(self, batch: Sequence[int]) -> scoring.Batch:
-        """What every arm reads of a batch."""
-        one, padding = self.checkpoint, self.settings.padding
-        return scoring.collate([self.windows[w] for w in batch], one.device, padding, one.pad_token())
-
-    def call(self, arm: Arm, inputs: scoring.Batch, streaming: bool) -> Callable[[], torch.Tensor]:
-        """What computes the logits of an arm."""
-        piece = self.settings.cache_piece
-        return lambda: scoring.forward(arm.model, inputs, arm.cache, piece, streaming)
-
-    def record(self, index: int) -> BatchRecord:
-        """Runs all arms in turn on one batch."""
-        inputs, s, device = self.inputs(self.batches[index]), self.settings, self.checkpoint.device
-        logits, elapsed = [list[Any]([None]) * len(self.arms) for _ in range(2)]
-        for arm in timing.turn(len(self.arms), index):
-            logits[arm], elapsed[arm] = timed(self.call(self.arms[arm], inputs, s.streaming), device)
-        watched = activation.is_watched(index, len(self.batches))
-        counts = tuple(
-            activation.watch(arm.model, self.call(arm, inputs, False)) if arm.plan and watched else None
-            for arm in self.arms
-        )
-        windows = [self.windows[w] for w in self.batches[index]]
-        return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
-
-    def memory(self) -> list[dict[str, Any]]:
-        """Peak bytes of each arm on the largest batch, which warms it up; ModelUnavailable if it refuses the call."""
-        largest = max(self.batches, key=lambda batch: len(batch) * max(len(self.windows[w].input_ids) for w in batch))
-        inputs, entries = self.inputs(largest), []
-        for arm in self.arms:
-            call = self.call(arm, inputs, self.settings.streaming)
-            try:
-                peak, how = timing.peak_bytes(call, self.checkpoint.device)
-            except (BackendRefusal, PlanError) as error:
-                raise ModelUnavailable(f"attention implementation: {error}") from error
-            shape = list(inputs.keywords["input_ids"].shape)
-            entries.append({"peak_bytes": peak, "counted": how, "batch_shape": shape})
-        return entries
-
-
 class Measured(NamedTuple):
-    """A finished run: its report, and what the report sums up."""
+    """A finished run: its report, the scores of all tokens in the order of the windows, and the document of each."""
 
     report: dict[str, Any]
-    tokens: summary.Tokens
+    scores: TokenScores
+    document: summary.Numbers
     records: tuple[BatchRecord, ...]
 
 
-class Run(NamedTuple):
-    """One evaluation of several that a command makes, with its label for the eye and the name of its directory."""
-
-    label: str
-    checkpoint: Checkpoint
-    corpus: Corpus
-    settings: Settings
-    name: str
+Run = tuple[str, Checkpoint, Corpus, Settings, str]
+"""One evaluation of several that a command makes, behind its label for the eye; last the name of its directory."""
 
 
 def measure(
@@ -122,11 +67,12 @@ def measure(
     output: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Told = silent,
+    progress: Callable[[int, int], object] = silent,
 ) -> Measured:
     """Measure an attention implementation against stock, on the same tokens in the same batches.
 
     An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
+    `progress` is told of the scored tokens that are done and of all, at the start and after each batch.
     KeyboardInterrupt is passed on: finished batches are in the journal.
     """
     if settings.cache is not None and checkpoint.objective != "causal":
@@ -135,39 +81,73 @@ def measure(
         )
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
-    arms = _arms(checkpoint, settings, task)
-    weights, digest = weight_hash(checkpoint.model), corpus.sha256
+    windows, arms, device = task.windows, _arms(checkpoint, settings, task.context), checkpoint.device
+    weights, digest = weight_hash(checkpoint.model), hashlib.sha256()
+    for window in windows:
+        for part in (window.input_ids, window.rows, window.targets):
+            digest.update(np.asarray(part, "<i8").tobytes())
     fingerprint = {
         "model": checkpoint.name,
         "weights": weights,
         "dtype": checkpoint.dtype,
-        "device": checkpoint.device.type,
-        "data": digest,
-        "windows": _digest(task.windows),
+        "device": device.type,
+        "data": corpus.sha256,
+        "windows": digest.hexdigest(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         **{f"settings.{key}": value for key, value in asdict(settings).items()},
         "plans": [arm.plan and arm.plan["sha256"] for arm in arms],
     }
+    batches = scoring.plan_batches(windows, settings.batch_size, settings.padding)
+    sizes = [sum(len(windows[w].targets) for w in batch) for batch in batches]
+
+    def inputs_of(batch: Sequence[int]) -> scoring.Batch:
+        return scoring.collate([windows[w] for w in batch], device, settings.padding, checkpoint.pad_token())
+
+    def logits_of(arm: Arm, keywords: scoring.Keywords, streaming: bool) -> Callable[[], torch.Tensor]:
+        return lambda: scoring.forward(arm.model, keywords, arm.cache, settings.cache_piece, streaming)
+
+    def record(index: int) -> BatchRecord:
+        """Runs all arms in turn on one batch."""
+        keywords, offsets = inputs_of(batches[index])
+        logits, elapsed = [list[Any]([None]) * len(arms) for _ in range(2)]
+        for at in timing.turn(len(arms), index):
+            logits[at], elapsed[at] = timed(logits_of(arms[at], keywords, settings.streaming), device)
+        watched = activation.is_watched(index, len(batches))
+        counts = tuple(
+            activation.watch(arm.model, logits_of(arm, keywords, False)) if arm.plan and watched else None
+            for arm in arms
+        )
+        return BatchRecord(scoring.score(logits, [windows[w] for w in batches[index]], offsets), tuple(elapsed), counts)
+
+    def peak(arm: Arm, keywords: scoring.Keywords) -> dict[str, Any]:
+        """Peak bytes of an arm on a batch, which warms it up; ModelUnavailable if it refuses the call."""
+        try:
+            most, how = timing.peak_bytes(logits_of(arm, keywords, settings.streaming), device)
+        except (BackendRefusal, PlanError) as error:
+            raise ModelUnavailable(f"attention implementation: {error}") from error
+        return {"peak_bytes": most, "counted": how, "batch_shape": list(keywords["input_ids"].shape)}
+
     crew = team.present()
     if output is not None and overwrite and crew.leads:
         (output / JOURNAL).unlink(missing_ok=True)
-    batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    work = _Work(checkpoint, settings, task.windows, batches, arms)
-    sizes = [sum(len(task.windows[w].targets) for w in batch) for batch in batches]
     with Journal(output if crew.leads else None, fingerprint, resume=resume) as journal:
-        memory = work.memory()
+        largest, _ = inputs_of(
+            max(batches, key=lambda batch: len(batch) * max(len(windows[w].input_ids) for w in batch))
+        )
+        memory = [peak(arm, largest) for arm in arms]
         journal.records = crew.tell(journal.records)
         done = sum(sizes[index] for index in journal.records)
         progress(done, sum(sizes))
         # of several processes each runs every n-th batch, all know every record
         missing = [index for index in range(len(batches)) if index not in journal.records]
-        for index, record in zip(missing, crew.work(missing, work.record), strict=True):
-            journal.append(index, record)
+        for index, found in zip(missing, crew.work(missing, record), strict=True):
+            journal.append(index, found)
             done += sizes[index]
             progress(done, sum(sizes))
         records = tuple(journal.records[index] for index in range(len(batches)))
-    tokens = summary.gather(task, batches, records)
+    scores, of_window = summary.gather(windows, batches, records)
+    of_document = np.asarray([windows[w].document for w in of_window], dtype=np.int64)
     roles = [(arm.role, arm.implementation) for arm in arms]
 
     def per_arm(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,13 +167,13 @@ def measure(
             "name": corpus.name,
             "kind": corpus.kind,
             "origin": corpus.origin,
-            "documents": len({w.document for w in task.windows}),
-            "sha256": digest,
+            "documents": len({w.document for w in windows}),
+            "sha256": corpus.sha256,
         },
         "settings": {**asdict(settings), "context": task.context},
         "protocol": task.protocol,
         "plans": [arm.plan and {"role": arm.role, **arm.plan} for arm in arms],
-        "quality": summary.quality(task, tokens, roles, corpus.kind),
+        "quality": summary.quality(task, scores, of_window, of_document, roles, corpus.kind),
         "activation": per_arm(
             [
                 activation.rate(arm.implementation, arm.plan is not None, [one.activation[i] for one in records])
@@ -201,14 +181,14 @@ def measure(
             ]
         ),
         "cost": {
-            "speed": per_arm(summary.speed(records, sum(len(w.input_ids) for w in task.windows))),
+            "speed": per_arm(summary.speed(records, sum(len(w.input_ids) for w in windows))),
             "memory": per_arm(memory),
         },
-        "provenance": provenance(checkpoint.device),
+        "provenance": provenance(device),
     }
     if output is not None and crew.leads:
         write_json(output / REPORT, report)
-    return Measured(report, tokens, records)
+    return Measured(report, scores, of_document, records)
 
 
 def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: Any) -> dict[str, Any]:
@@ -216,7 +196,7 @@ def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: 
     return measure(checkpoint, corpus, settings, **how).report
 
 
-def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[Arm]:
+def _arms(checkpoint: Checkpoint, settings: Settings, context: int) -> list[Arm]:
     _, names, plans, _ = zip(*settings.arms, strict=True)
     models = copies(checkpoint, names, plans)
     if settings.cache is not None:
@@ -225,33 +205,21 @@ def _arms(checkpoint: Checkpoint, settings: Settings, task: tasks.Task) -> list[
         except ValueError as error:
             raise UsageError(str(error)) from error
     if settings.streaming:
-        plan = plan_of(models[1])
-        limit = 0 if plan is None else plan.max_length
-        if task.context > limit:
+        tested = plan_of(models[1])
+        limit = 0 if tested is None else tested.max_length
+        if context > limit:
             raise UsageError(
-                f"streaming: got windows of {task.context} tokens and a plan that speaks for {limit}, expected "
+                f"streaming: got windows of {context} tokens and a plan that speaks for {limit}, expected "
                 f"--context {limit} or less"
             )
-    return [
-        Arm(role, name, model, cache, _plan_entry(model, name, plan))
-        for model, (role, name, plan, cache) in zip(models, settings.arms, strict=True)
-    ]
-
-
-def _plan_entry(model: Any, implementation: str, path: str | None) -> dict[str, Any] | None:
-    plan = plan_of(model) if implementation.startswith("adaattn") else None
-    if plan is None:
-        return None
-    digest = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
-    return {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}
-
-
-def _digest(windows: Sequence[TokenWindow]) -> str:
-    digest = hashlib.sha256()
-    for window in windows:
-        for part in (window.input_ids, window.rows, window.targets):
-            digest.update(np.asarray(part, "<i8").tobytes())
-    return digest.hexdigest()
+    arms = []
+    for model, (role, name, path, cache) in zip(models, settings.arms, strict=True):
+        entry, plan = None, plan_of(model) if name.startswith("adaattn") else None
+        if plan is not None:
+            digest = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
+            entry = {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}
+        arms.append(Arm(role, name, model, cache, entry))
+    return arms
 
 
 def write_json(path: Path, value: Any) -> None:

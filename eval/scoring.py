@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -22,12 +21,10 @@ _ROWS = 64
 _CHUNK_BATCHES = 16
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The model's keywords for a batch, and the columns of padding before each window `[batch]`."""
-
-    keywords: dict[str, torch.Tensor]
-    offsets: tuple[int, ...]
+Keywords = dict[str, torch.Tensor]
+"""A model's keywords for a batch."""
+Batch = tuple[Keywords, tuple[int, ...]]
+"""Its keywords, and the columns of padding before each window `[batch]`."""
 
 
 def plan_batches(windows: Sequence[TokenWindow], batch_size: int, padding: str = "none") -> list[list[int]]:
@@ -56,7 +53,7 @@ def collate(windows: Sequence[TokenWindow], device: torch.device, padding: str =
     longest = max(lengths)
     if padding == "none":
         stacked = torch.from_numpy(np.stack([w.input_ids for w in windows]))
-        return Batch({"input_ids": stacked.to(device)}, (0,) * len(windows))
+        return {"input_ids": stacked.to(device)}, (0,) * len(windows)
     offsets = tuple(longest - n if padding == "left" else 0 for n in lengths)
     input_ids = torch.full((len(windows), longest), pad_token, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(input_ids)
@@ -66,11 +63,11 @@ def collate(windows: Sequence[TokenWindow], device: torch.device, padding: str =
     keywords = {"input_ids": input_ids, "attention_mask": mask}
     if padding == "left":
         keywords["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-    return Batch({name: value.to(device) for name, value in keywords.items()}, offsets)
+    return {name: value.to(device) for name, value in keywords.items()}, offsets
 
 
 def forward(
-    model: Any, batch: Batch, cache: str | None = None, piece: int = 64, streaming: bool = False
+    model: Any, keywords: Keywords, cache: str | None = None, piece: int = 64, streaming: bool = False
 ) -> torch.Tensor:
     """Logits `[batch, length, vocab]` without gradients.
 
@@ -79,12 +76,12 @@ def forward(
     """
     with torch.inference_mode():
         if cache is None:
-            keywords: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
-            return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]
+            more: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
+            return model(**keywords, **more).logits  # type: ignore[no-any-return]
         stock = cache == "dynamic"
         keys: Any = DynamicCache(config=model.config) if stock else AdaAttnCache(model, cache, streaming=streaming)
         held = with_cache(model, keys)
-        parts = batch.keywords["input_ids"].split(piece, dim=1)
+        parts = keywords["input_ids"].split(piece, dim=1)
         return torch.cat([model(part, use_cache=True, **held).logits for part in parts], dim=1)
 
 

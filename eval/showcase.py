@@ -48,22 +48,21 @@ def runs(settings: Settings, dtype: str | None, device: str | None) -> Iterator[
                 chosen = replace(chosen, mask_fraction=MASK_FRACTION)
             for corpus in texts:
                 fitting = chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
-                label, directory = f"{name} {kind} {corpus.name}", f"{name}-{kind}-{corpus.name}"
-                yield runner.Run(label, checkpoint, corpus, fitting, directory)
+                label = f"{name} {kind} {corpus.name}"
+                yield label, checkpoint, corpus, fitting, label.replace(" ", "-")
 
 
 def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:
     """Whether a report keeps its bar, and the sentence that says by how much."""
     tested, anchor = result["quality"]["comparisons"][:2]
     name = f"{result['model']['name']} {result['model']['dtype']} on {result['data']['name']}"
-    delta = abs(tested["delta_nll"]["mean"])
     if result["model"]["dtype"] == "float32":
         change = abs(tested["perplexity_ratio"]["value"] - 1)
         kept = change <= MAX_RELATIVE_CHANGE
         sign = "<=" if kept else ">"
         return kept, f"{name}: relative change of perplexity {change:.2e} {sign} {MAX_RELATIVE_CHANGE:.0e}"
     # nats/token that the anchor may be from stock: the farther end of its mean difference's interval
-    difference = anchor["delta_nll"]
+    delta, difference = abs(tested["delta_nll"]["mean"]), anchor["delta_nll"]
     ends = ("mean",) if difference["low"] is None else ("low", "high")
     distance = max(abs(float(difference[end])) for end in ends)
     kept = delta <= distance

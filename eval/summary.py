@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,15 @@ from .journal import BatchRecord
 from .perplexity import totals
 from .tasks import Task
 from .timing import ratio_summary
+from .windows import TokenWindow
 
+Numbers = npt.NDArray[np.int64]
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 _SEED = 20240607
 
 
-def paired_difference(delta: Float, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+def paired_difference(delta: Float, tokens: Numbers) -> dict[str, Any]:
     """Mean difference per token with its clustered confidence limits.
 
     Args:
@@ -47,30 +48,20 @@ def paired_difference(delta: Float, tokens: npt.NDArray[np.int64]) -> dict[str, 
     if error is None:
         return {**result, **dict.fromkeys(limits)}
     two_sided = float(stats.t.ppf((1 + CONFIDENCE) / 2, clusters - 1)) * error
-    drawn = np.sort(_resampled_means(delta, tokens))
-    low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
-    values = (error, mean - two_sided, mean + two_sided, found.upper(CONFIDENCE), float(low), float(high), float(upper))
-    return {**result, **dict(zip(limits, values, strict=True))}
-
-
-def _resampled_means(delta: Float, tokens: npt.NDArray[np.int64]) -> Float:
-    """`[RESAMPLES]`, the estimator on clusters that are drawn with replacement."""
-
-    def ratio(d: Any, n: Any, axis: int = -1) -> Any:
-        return np.sum(d, axis=axis) / np.sum(n, axis=axis)
-
-    batch = max(1, 2_000_000 // len(delta))
-    drawn = stats.bootstrap(
+    resampled = stats.bootstrap(
         (delta, tokens.astype(np.float64)),
-        ratio,
+        lambda d, n, axis=-1: np.sum(d, axis=axis) / np.sum(n, axis=axis),
         paired=True,
         vectorized=True,
         n_resamples=RESAMPLES,
-        batch=batch,
+        batch=max(1, 2_000_000 // len(delta)),
         method="percentile",
         random_state=np.random.default_rng(_SEED),
     )
-    return np.asarray(drawn.bootstrap_distribution, dtype=np.float64)
+    drawn = np.sort(np.asarray(resampled.bootstrap_distribution, dtype=np.float64))
+    low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
+    values = (error, mean - two_sided, mean + two_sided, found.upper(CONFIDENCE), float(low), float(high), float(upper))
+    return {**result, **dict(zip(limits, values, strict=True))}
 
 
 def divergence(kl: Float, agree: Flag) -> dict[str, float]:
@@ -102,85 +93,73 @@ def flips(stock: Flag, arm: Flag) -> dict[str, float | int]:
     }
 
 
-def group_sums(values: Float, groups: Sequence[int] | npt.NDArray[np.int64]) -> Float:
+def group_sums(values: Float, groups: Sequence[int] | Numbers) -> Float:
     """`[groups]`, the sum of the values of each group; groups in ascending order."""
     _, inverse = np.unique(np.asarray(groups), return_inverse=True)
     return np.bincount(inverse, weights=values).astype(np.float64)
 
 
-def group_all(values: Flag, groups: Sequence[int] | npt.NDArray[np.int64]) -> Flag:
+def group_all(values: Flag, groups: Sequence[int] | Numbers) -> Flag:
     """`[groups]`, whether all values of each group are true."""
     wrong = group_sums((~values).astype(np.float64), groups)
     return np.asarray(wrong == 0)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """All scored tokens of a run in the order of the documents, with each one's document and window `[tokens]`."""
-
-    scores: TokenScores
-    document: npt.NDArray[np.int64]
-    window: npt.NDArray[np.int64]
-
-
-def gather(task: Task, batches: Sequence[Sequence[int]], records: Sequence[BatchRecord]) -> Tokens:
-    """The tokens of all batches, sorted by window."""
-    of_window = np.concatenate(
-        [np.full(len(task.windows[w].targets), w, dtype=np.int64) for batch in batches for w in batch]
-    )
-    order = np.argsort(of_window, kind="stable")
-    scores = joined([record.scores for record in records]).ordered(order)
-    window = of_window[order]
-    document = np.asarray([task.windows[w].document for w in window], dtype=np.int64)
-    return Tokens(scores, document, window)
+def gather(
+    windows: Sequence[TokenWindow], batches: Sequence[Sequence[int]], records: Sequence[BatchRecord]
+) -> tuple[TokenScores, Numbers]:
+    """The scored tokens of all batches in the order of the windows, and the window of each `[tokens]`."""
+    window = np.concatenate([np.full(len(windows[w].targets), w, np.int64) for batch in batches for w in batch])
+    order = np.argsort(window, kind="stable")
+    return joined([record.scores for record in records]).ordered(order), window[order]
 
 
-def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: str) -> dict[str, Any]:
-    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock."""
-    clusters, unit = tokens.document, "documents"
-    if kind == "pages" and len(np.unique(tokens.document)) == 1:
-        clusters, unit = tokens.window, "windows (there is one document only)"
-    arms, comparisons = [], []
+def quality(
+    task: Task, scores: TokenScores, window: Numbers, document: Numbers, roles: Sequence[tuple[str, str]], kind: str
+) -> dict[str, Any]:
+    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock.
+
+    `window` and `document` `[tokens]` are those of each scored token.
+    """
+    clusters, unit = document, "documents"
+    if kind == "pages" and len(np.unique(document)) == 1:
+        clusters, unit = window, "windows (there is one document only)"
+    counts = np.unique(clusters, return_counts=True)[1]
+    arms: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
     for arm, (role, implementation) in enumerate(roles):
         entry = {"role": role, "implementation": implementation}
-        nll, hit = tokens.scores.nll[arm], tokens.scores.hit[arm]
+        nll, right = scores.nll[arm], group_all(scores.hit[arm], document)
         found = totals(math.fsum(nll), len(nll), task.words, task.bytes)
         if kind == "lastword":
-            right, words = group_all(hit, tokens.document), group_sums(nll, tokens.document)
-            perplexity = math.exp(words.mean())
+            perplexity = math.exp(group_sums(nll, document).mean())
             found |= {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": perplexity}
         arms.append({**entry, **found})
-        if arm:
-            comparisons.append({**entry, **_comparison(tokens, arm, clusters, kind), "clusters_are": unit})
-    return {"arms": arms, "comparisons": comparisons}
-
-
-def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:
-    scores = tokens.scores
-    delta = scores.nll[arm] - scores.nll[0]
-    sums, counts = group_sums(delta, clusters), np.unique(clusters, return_counts=True)[1]
-    difference = paired_difference(sums, counts)
-    result: dict[str, Any] = {
-        "delta_nll": difference,
-        "perplexity_ratio": _ratio(difference),
-        "abs_delta_nll_mean": float(np.abs(delta).mean()),
-        **divergence(scores.kl[arm - 1], scores.agree[arm - 1]),
-    }
-    if kind == "lastword":
-        per_word = paired_difference(sums, np.ones_like(counts))
-        right = [group_all(scores.hit[a], tokens.document) for a in (0, arm)]
-        result |= {
-            "delta_nll_per_word": per_word,
-            "last_word_perplexity_ratio": _ratio(per_word),
-            "flips": flips(right[0], right[1]),
+        if not arm:
+            continue
+        delta = scores.delta[arm - 1]
+        sums = group_sums(delta, clusters)
+        difference = paired_difference(sums, counts)
+        compared: dict[str, Any] = {
+            "delta_nll": difference,
+            "perplexity_ratio": _ratio(difference),
+            "abs_delta_nll_mean": float(np.abs(delta).mean()),
+            **divergence(scores.kl[arm - 1], scores.agree[arm - 1]),
         }
-    return result
+        if kind == "lastword":
+            per_word = paired_difference(sums, np.ones_like(counts))
+            compared |= {
+                "delta_nll_per_word": per_word,
+                "last_word_perplexity_ratio": _ratio(per_word),
+                "flips": flips(group_all(scores.hit[0], document), right),
+            }
+        comparisons.append({**entry, **compared, "clusters_are": unit})
+    return {"arms": arms, "comparisons": comparisons}
 
 
 def _ratio(difference: Mapping[str, Any]) -> dict[str, float | None]:
     keys = {"value": "mean", "low": "low", "high": "high", "upper": "upper"}
-    found = {name: difference[key] for name, key in keys.items()}
-    return {name: None if value is None else math.exp(value) for name, value in found.items()}
+    return {name: None if (value := difference[key]) is None else math.exp(value) for name, key in keys.items()}
 
 
 def speed(records: Sequence[BatchRecord], tokens: int) -> list[dict[str, Any]]:

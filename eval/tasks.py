@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.checkpoint import Checkpoint, prefix_token
@@ -38,16 +37,17 @@ def check(corpus: Corpus, settings: Settings) -> None:
 def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
     """The windows of a corpus for a model. Raises UsageError for settings that do not fit the model or the text."""
     check(corpus, settings)
-    context = _context(checkpoint, settings)
+    context, longest = settings.context, checkpoint.max_length
+    if context is None and longest is None:
+        raise UsageError(f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say")
+    if context is not None and longest is not None and context > longest:
+        raise UsageError(
+            f"context: got {context}, expected at most the {longest} tokens that {checkpoint.name} was made for"
+        )
     if checkpoint.objective == "masked" and checkpoint.tokenizer.mask_token_id is None:
         raise ModelUnavailable(f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with")
     make = _last_words if corpus.kind == "lastword" else _pages
-    task = make(checkpoint, corpus, settings, context)
-    _refuse_foreign_tokens(checkpoint, task)
-    return task
-
-
-def _refuse_foreign_tokens(checkpoint: Checkpoint, task: Task) -> None:
+    task = make(checkpoint, corpus, settings, context or longest or 0)
     size = getattr(checkpoint.model.config.get_text_config(), "vocab_size", None)
     parts = [part for window in task.windows for part in (window.input_ids, window.targets)]
     lowest, highest = min(part.min() for part in parts), max(part.max() for part in parts)
@@ -56,20 +56,7 @@ def _refuse_foreign_tokens(checkpoint: Checkpoint, task: Task) -> None:
             f"tokenizer: gives the token {lowest if lowest < 0 else highest}, expected one of the {size} that "
             f"{checkpoint.name} knows; leave --tokenizer and --prefix-token out, or give those of this model"
         )
-
-
-def _context(checkpoint: Checkpoint, settings: Settings) -> int:
-    longest = checkpoint.max_length
-    if settings.context is None:
-        if longest is None:
-            raise UsageError(f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say")
-        return longest
-    if longest is not None and settings.context > longest:
-        raise UsageError(
-            f"context: got {settings.context}, expected at most the {longest} tokens that {checkpoint.name} "
-            "was made for"
-        )
-    return settings.context
+    return task
 
 
 def _encoded(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> tuple[list[list[int]], bool]:
@@ -92,55 +79,47 @@ def _encoded(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> tupl
 
 def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: int) -> Task:
     encoded, cut = _encoded(checkpoint, corpus, settings)
-    stride = settings.stride or context
+    stride, (first, last) = settings.stride or context, special_tokens(checkpoint.tokenizer)
+    special = "; the tokenizer adds no special tokens"
+    if settings.add_bos is not False and (first or last):
+        special = f"; the tokenizer adds {first} before and {last} after each document, which count as its tokens"
+    made: list[TokenWindow] = []
     if checkpoint.objective == "masked":
         if settings.stride is not None:
             raise UsageError("stride: a masked LM's pieces are disjoint; leave --stride out")
-        first, last = special_tokens(checkpoint.tokenizer)
-        mask = checkpoint.tokenizer.mask_token_id
-        sampled = partial(windows.masked, fraction=settings.mask_fraction, seed=settings.seed)
-        made = [w for i, t in enumerate(encoded) for w in sampled(t, context, mask, first, last, document=i)]
-        sample = (
-            "every token of the text"
-            if settings.mask_fraction == 1
-            else f"a random {settings.mask_fraction:g} of the tokens of each piece (seed {settings.seed})"
-        )
+        mask, fraction, seed = checkpoint.tokenizer.mask_token_id, settings.mask_fraction, settings.seed
+        for i, tokens in enumerate(encoded):
+            made += windows.masked(tokens, context, mask, first, last, fraction=fraction, seed=seed, document=i)
+        sample = f"a random {fraction:g} of the tokens of each piece (seed {seed})"
         protocol = (
             f"masked-LM pseudo-perplexity: disjoint pieces of at most {context} tokens with the tokenizer's "
-            f"special tokens around them; {sample} scored, one forward pass with one mask per scored token"
+            f"special tokens around them; {'every token of the text' if fraction == 1 else sample} scored, one forward "
+            "pass with one mask per scored token"
         )
-        cut = cut or settings.mask_fraction < 1
+        cut, special = cut or fraction < 1, ""
     elif settings.windows == "rolling":
         prefix = settings.prefix_token
         if prefix is None:
             prefix = prefix_token(checkpoint.tokenizer, checkpoint.name)
-        made = [w for i, t in enumerate(encoded) for w in windows.rolling(t, context, stride, prefix, i)]
+        for i, tokens in enumerate(encoded):
+            made += windows.rolling(tokens, context, stride, prefix, i)
         protocol = (
             f"rolling windows (lm-evaluation-harness): context {context}, stride {stride}, prefix token "
             f"{prefix} before each document; every token scored once"
         )
     else:
-        made = [w for i, t in enumerate(encoded) for w in windows.strided(t, context, stride, i)]
+        for i, tokens in enumerate(encoded):
+            made += windows.strided(tokens, context, stride, i)
+        scored = "token scored once but the first of each window" if stride == context else "token but the first once"
         protocol = (
             f"strided windows (Transformers' documentation): context {context}, stride {stride}, no prefix; "
-            "every "
-            + ("token scored once but the first of each window" if stride == context else "token but the first once")
+            f"every {scored}"
         )
     if not made:
         raise UsageError(f"data: {corpus.origin} gives this tokenizer no token to score; give a longer text")
     used = corpus.documents[: len(encoded)]
-    words = None if cut else sum(d.words for d in used)
-    size = None if cut else sum(d.bytes for d in used)
-    return Task(tuple(made), protocol + _special(checkpoint, settings), words, size, context)
-
-
-def _special(checkpoint: Checkpoint, settings: Settings) -> str:
-    if checkpoint.objective == "masked":
-        return ""
-    first, last = special_tokens(checkpoint.tokenizer)
-    if settings.add_bos is False or not (first or last):
-        return "; the tokenizer adds no special tokens"
-    return f"; the tokenizer adds {first} before and {last} after each document, which count as its tokens"
+    words, size = (None, None) if cut else (sum(d.words for d in used), sum(d.bytes for d in used))
+    return Task(tuple(made), protocol + special, words, size, context)
 
 
 def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: int) -> Task:
@@ -151,10 +130,8 @@ def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, cont
         made = [windows.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
         how = "all tokens of the last word masked at once"
     else:
-        prefix = settings.prefix_token
-        made = [
-            windows.causal_window(tokenizer, text, context, i, prefix, settings.add_bos) for i, text in enumerate(texts)
-        ]
+        more = settings.prefix_token, settings.add_bos
+        made = [windows.causal_window(tokenizer, text, context, i, *more) for i, text in enumerate(texts)]
         how = "the passage without its last word is the prompt, a space and the last word the target"
     protocol = (
         f"last word of each passage (lambada_openai): {how}; right where the most probable tokens are all "

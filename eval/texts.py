@@ -136,14 +136,24 @@ def _kind(value: Any) -> str:
 
 def pieces(path: Path, lines: bool = False) -> Iterator[str]:
     """Yields the lines of a file in UTF-8, or pieces that end at a line break, so that few tokens span two pieces."""
-    _refuse_foreign(path)
+    with path.open("rb") as file:
+        head = file.read(256)
+    # without a mark in front, every other byte of what is written in Latin letters is zero, and only those
+    zeros = head[0::2].count(0), head[1::2].count(0)
+    unmarked = max(zeros) > len(head) // 4 and min(zeros) == 0
+    guess = (b"", "text in UTF-16", f"iconv -f UTF-16{'BE' if zeros[0] else 'LE'} -t UTF-8")
+    for magic, what, remedy in (*MAGIC, *([guess] if unmarked else [])):
+        if head.startswith(magic):
+            raise ValueError(f"data: {path} is {what}, expected plain text in UTF-8; convert it first: {remedy}")
+    if b"\0" in head:
+        raise ValueError(BINARY.format(path))
     try:
-        with path.open(encoding=ENCODING) as file:
+        with path.open(encoding=ENCODING) as text_file:
             if lines:
-                yield from file
+                yield from text_file
                 return
             rest = ""
-            while piece := file.read(CHARS):
+            while piece := text_file.read(CHARS):
                 if "\0" in piece:
                     raise ValueError(BINARY.format(path))
                 text = rest + piece
@@ -156,17 +166,3 @@ def pieces(path: Path, lines: bool = False) -> Iterator[str]:
         raise ValueError(
             f"data: cannot read {path} as UTF-8 text ({error}); save it in UTF-8: iconv -f LATIN1 -t UTF-8, say"
         ) from error
-
-
-def _refuse_foreign(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(256)
-    # without a mark in front, every other byte of what is written in Latin letters is zero, and only those
-    zeros = head[0::2].count(0), head[1::2].count(0)
-    unmarked = max(zeros) > len(head) // 4 and min(zeros) == 0
-    guess = (b"", "text in UTF-16", f"iconv -f UTF-16{'BE' if zeros[0] else 'LE'} -t UTF-8")
-    for magic, what, remedy in (*MAGIC, *([guess] if unmarked else [])):
-        if head.startswith(magic):
-            raise ValueError(f"data: {path} is {what}, expected plain text in UTF-8; convert it first: {remedy}")
-    if b"\0" in head:
-        raise ValueError(BINARY.format(path))

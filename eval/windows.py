@@ -187,9 +187,7 @@ def causal_window(
     prompt, target = split_passage(passage)
     kept = prompt.rstrip()
     target = prompt[len(kept) :] + target
-    keywords: dict[str, Any] = {"verbose": False}
-    if add_bos is not None:
-        keywords["add_special_tokens"] = add_bos
+    keywords: dict[str, Any] = {"verbose": False} | ({} if add_bos is None else {"add_special_tokens": add_bos})
     whole = tokenizer.encode(kept + target, **keywords)
     head = tokenizer.encode(kept, **keywords) if kept else []
     if not head:

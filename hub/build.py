@@ -23,7 +23,6 @@ import runpy
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,29 +55,13 @@ class BuildError(RuntimeError):
     """The kernel repository cannot be built as asked."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One directory below `build/`.
+def variants() -> dict[str, str]:
+    """What is built on this machine: directories below `build/`, by which the loader finds its own, to their backends.
 
-    Attributes:
-        name: What the loader matches with the machine.
-        backend: `cpu` or `cuda`.
-        native: Whether it holds the native library.
+    The one for CPUs holds the native library.
     """
-
-    name: str
-    backend: str
-    native: bool
-
-
-def variants() -> tuple[Variant, ...]:
-    """What is built on this machine."""
     machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
-    system = platform.system().lower()
-    return (
-        Variant(f"torch-stable-abi{LEAST_TORCH}-cpu-{machine}-{system}", "cpu", True),
-        Variant("torch-cuda", "cuda", False),
-    )
+    return {f"torch-stable-abi{LEAST_TORCH}-cpu-{machine}-{platform.system().lower()}": "cpu", "torch-cuda": "cuda"}
 
 
 def own_modules(name: str) -> dict[str, Path]:
@@ -121,30 +104,32 @@ def imports(at: str, path: Path) -> Iterator[str]:
     """
     package = at.split("/")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        found: list[list[str]] = []  # what is imported, by its parts
+        foreign: list[str] = []
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                _allow(alias.name, at, path)
-        if isinstance(node, ast.JoinedStr) and ast.unparse(node).startswith("f'{__package__}."):
+            foreign = [alias.name for alias in node.names]
+        elif isinstance(node, ast.JoinedStr) and ast.unparse(node).startswith("f'{__package__}."):
             # a module imported by name at the first call
-            yield from _files([*package, *ast.literal_eval(ast.unparse(node.values[1])).strip(".").split(".")])
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        if not node.level and at.startswith(MAPPED) and (node.module or "").startswith("adaattn_hf."):
-            parts = (node.module or "").split(".")[1:]
-            yield from _files(parts)
-            for alias in node.names:
-                yield from _files([*parts, alias.name])
-            continue
-        if not node.level:
-            _allow(node.module or "", at, path)
-            continue
-        base = package[: len(package) - node.level + 1]
-        if node.level > len(package) + 1:
-            raise BuildError(f"{path}:{node.lineno}: imports from above the package")
-        parts = [*base, *(node.module.split(".") if node.module else [])]
-        yield from _files(parts)
-        for alias in node.names:
-            yield from _files([*parts, alias.name])
+            found = [[*package, *ast.literal_eval(ast.unparse(node.values[1])).strip(".").split(".")]]
+        elif isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".") if node.module else []
+            if node.level > len(package) + 1:
+                raise BuildError(f"{path}:{node.lineno}: imports from above the package")
+            if node.level:
+                parts = [*package[: len(package) - node.level + 1], *parts]
+            elif at.startswith(MAPPED) and len(parts) > 1 and parts[0] == "adaattn_hf":
+                parts = parts[1:]
+            else:
+                foreign, parts = [node.module or ""], []
+            found = [[*parts, alias.name] for alias in node.names] if not foreign else []
+        for name in foreign:
+            more = (names for directory, names in WHERE_INSTALLED.items() if at.startswith(directory))
+            if name.partition(".")[0] not in ALLOWED.union(*more):
+                raise BuildError(f"{path}: imports {name}; a kernel may import torch, triton and the standard library")
+        for parts in found:
+            for depth in range(1, len(parts) + 1):
+                stem = "/".join(parts[:depth])
+                yield from (one for one in (f"{stem}/__init__.py", f"{stem}.py") if source_of(one).is_file())
 
 
 def copy_of(inside: str, path: Path) -> bytes:
@@ -153,22 +138,6 @@ def copy_of(inside: str, path: Path) -> bytes:
     # one dot for the directory that the module lies in, one more for each above it up to the package
     dots = b"." * (inside.count("/") + 1)
     return source.replace(b"from adaattn_hf.", b"from " + dots) if inside.startswith(MAPPED) else source
-
-
-def _files(parts: list[str]) -> Iterator[str]:
-    """Yields the file of a dotted name and the `__init__.py` of the packages above it, where they exist."""
-    for depth in range(1, len(parts) + 1):
-        stem = "/".join(parts[:depth])
-        for candidate in (f"{stem}/__init__.py", f"{stem}.py"):
-            if source_of(candidate).is_file():
-                yield candidate
-
-
-def _allow(name: str, at: str, path: Path) -> None:
-    top = name.partition(".")[0]
-    more = (names for directory, names in WHERE_INSTALLED.items() if at.startswith(directory))
-    if top not in ALLOWED.union(*more):
-        raise BuildError(f"{path}: imports {name}; a kernel may import torch, triton and the standard library")
 
 
 def build(name: str, out: Path, *, library: Path | None = None, portable: bool = False) -> Path:
@@ -194,35 +163,30 @@ def build(name: str, out: Path, *, library: Path | None = None, portable: bool =
     _, _, figures = FIGURES.read_text(encoding="utf-8").partition("\n\n")  # all but the page's title
     card.write_text(card.read_text(encoding="utf-8").replace(FIGURES_MARK, figures), encoding="utf-8")
     modules = package_modules(name)
-    for variant in variants():
-        directory = fresh / "build" / variant.name
+    for variant, backend in variants().items():
+        directory = fresh / "build" / variant
         for inside, path in modules.items():
             copied = directory / inside
             copied.parent.mkdir(parents=True, exist_ok=True)
             copied.write_bytes(copy_of(inside, path))
-        if variant.native:
-            _add_library(directory / NATIVE, library, portable)
-        _write_metadata(name, variant, directory)
+        if backend == "cpu":
+            native = runpy.run_path(str(PACKAGE / NATIVE / "build.py"))
+            made = directory / NATIVE / native["NAME"]
+            if library is not None:
+                shutil.copyfile(library, made)
+            else:
+                report = native["build"](directory / NATIVE)
+                (directory / NATIVE / native["REPORT"]).unlink()
+                if not report["built"]:
+                    raise BuildError(f"native library: {report['reason']}")
+            if portable and (too_new := newer_symbols(made.read_bytes())):
+                raise BuildError(
+                    f"native library: needs {', '.join(too_new)}, newer than manylinux_2_28; build in its container"
+                )
+        _write_metadata(name, backend, directory)
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)
     return target
-
-
-def _add_library(directory: Path, library: Path | None, portable: bool) -> None:
-    native = runpy.run_path(str(PACKAGE / NATIVE / "build.py"))
-    target = directory / native["NAME"]
-    if library is not None:
-        shutil.copyfile(library, target)
-    else:
-        report = native["build"](directory)
-        (directory / native["REPORT"]).unlink()
-        if not report["built"]:
-            raise BuildError(f"native library: {report['reason']}")
-    too_new = newer_symbols(target.read_bytes()) if portable else []
-    if too_new:
-        raise BuildError(
-            f"native library: needs {', '.join(too_new)}, newer than manylinux_2_28; build in its container"
-        )
 
 
 def newer_symbols(library: bytes) -> list[str]:
@@ -234,38 +198,29 @@ def newer_symbols(library: bytes) -> list[str]:
     return [f"{kind}_{'.'.join(map(str, number))}" for kind, number in sorted(found) if number > NEWEST[kind]]
 
 
-def _write_metadata(name: str, variant: Variant, directory: Path) -> None:
+def _write_metadata(name: str, backend: str, directory: Path) -> None:
     """`metadata.json`, with the digest of every other file and a name that no other build has."""
-    digests = {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).digest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-    whole = hashlib.sha256()
-    for file, digest in digests.items():
-        whole.update(file.encode() + b"\0" + digest)
+    # published as branch `v<version>`
+    text = (Path(__file__).parent / name / "build.toml").read_text(encoding="utf-8")
+    version = re.search(r"^version = (\d+)$", text, re.MULTILINE)
+    if version is None:
+        raise BuildError(f"hub/{name}/build.toml: no line `version = N`")
+    files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    digests = {file: hashlib.sha256(path.read_bytes()).digest() for file, path in files.items()}
+    whole = hashlib.sha256(b"".join(file.encode() + b"\0" + digest for file, digest in digests.items()))
     metadata = {
         "name": name,
-        "id": f"_{name.replace('-', '_')}_{variant.backend}_{whole.hexdigest()[:8]}",
-        "version": version_of(name),
+        "id": f"_{name.replace('-', '_')}_{backend}_{whole.hexdigest()[:8]}",
+        "version": int(version.group(1)),
         "license": "Apache-2.0",
         "python-depends": [],
-        "backend": {"type": variant.backend},
+        "backend": {"type": backend},
         "digest": {
             "algorithm": "sha256",
             "files": {file: base64.b64encode(digest).decode() for file, digest in digests.items()},
         },
     }
     (directory / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-
-
-def version_of(name: str) -> int:
-    """Major version of a kernel, as its `build.toml` says; published as branch `v<version>`."""
-    text = (Path(__file__).parent / name / "build.toml").read_text(encoding="utf-8")
-    found = re.search(r"^version = (\d+)$", text, re.MULTILINE)
-    if found is None:
-        raise BuildError(f"hub/{name}/build.toml: no line `version = N`")
-    return int(found.group(1))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from adaattn_hf._files import write_atomically  # noqa: E402
 from adaattn_hf.eval.timing import measure, spread  # noqa: E402
 
 ARMS = ("string", "adaattn", "sdpa")
-Work = Callable[[], Tensor]
+Answer = Callable[[str], Tensor]
+"""What an arm answers, by its name."""
 DECODER: dict[str, Any] = dict(
     vocab_size=4096, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0,
@@ -50,7 +52,7 @@ def models(config: Any, head: Any) -> dict[str, Any]:
     return found
 
 
-def bert_batch() -> dict[str, Work]:
+def bert_batch() -> Answer:
     """32 sentences of 8 to 128 tokens in a BERT of MiniLM's size.
 
     The string gets them flattened, as sentence-transformers hands them over.
@@ -75,41 +77,35 @@ def bert_batch() -> dict[str, Work]:
         padded_out: Tensor = made[arm](**padded).last_hidden_state
         return padded_out[mask]
 
-    return {arm: (lambda arm=arm: answer(arm)) for arm in ARMS}  # type: ignore[misc]
+    return answer
 
 
-def packed() -> dict[str, Work]:
+def packed() -> Answer:
     """Sixteen documents of 16 to 256 tokens in one row of a decoder with grouped heads."""
     lengths = torch.randint(16, 257, (16,)).tolist()
     ids = torch.randint(5, 4096, (1, sum(lengths)))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     made = models(tf.LlamaConfig(**DECODER), tf.AutoModelForCausalLM)
-    return {
-        arm: (lambda arm=arm: made[arm](input_ids=ids, position_ids=positions, use_cache=False).logits[0])  # type: ignore[misc]
-        for arm in ARMS
-    }
+    return lambda arm: made[arm](input_ids=ids, position_ids=positions, use_cache=False).logits[0]
 
 
-def windowed() -> dict[str, Work]:
+def windowed() -> Answer:
     """2,048 tokens in a decoder whose layers look 256 tokens back."""
     ids = torch.randint(5, 4096, (1, 2048))
     made = models(tf.MistralConfig(**DECODER, sliding_window=256), tf.AutoModelForCausalLM)
-    return {arm: (lambda arm=arm: made[arm](input_ids=ids, use_cache=False).logits[0]) for arm in ARMS}  # type: ignore[misc]
+    return lambda arm: made[arm](input_ids=ids, use_cache=False).logits[0]
 
 
-def decode() -> dict[str, Work]:
+def decode() -> Answer:
     """Sixteen greedy tokens behind four prompts of 512 tokens."""
     ids = torch.randint(5, 4096, (4, 512))
     made = models(tf.LlamaConfig(**DECODER), tf.AutoModelForCausalLM)
     asked: dict[str, Any] = dict(max_new_tokens=16, min_new_tokens=16, do_sample=False)
     mask = torch.ones_like(ids)
-    return {
-        arm: (lambda arm=arm: made[arm].generate(ids, attention_mask=mask, **asked).float())  # type: ignore[misc]
-        for arm in ARMS
-    }
+    return lambda arm: made[arm].generate(ids, attention_mask=mask, **asked).float()
 
 
-def training() -> dict[str, Work]:
+def training() -> Answer:
     """Forward and backward of four rows of 64 to 256 tokens; the answer is a gradient.
 
     The string gets them flattened, as TRL hands them over with `padding_free`; the others padded on the right.
@@ -134,10 +130,10 @@ def training() -> dict[str, Work]:
         gradient: Tensor = model.model.layers[0].self_attn.q_proj.weight.grad
         return gradient.clone()
 
-    return {arm: (lambda arm=arm: step(arm)) for arm in ARMS}  # type: ignore[misc]
+    return step
 
 
-CELLS: Mapping[str, Callable[[], dict[str, Work]]] = {
+CELLS: Mapping[str, Callable[[], Answer]] = {
     "BERT batch": bert_batch, "packed": packed, "windowed": windowed, "decode": decode, "training": training,
 }  # fmt: skip
 
@@ -145,9 +141,10 @@ CELLS: Mapping[str, Callable[[], dict[str, Work]]] = {
 def time_cell(name: str, rounds: int) -> dict[str, Any]:
     """Milliseconds of process time of each arm, and the string's ratio to the others; how far answers lie apart."""
     torch.manual_seed(0)
-    work = CELLS[name]()
-    right = work["sdpa"]()
-    apart = {arm: float((work[arm]() - right).abs().max()) for arm in ARMS}
+    answer = CELLS[name]()
+    work = {arm: partial(answer, arm) for arm in ARMS}
+    right = answer("sdpa")
+    apart = {arm: float((answer(arm) - right).abs().max()) for arm in ARMS}
     seconds = {arm: times["process"] for arm, times in measure(work, rounds, torch.device("cpu")).items()}
     ratios = {
         other: spread([a / b for a, b in zip(seconds["string"], seconds[other], strict=False)]) for other in ARMS[1:]

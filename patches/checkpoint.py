@@ -26,13 +26,9 @@ from .registry import NAMES
 Objective = Literal["causal", "masked"]
 
 DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
 _LOADING = (OSError, ValueError, KeyError, ImportError)
 """Errors that Transformers raises for a checkpoint that is missing, broken or needs a package."""
 
@@ -149,8 +145,12 @@ def placed(model: Any, device: str | None) -> Any:
     return accelerate.dispatch_model(model, places, skip_keys="past_key_values")
 
 
-def objective_of(config: Any) -> Objective | None:
-    """What a checkpoint was saved to predict by its architectures, else by its family; None without a head for it."""
+def _objective(config: Any, asked: str, name: str) -> Objective:
+    """What is asked for, else what a checkpoint was saved to predict: by its architectures, else by its family."""
+    if asked != "auto":
+        if asked not in get_args(Objective):
+            raise UsageError(unknown("objective", asked, ("auto", *get_args(Objective))))
+        return asked  # type: ignore[return-value]
     saved = config.architectures or []
     if any(name.endswith("ForMaskedLM") for name in saved):
         return "masked"
@@ -159,22 +159,13 @@ def objective_of(config: Any) -> Objective | None:
     if type(config) in tf.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         return "masked"
     # a GGUF file names no class; weights of a head that are not there are refused once they are missed
-    return "causal" if not saved and type(config) in tf.MODEL_FOR_CAUSAL_LM_MAPPING else None
-
-
-def _objective(config: Any, asked: str, name: str) -> Objective:
-    if asked != "auto":
-        if asked not in get_args(Objective):
-            raise UsageError(unknown("objective", asked, ("auto", *get_args(Objective))))
-        return asked  # type: ignore[return-value]
-    found = objective_of(config)
-    if found is None:
-        raise ModelUnavailable(
-            f"model: got {name}, saved as {_saved_as(config)}, expected a model with a language-model head "
-            "(…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one there is no nll. Give a checkpoint that was saved "
-            "with its head, or say --objective causal|masked if the weights are there"
-        )
-    return found
+    if not saved and type(config) in tf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "causal"
+    raise ModelUnavailable(
+        f"model: got {name}, saved as {_saved_as(config)}, expected a model with a language-model head (…ForCausalLM, "
+        "…LMHeadModel, …ForMaskedLM): without one there is no nll. Give a checkpoint that was saved with its head, or "
+        "say --objective causal|masked if the weights are there"
+    )
 
 
 def _saved_as(config: Any) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from adaattn_hf.attention.tracing import tracing
@@ -27,44 +28,37 @@ from .unpad.packing import has_cache, makes_cache
 
 _SLOT = "_adaattn_prepared"
 """Attribute in which a model keeps what was put on it, in this order; it is copied with the model."""
-_ON_PADDED = ("run", "raise")
 
 
 class PrepareError(ValueError):
     """A model cannot be prepared as asked; the message lists all reasons."""
 
 
-class _CacheHook:
-    """Gives every call that starts an empty `DynamicCache` layers that grow in place and store as asked."""
-
-    def __init__(self, model: PreTrainedModel, keyword: str, stored: str, streaming: bool) -> None:
-        self.keyword, self.stored, self.streaming = keyword, stored, streaming
-        self.signature = inspect.signature(type(model).forward)
-        self.handle: RemovableHandle = model.register_forward_pre_hook(self, with_kwargs=True)
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if tracing():
-            return None
-        arguments = arguments_of(self.signature, args, kwargs)
-        cache = cache_in(arguments)
-        if cache is None:
-            if (
-                module.config.is_encoder_decoder
-                or not makes_cache(module, arguments, module.config)
-                # MiniMax makes a cache of its own class, and takes no other
-                or not vars(GenerationMixin)["_supports_default_dynamic_cache"].__func__(type(module))
-            ):
-                return None
-            config = module.config.get_text_config(decoder=True)
-            if self.stored == "model" and not self.streaming:
-                return (), {**arguments, self.keyword: GrowingCache(config=config)}
-            made = convert(DynamicCache(config=config), module, self.stored, self.streaming)
-            return (), {**arguments, self.keyword: made}
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        if type(cache) is DynamicCache and not holds_tokens(cache):
-            convert(cache, module, self.stored, self.streaming)
+def _give_cache(
+    signature: inspect.Signature, stored: str, streaming: bool, module: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A hook before a pass: an empty `DynamicCache`, or none, gets layers that grow in place and store as asked."""
+    if tracing():
         return None
+    arguments = arguments_of(signature, args, kwargs)
+    cache = cache_in(arguments)
+    if cache is None:
+        if (
+            module.config.is_encoder_decoder
+            or not makes_cache(module, arguments, module.config)
+            # MiniMax makes a cache of its own class, and takes no other
+            or not vars(GenerationMixin)["_supports_default_dynamic_cache"].__func__(type(module))
+        ):
+            return None
+        config = module.config.get_text_config(decoder=True)
+        plain = stored == "model" and not streaming
+        made = GrowingCache(config=config) if plain else convert(DynamicCache(config=config), module, stored, streaming)
+        return (), {**arguments, str(cache_keyword(signature)): made}
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if type(cache) is DynamicCache and not holds_tokens(cache):
+        convert(cache, module, stored, streaming)
+    return None
 
 
 def prepare(
@@ -100,8 +94,8 @@ def prepare(
     """
     held = model_in(model)
     refuse_no_model(held)
-    if on_padded not in _ON_PADDED:
-        raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
+    if on_padded not in ("run", "raise"):
+        raise ValueError(f"on_padded: got {on_padded!r}, expected one of run, raise")
     towers = [tower for _, tower in towers_of(held)]
     if not towers:
         raise PrepareError(f"model: {type(held).__name__} holds no Transformers model")
@@ -111,13 +105,15 @@ def prepare(
         for tower in towers:
             parts: list[RemovableHandle | Unpadding | DirectForward] = []
             tower.__dict__[_SLOT] = parts
-            caches = cache_keyword(inspect.signature(type(tower).forward))
+            signature = inspect.signature(type(tower).forward)
+            caches = cache_keyword(signature)
             stored, streams = stored_as(tower, cache, streaming, "model")
             if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
                 raise PrepareError(f"cache: got {stored!r} for {type(tower).__name__}, which keeps no keys and values")
             check_stored(tower, stored, streams)
             if caches:
-                parts.append(_CacheHook(tower, caches, stored, streams).handle)
+                hook = partial(_give_cache, signature, stored, streams)
+                parts.append(tower.register_forward_pre_hook(hook, with_kwargs=True))
             if unpad:
                 unpadding, reasons = unpadding_of(tower)
                 if unpadding is None:

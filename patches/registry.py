@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from adaattn_hf.backends.select import BACKENDS, may_run_here
 from adaattn_hf.config import use_presets
 
-from .call.interface import AttentionFunction, attention_function
+from .call.interface import attention_function
 from .mask.masks import adaattn_mask
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
@@ -45,19 +46,15 @@ def register(*, impossible: bool = False) -> None:
             # without a mask function under the same name Transformers silently ignores padding
             AttentionMaskInterface.register(name, adaattn_mask)
             # no mask function under this name: the engine's requests are told apart by their lengths
-            AttentionInterface.register(engine_name(name), _for_engine(backend))
+            AttentionInterface.register(engine_name(name), partial(_attend_requests, backend))
 
 
-def _for_engine(backend: str | None) -> AttentionFunction:
-    """The function that the engine of continuous batching calls; few processes need what it imports."""
+def _attend_requests(backend: str | None, *given: Any, **told: Any) -> tuple[Tensor, None]:
+    # few processes need what it imports
+    from .call.batching import attend_requests, continuous_batching_runs_outside_graphs
 
-    def adaattn_batch(*given: Any, **told: Any) -> tuple[Tensor, None]:
-        from .call.batching import attend_requests, continuous_batching_runs_outside_graphs
-
-        attend = continuous_batching_runs_outside_graphs if torch.compiler.is_compiling() else attend_requests
-        return attend(backend, *given, **told)
-
-    return adaattn_batch
+    attend = continuous_batching_runs_outside_graphs if torch.compiler.is_compiling() else attend_requests
+    return attend(backend, *given, **told)
 
 
 def engine_name(name: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from adaattn_cli.calibrate import run
-from adaattn_cli.on_text import Calibrate
+from adaattn_cli.commands import CALIBRATE
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration.state import RISKS_FILE
 from adaattn_hf.eval.demo import DEMO_MODELS, demo_model_path, pages_path
@@ -59,7 +58,7 @@ def averaged(base: Path, target: Path) -> Path:
     return target
 
 
-def measure(base: Calibrate, work: Path) -> dict[str, Any]:
+def measure(base: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """Returns the result of each arm at each budget; those that `work` lacks are calibrated and kept there."""
     first = work / f"{ALL}, {BUDGETS[0]}"
     found: dict[str, Any] = {}
@@ -67,11 +66,11 @@ def measure(base: Calibrate, work: Path) -> dict[str, Any]:
         place = work / f"{arm}, {budget}"
         kept = work / f"{place.name}.json"
         if not kept.is_file():
-            words = replace(base, budget=(budget,), output_dir=place, resume=place.is_dir())
+            words = {**base, "budget": (budget,), "output_dir": place, "resume": place.is_dir()}
             if place != first:
                 risks = averaged(first, work / "averaged") if arm == FLAT else first
-                words = replace(words, risks=risks, prices=first / "adaattn_prices.json")
-            done = run(replace(words, families=() if arm in (ALL, FLAT) else (arm,)))
+                words |= {"risks": risks, "prices": first / "adaattn_prices.json"}
+            done = run(CALIBRATE(**words, families=() if arm in (ALL, FLAT) else (arm,)))
             report, plan = done.result["report"], done.result["plan"]
             result = {"verified": None if done.code else plan["verified"], **{name: report[name] for name in KEPT}}
             write_atomically(kept, json_text({**result, "provenance": provenance(torch.device("cpu"))}, indent=1))
@@ -102,8 +101,8 @@ def page(models: Mapping[str, Mapping[str, Any]]) -> str:
 def main(work: Path, target: Path = TARGET) -> None:
     """Measures what is missing, and writes the page."""
     pages = {name: (pages_path(split),) for name, split in (("data", "calibration"), ("verify_data", "heldout"))}
-    base = Calibrate(decode_tokens=0, device="cpu", threads=1, quiet=True, as_json=True, **pages)  # type: ignore[arg-type]
-    models = {name: measure(replace(base, model=str(demo_model_path(name))), work / name) for name in DEMO_MODELS}
+    base = {"decode_tokens": 0, "device": "cpu", "threads": 1, "quiet": True, "as_json": True, **pages}
+    models = {name: measure({**base, "model": str(demo_model_path(name))}, work / name) for name in DEMO_MODELS}
     write_atomically(target / "ablation.json", json_text(models, indent=1) + "\n")
     write_atomically(target / "ablation.md", page(models))
 

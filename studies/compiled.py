@@ -31,7 +31,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.pages import Pages
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import capability
-from adaattn_hf.backends.capability import Capability, of_sm
+from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.triton import TritonBackend, backward, forward, step, storing, tiling
 from adaattn_hf.backends.triton import launch as launching
 from adaattn_hf.backends.triton.ops import traced_step
@@ -48,28 +48,14 @@ DEVICES = (80, 86, 89, 90, 100, 120)
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as one call launches it.
+    """A kernel as one call launches it."""
 
-    Attributes:
-        sm: Compute capability that it was compiled for, 90 for 9.0.
-        call: The call, in words.
-        kernel: Name of the kernel.
-        tile: Query rows, key columns, warps and stages; of a step, no rows.
-        shared: Bytes of shared memory of a program.
-        limit: Bytes that the device has for one.
-    """
-
-    sm: int
-    call: str
+    sm: int  # compute capability that it was compiled for, 90 for 9.0
+    call: str  # in words
     kernel: str
-    tile: str
-    shared: int
-    limit: int
-
-
-def record(sm: int) -> Capability:
-    """What a compute capability can do."""
-    return of_sm(divmod(sm, 10))
+    tile: str  # query rows, key columns, warps and stages; of a step, no rows
+    shared: int  # bytes of shared memory of a program
+    limit: int  # bytes that the device has for one
 
 
 class NoDevice:
@@ -93,13 +79,8 @@ class NoDevice:
 
 
 def on(sm: int, believed: int | None = None) -> list[Launch]:
-    """Has launches compile for a device from now on; they are noted in the list.
-
-    Args:
-        sm: Its compute capability.
-        believed: What the backend holds the device to be, where that is another one.
-    """
-    facts, found = record(believed or sm), list[Launch]()
+    """Notes launches in a list from now on, compiled for a device; the backend believes that it is another one."""
+    facts, found, shared = of_sm(divmod(believed or sm, 10)), list[Launch](), of_sm(divmod(sm, 10)).shared_memory
     driver.set_active(NoDevice(sm))
     vars(capability).update(_has_devices=lambda: True, _of_device=lambda index: facts)
     torch.cuda.current_device = lambda: 0
@@ -117,8 +98,7 @@ def on(sm: int, believed: int | None = None) -> list[Launch]:
         made = _RUN(kernel, *arguments, grid=grid, warmup=True, **constants)
         tile = [constants.get(name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
         shown = "/".join("-" if one is None else str(one) for one in tile)
-        limit = record(sm).shared_memory
-        found.append(Launch(sm, "", kernel.__name__, shown, made.metadata.shared, limit))
+        found.append(Launch(sm, "", kernel.__name__, shown, made.metadata.shared, shared))
         return made
 
     JITFunction.run = run
@@ -153,19 +133,7 @@ def attention_call(
     kind: str = "plain",
     **more: Any,
 ) -> AttentionCall:
-    """A causal call over two key/value heads: plain, padded, packed into one row, windowed, or full.
-
-    Args:
-        dims: Channels of queries and keys, and of values.
-        queries: As many as there are.
-        keys: As many as there are.
-        heads: Query heads.
-        rules: Per head.
-        grad: Whether gradients are wanted.
-        dtype: Of all tensors.
-        kind: The structure, one of KINDS.
-        more: Of the request.
-    """
+    """A call over two key/value heads, of one of KINDS; `dims` are channels of queries and keys, and of values."""
     query, key, value = (
         torch.randn(1, count, number, dim, dtype=dtype).transpose(1, 2).requires_grad_(grad)
         for count, number, dim in ((queries, heads, dims[0]), (keys, 2, dims[0]), (keys, 2, dims[1]))
@@ -279,7 +247,7 @@ def compiled(sm: int, names: Sequence[str] = (), believed: int | None = None) ->
     for name, make, work in calls(names):
         asked = make()
         if refused(asked):
-            yield Launch(sm, name, "refused", refused(asked)[0], 0, record(sm).shared_memory)
+            yield Launch(sm, name, "refused", refused(asked)[0], 0, 0)
             continue
         work(asked)
         for one in found:

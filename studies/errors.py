@@ -7,7 +7,6 @@ the computation. Triton's kernels run in its interpreter where there is no CUDA 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,21 +36,14 @@ STAGES = ("prefill", "padded", "decode", "backward")
 
 @dataclass(frozen=True)
 class Error:
-    """Errors of one backend in one dtype at one stage, against double precision.
-
-    Attributes:
-        backend, dtype, stage: Which.
-        largest: Largest absolute difference.
-        relative: Norm of the difference over the norm of the result.
-        sqnr: The same in decibels: signal over noise.
-    """
+    """Errors of one backend in one dtype at one stage, against double precision."""
 
     backend: str
     dtype: str
     stage: str
-    largest: float
-    relative: float
-    sqnr: float
+    largest: float  # absolute difference
+    relative: float  # norm of the difference over the norm of the result
+    sqnr: float  # the same in decibels: signal over noise
 
 
 def call(stage: str, dtype: torch.dtype, device: str = "cpu") -> AttentionCall:
@@ -106,14 +98,8 @@ def measure(backend: str, dtype: str, stage: str) -> Error | None:
     truth, found = results(wide, stage, None, kind), results(asked, stage, backend, kind)
     difference = (found - truth).abs()
     relative = float(difference.norm() / truth.norm())
-    return Error(
-        backend,
-        dtype,
-        stage,
-        float(difference.max()),
-        relative,
-        float(decibels(truth.square().sum(), difference.square().sum())),
-    )
+    noise = float(decibels(truth.square().sum(), difference.square().sum()))
+    return Error(backend, dtype, stage, float(difference.max()), relative, noise)
 
 
 def table(errors: list[Error], origin: Mapping[str, Any]) -> str:
@@ -139,20 +125,17 @@ def table(errors: list[Error], origin: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measures, prints, and writes where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="directory for errors.json and errors.md")
-    asked = parser.parse_args()
+    """Measures, prints, and writes to the directory that is named."""
     torch.set_num_threads(1)
     cells = [measure(b, d, s) for b in NAMES for s in STAGES for d in DTYPES]
     errors = [cell for cell in cells if cell is not None]
     origin = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     text = table(errors, origin)
     print(text)
-    if asked.write:
+    for directory in map(Path, sys.argv[1:]):
         data = {"provenance": origin, "errors": [asdict(e) for e in errors]}
-        write_atomically(asked.write / "errors.json", json.dumps(data, indent=1) + "\n")
-        write_atomically(asked.write / "errors.md", text)
+        write_atomically(directory / "errors.json", json.dumps(data, indent=1) + "\n")
+        write_atomically(directory / "errors.md", text)
     return 0
 
 

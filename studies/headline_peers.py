@@ -25,14 +25,9 @@ UNTIMED = {
 
 
 def peers(reports: Mapping[str, Any]) -> str:
-    """The table, stock's time over ours, then machines and commits, and what was not timed and why.
-
-    Raises:
-        UsageError: A cell was not measured, or names no commit.
-    """
+    """The table, stock's time over ours, then machines and commits, and what was not timed and why (UsageError)."""
     columns: dict[str, Mapping[str, Any]] = {}
-    places: dict[str, list[str]] = {}
-    reasons: dict[str, list[str]] = {}
+    places, reasons = dict[str, list[str]](), dict[str, list[str]]()
     absent: Mapping[str, str] = {}
     for name, titles in SHOWN.items():
         report = reports[name]

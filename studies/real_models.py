@@ -241,7 +241,7 @@ def passes(model: Any, ids: Tensor, plans: Mapping[str, Plan], rounds: int = 5) 
 def attention(model: Any, ids: Tensor, plans: Mapping[str, Plan]) -> dict[str, float]:
     """The device's seconds of all attention calls of a prefill, by arm."""
     model.set_attn_implementation("adaattn")
-    arms = {name: BoundPlan(model, plan).by_index for name, plan in plans.items()}
+    arms = {name: BoundPlan.of(model, plan).by_index for name, plan in plans.items()}
     return attention_seconds(partial(model.base_model, input_ids=ids, use_cache=False), arms)
 
 

@@ -16,7 +16,7 @@ from adaattn_hf.plans.choices import EXACT, Choice
 from adaattn_hf.plans.evidence import LEVEL
 from adaattn_hf.plans.limits import unproven, verdict_of
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.wording import allowed, in_nats, legend, quotient, rise, share, times
+from adaattn_hf.plans.wording import allowed, in_nats, legend, rise, share, times
 
 from .headline import Bought, headline, name_of, speed_of
 
@@ -88,16 +88,14 @@ def details(plan: Plan) -> list[str]:
 def heat_map(plan: Plan) -> Table:
     """Returns a table for the terminal, one row per layer, one cell per key/value head."""
     choices = grid(plan)
-    table = Table(pad_edge=False)
+    table, width, codes = Table(pad_edge=False), max(map(len, choices), default=0), _codes(choices)
     table.add_column("layer", justify="right")
-    width = max((len(row) for row in choices), default=0)
-    codes = _codes(choices) if width > NAMED_COLUMNS else None
-    if codes is not None:
+    if codes:
         table.add_column(f"heads 0 to {width - 1}", overflow="fold")
     for head in range(0 if codes else width):
         table.add_column(str(head), justify="center")
     for index, row in zip(layers_of(plan), choices, strict=True):
-        named = [(codes[choice] if codes else f" {choice.label} ", choice.colour) for choice in row]
+        named = [(codes.get(choice, f" {choice.label} "), choice.colour) for choice in row]
         cells = [Text(words, style=f"white on rgb({','.join(map(str, colour))})") for words, colour in named]
         table.add_row(str(index), *([Text().join(cells)] if codes else cells))
     return table
@@ -106,10 +104,16 @@ def heat_map(plan: Plan) -> Table:
 def below(plan: Plan) -> list[str]:
     """Returns the lines under a plan's table: what its labels mean, and what it does not show."""
     choices = grid(plan)
-    codes, meanings = _codes(choices), legend(itertools.chain(*choices))
-    coded = max((len(row) for row in choices), default=0) > NAMED_COLUMNS and not plan.is_exact
-    named = [", ".join(f"{code} {choice.label}" for choice, code in codes.items())] * coded
-    return [*named, *filter(None, [meanings]), *notes(plan)]
+    named = [] if plan.is_exact else [f"{code} {choice.label}" for choice, code in _codes(choices).items()]
+    return [*filter(None, [", ".join(named), legend(itertools.chain(*choices))]), *notes(plan)]
+
+
+def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
+    """One letter for each choice, where rows are too wide for names."""
+    if max(map(len, choices), default=0) <= NAMED_COLUMNS:
+        return {}
+    letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
+    return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
 
 
 def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
@@ -123,14 +127,3 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
         console.print(heat_map(plan))
     for line in (*below(plan), *(details(plan) if verbose else ())):
         tell(console, line)
-
-
-def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
-    letters = itertools.chain("·", string.ascii_uppercase, map(chr, itertools.count(ord("a"))))
-    return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
-
-
-def time_shares(plan: Plan, rows: Sequence[int], heads: int) -> list[float | None]:
-    """Returns the time of each unit as a share of the exact one, row by row; None where it is not known."""
-    known = {(unit.layer, unit.head): quotient([unit.price], [unit.exact_price]) for unit in plan.units}
-    return [known.get((layer, head), 1.0) for layer in rows for head in range(heads)]

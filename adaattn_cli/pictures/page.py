@@ -13,11 +13,11 @@ from adaattn_hf.eval.pages import filled
 from adaattn_hf.plans.choices import EXACT, Choice, Precision, Rank, Window
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.wording import allowed, legend
-from adaattn_hf.policy.knapsack import Allocation, evaluate, shared_prices, worst_length
+from adaattn_hf.plans.wording import allowed, legend, quotient
+from adaattn_hf.policy.knapsack import evaluate, shared_prices, worst_length
 from adaattn_hf.policy.table import SolverTable
 
-from .grid import details, grid, layers_of, notes, time_shares
+from .grid import details, grid, layers_of, notes
 from .headline import Bought, grounds, name_of, speed_of, verdict
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
@@ -44,10 +44,12 @@ def plan_page(plan: Plan, buys: Bought | None = None) -> str:
     labels = list(dict.fromkeys((EXACT, *(choice for row in choices for choice in row))))
     width = max((len(row) for row in choices), default=1)
     risks = {(unit.layer, unit.head): unit.risk for unit in plan.units}
+    shares = {(unit.layer, unit.head): quotient([unit.price], [unit.exact_price]) for unit in plan.units}
+    units = [(layer, head) for layer in rows for head in range(width)]
     picks = [labels.index(row[at]) if at < len(row) else None for row in choices for at in range(width)]
-    risk = [risks.get((layer, head), 0.0) for layer in rows for head in range(width)]
+    risk, time = [risks.get(unit, 0.0) for unit in units], [shares.get(unit, 1.0) for unit in units]
     speed = speed_of(plan) if plan.units else 1.0
-    stop = _stop("the plan", picks, risk, time_shares(plan, rows, width), plan.predicted_loss, speed)
+    stop = _stop("the plan", picks, risk, time, plan.predicted_loss, speed)
     return page(
         {
             "title": name_of(plan),
@@ -67,16 +69,15 @@ def proof(plan: Plan) -> dict[str, Any] | None:
     """Returns the verdict of held-out text on a plan, nats/token, and in words."""
     if plan.verified is None or unproven(plan) is not None:
         return None
-    return {
-        "mean": _finite(plan.verified.delta_nll),
-        "upper": _finite(plan.verified.upper),
-        "sentence": f"Confidence of the bound: {grounds(plan)}.",
-    }
+    # JSON has neither infinity nor NaN
+    ends = {"mean": plan.verified.delta_nll, "upper": plan.verified.upper}
+    found = {name: value if math.isfinite(value) else None for name, value in ends.items()}
+    return {**found, "sentence": f"Confidence of the bound: {grounds(plan)}."}
 
 
 def rounded(value: float | None) -> float | None:
     """Returns a number rounded to four digits, enough for a page; None for what no float can say."""
-    return None if value is None or _finite(value) is None else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
 def _stop(
@@ -94,31 +95,41 @@ def _stop(
     }  # fmt: skip
 
 
-def _finite(value: float) -> float | None:
-    """JSON has neither infinity nor NaN."""
-    return value if math.isfinite(value) else None
-
-
 def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
     """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was verified.
 
     The report beside it says what it `buys`; `name` is that of the model in the heading, the plan's own if absent.
     """
     exact = np.zeros(len(table.units), dtype=np.int64)
-    base = evaluate(exact, table.prices, table.risks, table.launches)
-    stops = [_solved("exact", table, base, base.price)]
+    base = evaluate(exact, table.prices, table.risks, table.launches).price
+    full, units = shared_prices(exact, table.prices, table.launches), np.arange(len(exact))
+
+    def solved(name: str, picks: NDArray[np.int64]) -> dict[str, Any]:
+        allocation = evaluate(picks, table.prices, table.risks, table.launches)
+        kept = table.kept
+        memory = None if kept is None else float(kept[units, picks].sum() / kept[:, 0].sum())
+        risk = worst_length(table.risks, picks).tolist()
+        time = (shared_prices(picks, table.prices, table.launches) / full).tolist()
+        return _stop(name, picks.tolist(), risk, time, float(allocation.risk.max()), base / allocation.price, memory)
+
+    stops = [solved("exact", exact)]
     settings = plan.protocol.get("settings", {})
     smallest = settings.get("optimize") == "memory" or settings.get("kv_bytes") is not None
     for budget in BUDGETS:
-        picks = table.solve(budget, smallest).picks
-        solved = evaluate(picks, table.prices, table.risks, table.launches)
-        stop = _solved(allowed(budget), table, solved, base.price)
+        stop = solved(allowed(budget), table.solve(budget, smallest).picks)
         if stop["picks"] != stops[-1]["picks"]:
             stops.append({**stop, "budget": budget})
     start = len(stops) // 2
     if plan.verified is not None and not plan.is_exact:
-        chosen = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
-        stop = _solved(f"your plan, allowed {allowed(plan.budget)}", table, chosen, base.price)
+        chosen = {(layer.layer, head): one.label for layer in plan.layers for head, one in enumerate(layer.choices)}
+        strange = sorted({name for name in chosen.values() if name not in table.choices})
+        if strange or not set(chosen) <= set(table.units):
+            raise ValueError(
+                f"plan: takes {', '.join(strange) or 'heads'} that its report does not hold; give the directory of one "
+                "calibration"
+            )
+        picks = np.array([table.choices.index(chosen.get(unit, table.choices[0])) for unit in table.units])
+        stop = solved(f"your plan, allowed {allowed(plan.budget)}", picks)
         stop |= {"verdict": verdict(plan, buys), "proof": proof(plan)}
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
@@ -140,23 +151,3 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
             "time": [list(map(rounded, row)) for row in (each / each[:, :1]).tolist()],
         },
     }
-
-
-def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
-    chosen = {(layer.layer, head): choice.label for layer in plan.layers for head, choice in enumerate(layer.choices)}
-    strange = sorted({name for name in chosen.values() if name not in table.choices})
-    if strange or not set(chosen) <= set(table.units):
-        raise ValueError(
-            f"plan: takes {', '.join(strange) or 'heads'} that its report does not hold; give the directory of one "
-            "calibration"
-        )
-    return np.array([table.choices.index(chosen.get(unit, table.choices[0])) for unit in table.units])
-
-
-def _solved(name: str, table: SolverTable, allocation: Allocation, base: float) -> dict[str, Any]:
-    picks = allocation.picks
-    price, full = (shared_prices(one, table.prices, table.launches) for one in (picks, np.zeros_like(picks)))
-    kept, units = table.kept, np.arange(len(picks))
-    memory = None if kept is None else float(kept[units, picks].sum() / kept[:, 0].sum())
-    risk, time = worst_length(table.risks, picks).tolist(), (price / full).tolist()
-    return _stop(name, picks.tolist(), risk, time, float(allocation.risk.max()), base / allocation.price, memory)

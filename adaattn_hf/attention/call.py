@@ -28,7 +28,7 @@ from .kind import (
     facts_of,
 )
 from .structure import MaskStructure
-from .tracing import holds_no_memory
+from .tracing import any_autocast, holds_no_memory
 
 if TYPE_CHECKING:
     from .heads import HeadRules
@@ -87,7 +87,10 @@ class AttentionCall:
             self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
         check_dtype("query", self.query)
         if not self.query.device == self.key.device == self.value.device:
-            raise other_devices(self.query, self.key, self.value)
+            raise ValueError(
+                f"query, key, value: got tensors on {self.query.device}, {self.key.device} and {self.value.device}, "
+                "expected one device; move them to the query's, key.to(query.device)"
+            )
         if self.stored is not None:
             self.stored.check_device(self.query.device)
         elif not self.query.dtype == self.key.dtype == self.value.dtype:
@@ -124,7 +127,14 @@ class AttentionCall:
                 "which is [batch, heads, q_len, kv_len]"
             )
         if self.per_head is not None:
-            self.per_head.check_fit(kv_heads, dim)
+            windows, mean = self.per_head.windows, self.per_head.key_mean
+            if len(windows) != kv_heads:
+                raise ValueError(
+                    f"per_head: got rules for {len(windows)} heads, expected one for each of the {kv_heads} key/value "
+                    "heads"
+                )
+            if mean is not None and mean.shape[1] != dim:
+                raise ValueError(f"per_head.key_mean: got shape {tuple(mean.shape)}, expected [{len(windows)}, {dim}]")
         if self.dropout and not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing")
         softcap = self.softcap
@@ -275,12 +285,36 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         )
 
 
-def other_devices(query: Tensor, key: Tensor, value: Tensor) -> ValueError:
-    """The error of a call whose tensors do not lie on one device."""
-    return ValueError(
-        f"query, key, value: got tensors on {query.device}, {key.device} and {value.device}, "
-        "expected one device; move them to the query's, key.to(query.device)"
-    )
+def one_dtype(query: Tensor, key: Tensor, value: Tensor, upcasts: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in one dtype: autocast's where it is on, else the widest; `upcasts` asks for at least fp32.
+
+    Under autocast, rotary embeddings return fp32 queries and keys beside half-precision values. It leaves fp64 alone.
+    """
+    dtype = query.dtype
+    casts = any_autocast() and _autocasts(query.device.type)
+    casts = casts and torch.float64 not in (dtype, key.dtype, value.dtype)
+    if not (casts or upcasts) and dtype is key.dtype is value.dtype:
+        return query, key, value
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_dtype(name, tensor)
+    if casts:
+        dtype = torch.get_autocast_dtype(query.device.type)
+    else:
+        dtype = torch.promote_types(torch.promote_types(dtype, key.dtype), value.dtype)
+    if upcasts:
+        dtype = torch.promote_types(dtype, torch.float32)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def restored(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """The output contiguous, in the query's dtype; under autocast in autocast's, as stock attention does."""
+    if out.dtype is not dtype and not _autocasts(out.device.type):
+        out = out.to(dtype)
+    return out.contiguous()
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # `explain` runs models on meta, which has none
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

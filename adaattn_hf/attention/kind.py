@@ -185,13 +185,14 @@ def facts_of(structure: MaskStructure, device: str, named: bool) -> Facts:
     shape, features, packed = structure.kind, PAGES if structure.paged else 0, 0
     batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
     numbers = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
-    if (
-        shape == "ragged"
-        and not features
-        and device != "meta"
-        and numbers
-        and (named or _worth_a_look(structure, device))
-    ):
+    looks = shape == "ragged" and not features and device != "meta" and numbers
+    if looks and not named:
+        looks = batch * q_len * keys > (_SMALL_PAIRS_CUDA if device == "cuda" else SMALL_PAIRS)
+        if device == "cuda" and q_len == 1:
+            # a step reads its padding and offset where they are: looking at them would halt it
+            looks = not structure.one_run_a_row
+        looks = looks or device not in ("cpu", "cuda")
+    if looks:
         features |= LOOKED
         runs = structure.segments()
         if runs is None:
@@ -208,14 +209,6 @@ def facts_of(structure: MaskStructure, device: str, named: bool) -> Facts:
     features |= ONE_QUERY if q_len == 1 else 0
     features |= 0 if structure.sinks_at_runs else CUT_SINKS
     return shape, features, packed, keys_class(keys) if numbers and device == "cuda" else 0
-
-
-def _worth_a_look(structure: MaskStructure, device: str) -> bool:
-    pairs = structure.batch * structure.q_len * structure.kv_len
-    if device == "cuda":
-        # a step reads its padding and offset where they are: looking at them would halt it
-        return not structure.one_run_a_row if structure.q_len == 1 else pairs > _SMALL_PAIRS_CUDA
-    return pairs > SMALL_PAIRS or device != "cpu"
 
 
 def facts_in_graph(structure: MaskStructure, device: str) -> Facts:

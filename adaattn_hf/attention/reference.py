@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall
-from .slicing import reference_call
+from .heads import reference_call
 from .tracing import autocast_device
 
 
@@ -32,7 +32,7 @@ def attention(call: AttentionCall, dtype: torch.dtype = torch.float64) -> Refere
     """Exact attention in `dtype`, without dropout.
 
     Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. Rules per head are computed as
-    `slicing.reference_call` says.
+    `heads.reference_call` says.
     """
     call = reference_call(call.dequantised())
     query, key, value = (t.to(dtype) for t in (call.query, call.key, call.value))

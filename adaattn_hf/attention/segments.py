@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 
 def _real_runs(padding: Tensor) -> list[Run] | None:
-    """Per row of `[rows, length]` the run of real tokens, empty where there is none; None if a row has holes."""
+    # per row of `[rows, length]`, empty where there is none; None if a row has holes
     framed = torch.constant_pad_nd(padding, (1, 1))
     borders = (framed[:, 1:] != framed[:, :-1]).nonzero().tolist()  # where a run begins, and where it ends
     runs = [(0, 0)] * padding.shape[0]
@@ -40,7 +40,7 @@ def _real_runs(padding: Tensor) -> list[Run] | None:
 
 
 def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
-    """Per row of `[rows, length]` the run of each number, in order; None if one comes back after another."""
+    # per row of `[rows, length]` the run of each number, in order; None if one comes back after another
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     rows, places = new.nonzero(as_tuple=True)
@@ -55,76 +55,52 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
 
 
 def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
-    """The runs of a structure, ordered by batch row and query; None if the rules do not describe runs.
+    """The runs of a structure, ordered by batch row and query; None if padding or documents do not describe runs.
 
-    A query that belongs to no run sees nothing.
+    A query that belongs to no run sees nothing. `MaskStructure.segments` knows of the rules that never do.
     """
-    if structure.spans is not None or structure.mask is not None:
-        return None
-    if structure.window is not None and structure.sinks and not structure.sinks_at_runs:
-        return None
-    offset, q_len, kv_len = structure.offset(), structure.q_len, structure.kv_len
+    offset, q_len, kv_len, causal = structure.offset(), structure.q_len, structure.kv_len, structure.causal
     padding = structure.padding_on_host()
-    real = None if padding is None else _real_runs(padding)
-    if padding is not None:
-        if real is None:
-            return None
-        if structure.one_run_a_row:
-            return _padded_rows(structure, offset, real)
-    starts = None if structure.chunk_start is None else structure.on_host(structure.chunk_start).tolist()
-    documents = _documents(structure)
-    if documents is None:
-        return None
     found: list[Segment] = []
+    real = None if padding is None else _real_runs(padding)
+    if real is None and padding is not None:
+        return None
+    if real is not None and structure.one_run_a_row:  # every pass over a padded batch comes here
+        for row, (low, high) in enumerate(real):
+            start = max(low - offset, 0) if causal else 0
+            high = min(high, q_len + offset) if causal else high
+            if q_len > start and high > low:
+                found.append(Segment(row, start, q_len - start, low, high - low, start + offset - low))
+        return tuple(found)
+    starts = None if structure.chunk_start is None else structure.on_host(structure.chunk_start).tolist()
+    documents = [[((0, q_len), (0, kv_len))]]
+    if structure.k_segments is not None:
+        of_keys = of_queries = _document_runs(structure.on_host(structure.k_segments))
+        if structure.q_segments is not None and structure.q_segments is not structure.k_segments:
+            of_queries = _document_runs(structure.on_host(structure.q_segments))
+        if of_keys is None or of_queries is None:
+            return None
+        documents = [
+            [(queries[number], run) for number, run in keys.items() if number in queries]
+            for queries, keys in zip(of_queries, of_keys, strict=True)
+        ]
     for row in range(structure.batch):
-        low, high = 0, kv_len
-        if real is not None:
-            low, high = real[row]
-            if high == low:
-                continue
+        low, high = (0, kv_len) if real is None else real[row]
         for (q_low, q_high), (k_low, k_high) in documents[row if len(documents) > 1 else 0]:
             begin, k_low, k_high = k_low, max(k_low, low), min(k_high, high)
-            if structure.chunk is None:
-                pieces = [(q_low, q_high, k_low, k_high)]
-            else:
+            pieces = [(q_low, q_high, k_low, k_high)]
+            if structure.chunk is not None:
                 # a document's chunks count from its first key, even if that is padding
                 origin = begin if structure.k_segments is not None else (0 if starts is None else starts[row])
                 pieces = _chunks(structure.chunk, origin, offset, (q_low, q_high), (k_low, k_high))
             for a, b, c, d in pieces:
-                if structure.causal:
+                if causal:
                     # keys after the last query and queries before the first key see nothing of one another
                     a, d = max(a, c - offset), min(d, b + offset)
                 a, b = max(a, 0), min(b, q_len)
                 if b > a and d > c:
                     found.append(Segment(row, a, b - a, c, d - c, a + offset - c))
     return tuple(found)
-
-
-def _padded_rows(structure: MaskStructure, offset: int, real: list[Run]) -> tuple[Segment, ...]:
-    """The runs where nothing but padding cuts a row: every pass over a padded batch comes here."""
-    found, q_len, causal = [], structure.q_len, structure.causal
-    for row, (low, high) in enumerate(real):
-        start = max(low - offset, 0) if causal else 0
-        if causal:
-            high = min(high, q_len + offset)
-        if q_len > start and high > low:
-            found.append(Segment(row, start, q_len - start, low, high - low, start + offset - low))
-    return tuple(found)
-
-
-def _documents(structure: MaskStructure) -> list[list[tuple[Run, Run]]] | None:
-    whole = [((0, structure.q_len), (0, structure.kv_len))]
-    if structure.k_segments is None:
-        return [whole]
-    of_keys = of_queries = _document_runs(structure.on_host(structure.k_segments))
-    if structure.q_segments is not None and structure.q_segments is not structure.k_segments:
-        of_queries = _document_runs(structure.on_host(structure.q_segments))
-    if of_keys is None or of_queries is None:
-        return None
-    return [
-        [(queries[number], run) for number, run in keys.items() if number in queries]
-        for queries, keys in zip(of_queries, of_keys, strict=True)
-    ]
 
 
 def _chunks(chunk: int, origin: int, offset: int, q: Run, k: Run) -> list[tuple[int, int, int, int]]:

@@ -203,16 +203,11 @@ class MaskStructure:
                 f"structure: made for a batch of {self.batch}, got queries of batch {batch}; "
                 "pass an attention_mask whose batch is that of the inputs"
             )
-
         return self.cached(MaskStructure._expand, batch)
 
     def _expand(self, batch: int) -> MaskStructure:
-        def rows(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.expand(batch, *t.shape[1:])
-
-        tensors = {name: rows(getattr(self, name)) for name in ("key_padding", "spans", "chunk_start")}
-        if isinstance(self.dropped, Tensor):
-            tensors["dropped"] = rows(self.dropped)
+        by_row = {name: getattr(self, name) for name in ("key_padding", "spans", "chunk_start", "dropped")}
+        tensors = {name: t.expand(batch, *t.shape[1:]) for name, t in by_row.items() if isinstance(t, Tensor)}
         return self.with_changes(batch=batch, **tensors)
 
     # ------------------------------------------------------------------ the definition
@@ -227,10 +222,6 @@ class MaskStructure:
         keep: Tensor | None = None
         count = (self.q_len if stop is None else stop) - start if rows is None else len(rows)
 
-        def places() -> Tensor:
-            own = torch.arange(start, start + count, device=device) if rows is None else rows.to(device)
-            return own + self.q_offset
-
         def of_rows(given: Tensor, dim: int) -> Tensor:
             if rows is None:
                 return given.narrow(dim, start, count)
@@ -242,7 +233,7 @@ class MaskStructure:
         # small padded batches come here in every forward pass, so nothing is made that no rule asks for
         positional = self.causal or self.window is not None or self.chunk is not None or self.spans is not None
         if positional:
-            p = places()
+            p = (torch.arange(start, start + count, device=device) if rows is None else rows.to(device)) + self.q_offset
             j = torch.arange(self.kv_len, device=device)
             p_, j_ = p[None, None, :, None], j[None, None, None, :]
         if self.causal:
@@ -253,7 +244,12 @@ class MaskStructure:
                 near = near | (j_ - self.first_token(device)[:, None, None, :] < self.sinks)
             keep = both(keep, near)
         if self.chunk is not None:
-            origin = self._chunk_origin(device)
+            if self.k_segments is not None:
+                origin = self._sequence_start(device)
+            elif self.chunk_start is not None:
+                origin = self.chunk_start.to(device)[:, None].expand(-1, self.kv_len)
+            else:
+                origin = torch.zeros((1, self.kv_len), dtype=torch.long, device=device)
             at_p = origin.gather(1, p.clamp(0, self.kv_len - 1).expand(origin.shape[0], -1))
             chunk_of_q = (p - at_p).div(self.chunk, rounding_mode="floor")
             chunk_of_k = (j - origin).div(self.chunk, rounding_mode="floor")
@@ -292,7 +288,7 @@ class MaskStructure:
         return torch.where(start == 0, gone, start)
 
     def _sequence_start(self, device: torch.device | str) -> Tensor:
-        """`[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to."""
+        # `[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to
         j = torch.arange(self.kv_len, device=device)[None]
         if self.k_segments is not None:
             ids = self.k_segments.to(device)
@@ -302,14 +298,6 @@ class MaskStructure:
         if self.key_padding is not None:
             return self.key_padding.to(device).int().argmax(dim=1, keepdim=True).expand(-1, self.kv_len)
         return torch.zeros_like(j)
-
-    def _chunk_origin(self, device: torch.device | str) -> Tensor:
-        """`[batch or 1, kv_len]`: key index at which chunk 0 of each key's sequence starts."""
-        if self.k_segments is not None:
-            return self._sequence_start(device)
-        if self.chunk_start is not None:
-            return self.chunk_start.to(device)[:, None].expand(-1, self.kv_len)
-        return torch.zeros((1, self.kv_len), dtype=torch.long, device=device)
 
     # ------------------------------------------------------------------ facts that need data
     def simplified(self) -> MaskStructure:
@@ -322,7 +310,7 @@ class MaskStructure:
         return self.cached(MaskStructure._settle) or self
 
     def _settle(self) -> MaskStructure | None:
-        """None for itself: one that remembers itself would wait for the garbage collector, with all its tables."""
+        # None for itself: one that remembers itself would wait for the garbage collector, with all its tables
         changes: dict[str, Any] = {}
         padding = self.padding_on_host()
         if padding is not None and not padding.is_meta and bool(padding.all()):
@@ -356,6 +344,10 @@ class MaskStructure:
         Reads the padding, the document numbers and a device-side offset once, then remembers: on CUDA this is the one
         synchronisation of a forward pass. Must not be called while a graph is traced or captured.
         """
+        if self.spans is not None or self.mask is not None:
+            return None
+        if self.window is not None and self.sinks and not self.sinks_at_runs:
+            return None
         return self.cached(find_segments)
 
     def offset(self) -> int:

@@ -6,41 +6,25 @@ for a torch without it. Functions that every small call asks are torch's own, wi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _python_dispatch
 
-
-def _any_autocast() -> bool:
-    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-
-
-def _mode_count() -> int:
-    return len(_python_dispatch._get_current_dispatch_mode_stack())
-
-
-def _none(*_: Any) -> None:
-    """In place of what torch does not tell: no transform, whose own checks then refuse our kernels."""
-
-
 jit_trace = getattr(torch._C, "_get_tracing_state", lambda: torch._C._is_tracing() or None)
 """The state of `torch.jit.trace`, None where it is not at work."""
-func_transform = getattr(torch._C._functorch, "peek_interpreter_stack", _none)
-"""The innermost transform of `torch.func`, None where there is none."""
-dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _mode_count)
+func_transform = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+"""The innermost transform of `torch.func`, None where there is none, or where our kernels have to refuse it."""
+dispatch_modes = getattr(
+    torch._C, "_len_torch_dispatch_stack", lambda: len(_python_dispatch._get_current_dispatch_mode_stack())
+)
 """How many modes, such as FakeTensorMode, see every operation of this thread."""
-any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _any_autocast)
+any_autocast = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+)
 """Whether autocast is on for any kind of device."""
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def forward_mode() -> bool:
-    """Whether a level of forward-mode automatic differentiation is open."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def in_backward() -> bool:
@@ -73,7 +57,7 @@ def transform_at_work() -> str | None:
     """
     if jit_trace() is not None:
         return "torch.jit.trace"
-    if forward_mode():
+    if getattr(forward_ad, "_current_level", -1) >= 0:
         return "forward-mode automatic differentiation"
     if func_transform() is not None:
         return "torch.func (grad, vmap, jvp)"
@@ -82,10 +66,13 @@ def transform_at_work() -> str | None:
 
 def holds_no_memory(*tensors: Tensor) -> bool:
     """Whether a tensor is of a subclass that traces, wraps or shards: it has a shape, and nothing that can be read."""
-    return any(type(tensor) is not Tensor and _without_memory(tensor) for tensor in tensors)
-
-
-def _without_memory(tensor: Tensor) -> bool:
-    if hasattr(torch._C, "_dispatch_keys"):
-        return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-    return not isinstance(tensor, torch.nn.Parameter)
+    for tensor in tensors:
+        if type(tensor) is Tensor:
+            continue
+        if hasattr(torch._C, "_dispatch_keys"):
+            traced = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+        else:
+            traced = not isinstance(tensor, torch.nn.Parameter)
+        if traced:
+            return True
+    return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from ..attention.call import AttentionCall, AttentionResult, head_dim_of
-from ..attention.kind import BEHIND, HEAD_WINDOWS, OPTIONS, WINDOW, CallKind
+from ..attention.kind import OPTIONS, CallKind
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
@@ -110,18 +110,6 @@ class Backend(Protocol):
     def launches(self, rules: HeadRules) -> tuple[str, ...]:
         """Name of the launch that serves each key/value head of a call with such rules; one launch for all."""
         return ("one launch",) * len(rules.windows)
-
-
-def run_refusals(kind: CallKind, kernels: str) -> list[str]:
-    """The refusals of packed kernels, which count windows from the last key of a run; `kernels` as in `Supports`."""
-    if kind.shape != "ragged" or kind.compiling:
-        return []
-    reasons = []
-    if kind.features & BEHIND and kind.features & (WINDOW | HEAD_WINDOWS):
-        reasons.append(f"{kernels} have no window for queries behind the last key of their run")
-    if kind.decode and kind.holes is None:
-        reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
-    return reasons
 
 
 @torch.compiler.assume_constant_result

@@ -8,18 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention.call import AttentionCall, AttentionResult
-from ..attention.kind import (
-    BIAS,
-    COMPILING,
-    DROPOUT,
-    GRAD,
-    LSE,
-    OPAQUE,
-    SINKS,
-    SOFTCAP,
-    STORED,
-    CallKind,
-)
+from ..attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SINKS, SOFTCAP, STORED, CallKind
 from .base import Backend, Kernel, Supports
 
 if TYPE_CHECKING:

@@ -43,19 +43,10 @@ _SMALL_HEAD = 64
 _WIDE_HEAD, _SHORT_DOCUMENTS = 128, 1024
 
 
-def _foreign(kind: CallKind) -> bool:
-    return bool(kind.features & OPAQUE) or (kind.compiling and torch.onnx.is_in_onnx_export())
-
-
 def _from_memory(kind: CallKind) -> bool:
     """fp32 decode without groups reuses no key: it is bound by memory, of which torch's product has more bandwidth."""
     lone = kind.decode and kind.groups == 1 and kind.dtype == torch.float32 and kind.shape == "suffix"
     return kind.device.type == "cpu" and lone and (kind.kv_bytes > _CACHED_BYTES or kind.compiling)
-
-
-def _gathered(kind: CallKind) -> bool:
-    """Padding with holes is gathered into runs by torch's way, and becomes a dense mask in the native kernels."""
-    return kind.device.type == "cpu" and kind.holes is True and not kind.features & BIAS
 
 
 def _small(kind: CallKind) -> bool:
@@ -129,9 +120,14 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("tensors without memory, ONNX", _foreign, ("sdpa", "eager"), ""),
+    Rule("tensors without memory, ONNX",
+         lambda kind: bool(kind.features & OPAQUE) or (kind.compiling and torch.onnx.is_in_onnx_export()),
+         ("sdpa", "eager"), ""),
     Rule("CPU: one query, keys in memory", _from_memory, ("sdpa", "native", "eager"), "native_cpu.md"),
-    Rule("CPU: padding with holes", _gathered, ("sdpa", "native", "eager"), "native_cpu.md"),
+    # gathered into runs by torch's way; the native kernels would read a dense mask
+    Rule("CPU: padding with holes",
+         lambda kind: kind.device.type == "cpu" and kind.holes is True and not kind.features & BIAS,
+         ("sdpa", "native", "eager"), "native_cpu.md"),
     Rule("CPU", lambda kind: kind.device.type == "cpu", ("native", "sdpa", "eager"), "native_cpu.md"),
     Rule("other devices than CUDA", lambda kind: kind.device.type != "cuda", ("sdpa", "eager"), ""),
     Rule("stored as codes", lambda kind: kind.stored is not None and (not kind.per_head), ("triton", "eager"),
@@ -147,29 +143,25 @@ RULES = (
     Rule("plain step: heavy, or float32", _shared_step, ("triton", "sdpa", "eager"),
          "gpu_plans.md#decode-steps-each-with-a-new-number-of-keys"),
     Rule("plain causal, heavy, on Hopper", lambda kind: _heavy(kind) and _ahead(kind),
-         ("fa3_fwd", "fa4", "fa3", "triton", "sdpa", "eager"), "gpu_plans.md#short-and-middling-causal-calls"),
+         ("fa3_fwd", "fa4", "triton", "sdpa", "eager"), "gpu_plans.md#short-and-middling-causal-calls"),
     Rule("plain causal on Hopper", _ahead, ("triton", "sdpa", "eager"),
          "gpu_plans.md#short-and-middling-causal-calls"),
-    Rule("plain, heavy", lambda kind: _plain(kind) and _heavy(kind), ("fa3_fwd", "fa4", "fa3", "sdpa", "eager"),
+    Rule("plain, heavy", lambda kind: _plain(kind) and _heavy(kind), ("fa3_fwd", "fa4", "sdpa", "eager"),
          "gpu_plans.md#exact-causal-attention"),
     Rule("plain", _plain, ("sdpa", "eager"), "gpu_plans.md#exact-causal-attention"),
-    Rule("runs with gradients, light", lambda kind: kind.light_training,
-         ("sdpa", "fa4", "triton", "fa3", "fa2", "eager"),
+    Rule("runs with gradients, light", lambda kind: kind.light_training, ("sdpa", "fa4", "triton", "eager"),
          "gpu_plans.md#packed-and-padded-calls-compared-with-dense-ones"),
     Rule("runs with gradients", lambda kind: _over_runs(kind) and kind.needs_grad,
-         ("fa4", "triton", "fa3", "fa2", "sdpa", "eager"),
+         ("fa4", "triton", "sdpa", "eager"),
          "gpu_plans.md#packed-and-padded-calls-compared-with-dense-ones"),
-    Rule("runs, one query", _read_in_place, ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager"),
+    Rule("runs, one query", _read_in_place, ("triton", "fa3_fwd", "fa4", "sdpa", "eager"),
          "gpu_plans.md#packed-and-padded-calls-compared-with-dense-ones"),
     Rule("heavy packed rows, windows, softcaps, sinks, dense masks", lambda kind: True,
-         ("fa3_fwd", "fa4", "fa3", "triton", "fa2", "sdpa", "eager"), "gpu_plans.md#masks"),
+         ("fa3_fwd", "fa4", "triton", "sdpa", "eager"), "gpu_plans.md#masks"),
 )  # fmt: skip
 """From CPUs to CUDA; the first rule that holds counts. docs/architecture.md shows it, which a test compares."""
 
 
 def order(kind: CallKind) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for calls of a kind, best first."""
-    for rule in RULES:
-        if rule.holds(kind):
-            return rule.names
-    raise AssertionError("the last rule holds for every call")
+    return next(rule.names for rule in RULES if rule.holds(kind))

@@ -7,7 +7,6 @@ raises with its refusals.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,23 +21,11 @@ from .order import TRITON
 from .order import order as order
 from .sdpa import SdpaBackend
 
-if TYPE_CHECKING:
-    from ..attention.heads import HeadRules
-
 logger = logging.getLogger("adaattn_hf")
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (
-        Flash4Backend(),
-        FA3,
-        FA3_FWD,
-        FA2,
-        TRITON,
-        NativeBackend(),
-        SdpaBackend(),
-        EagerBackend(),
-    )
+    for backend in (Flash4Backend(), FA3, FA3_FWD, FA2, TRITON, NativeBackend(), SdpaBackend(), EagerBackend())
 }
 
 MAX_KINDS = 1024
@@ -70,7 +57,7 @@ def by_name(name: str) -> Backend:
 
 def refusals_of(name: str, kind: CallKind) -> tuple[str, ...]:
     """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
-    return (*_missing(name), *by_name(name).refusals(kind))
+    return (*missing(name), *by_name(name).refusals(kind))
 
 
 def may_run_here(name: str) -> bool:
@@ -93,13 +80,9 @@ def check_may_run_here(name: str) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _missing(name: str) -> tuple[str, ...]:
+def missing(name: str) -> tuple[str, ...]:
+    """All that this installation lacks for a backend; a traced graph takes the answer as it is."""
     return by_name(name).missing()
-
-
-def installed_for_graph(name: str) -> bool:
-    """Whether a backend is installed, asked while a graph is traced."""
-    return not _missing(name)
 
 
 def attend(call: AttentionCall, backend: str | None = None) -> AttentionResult:
@@ -131,25 +114,20 @@ def kernel_of(call: AttentionCall, backend: str | None = None, compiling: bool |
 
 def _looked_up(call: AttentionCall, backend: str | None) -> Kernel | None:
     kind, rules = call.checked_kind(backend is not None), call.per_head
-    if kind.features & (COMPILING | SYMBOLIC):
-        return _made(kind, rules, backend)
     kernels: Kernels = launches if rules is None else rules.kernels
-    key = kind, backend
-    if key in kernels:
+    key, traced = (kind, backend), kind.features & (COMPILING | SYMBOLIC)
+    if not traced and key in kernels:
         return kernels.get(key)
-    return store_kernel(kernels, key, _made(kind, rules, backend))
-
-
-def _made(kind: CallKind, rules: HeadRules | None, backend: str | None) -> Kernel | None:
-    serves, passed = _find(kind, backend)
-    if serves is None:
-        return None
-    name, device, dtype = serves.name, kind.device.type, kind.dtype
-    if not kind.compiling and (device, dtype, name) not in _said:
-        _said.add((device, dtype, name))
-        why = f" (passed over: {' | '.join(passed)})" if passed else ""
-        logger.info("adaattn: %s serves %s %s%s", name, device, str(dtype).removeprefix("torch."), why)
-    return zero_output if kind.features & EMPTY else serves.kernel(kind, rules)
+    serves, passed = find(kind, backend)
+    kernel = None
+    if serves is not None:
+        name, device, dtype = serves.name, kind.device.type, kind.dtype
+        if not kind.compiling and (device, dtype, name) not in _said:
+            _said.add((device, dtype, name))
+            why = f" (passed over: {' | '.join(passed)})" if passed else ""
+            logger.info("adaattn: %s serves %s %s%s", name, device, str(dtype).removeprefix("torch."), why)
+        kernel = zero_output if kind.features & EMPTY else serves.kernel(kind, rules)
+    return kernel if traced else store_kernel(kernels, key, kernel)
 
 
 def store_kernel(kernels: Kernels, key: tuple[CallKind, str | None], kernel: Kernel | None) -> Kernel | None:
@@ -163,7 +141,7 @@ def store_kernel(kernels: Kernels, key: tuple[CallKind, str | None], kernel: Ker
 
 def choose(kind: CallKind, backend: str | None = None) -> Backend:
     """The backend for calls of this kind. BackendRefusal where the named one cannot serve it."""
-    serves, _ = _find(kind, backend)
+    serves, _ = find(kind, backend)
     if serves is None:
         raise refused(kind, backend)
     return serves
@@ -171,7 +149,7 @@ def choose(kind: CallKind, backend: str | None = None) -> Backend:
 
 def refused(kind: CallKind, backend: str | None) -> BackendRefusal:
     """The error of a kind that no backend serves that may be asked."""
-    _, passed = _find(kind, backend)
+    _, passed = find(kind, backend)
     name = "no backend can" if backend is None else f"backend {backend!r} cannot"
     return BackendRefusal(
         f"{name} serve this call ({kind.words()}): {' | '.join(passed)}. "
@@ -179,12 +157,8 @@ def refused(kind: CallKind, backend: str | None) -> BackendRefusal:
     )
 
 
-def choose_or_none(kind: CallKind, backend: str | None = None) -> Backend | None:
-    """The backend that serves calls of this kind, None where all that may be asked refuse them."""
-    return _find(kind, backend)[0]
-
-
-def _find(kind: CallKind, backend: str | None) -> tuple[Backend | None, list[str]]:
+def find(kind: CallKind, backend: str | None = None) -> tuple[Backend | None, list[str]]:
+    """The backend that serves calls of this kind, None where all that may be asked refuse them; and these refusals."""
     passed: list[str] = []
     for name in (backend,) if backend is not None else order(kind):
         reasons = refusals_of(name, kind)

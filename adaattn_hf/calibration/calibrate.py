@@ -77,7 +77,7 @@ def choose_and_verify(
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))
     stock = stock_distance(measurement.inputs)
-    s, dtype = measurement.inputs.settings, measurement.layers.bound.dtype
+    s, dtype = measurement.inputs.settings, measurement.layers.exact.dtype
     rounding = min(stock.kl, most_rounding(dtype))
     gates = Gates(s.budget, s.top1, s.needles_lost, rounding, max_kl=s.max_kl)
     if stock.kl > APART * s.budget:
@@ -145,7 +145,7 @@ class Sequential:
             drawn = {"seed": plan.seed, **plan.protocol.get("settings", {})}
             same = (
                 (plan.weight_hash, plan.dtype, plan.lengths, plan.data_fingerprint)
-                == (layers.bound.model_hash, layers.bound.dtype, s.lengths, inputs.fingerprint)
+                == (layers.exact.weight_hash, layers.exact.dtype, s.lengths, inputs.fingerprint)
                 and all(drawn.get(name) == getattr(s, name) for name in ("seed", "sequences", "joint"))
                 and (plan.cache is not None) == s.with_cache
                 and {choice for layer in plan.layers for choice in layer.choices} <= {*layers.candidates.choices}

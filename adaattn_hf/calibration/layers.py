@@ -6,9 +6,8 @@ ranks need, and the attention calls that are timed for the prices.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -17,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf.eval.arms import bound_layers_of
-from adaattn_hf.patches.plans.subject import Binding
 
 from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
 from ..plans.bound_layer import BoundLayer
-from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan
+from ..plans.choices import Setting
+from ..plans.plan import Plan
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
 from ..policy.knapsack import Array, Launches, of_cache
@@ -38,13 +37,13 @@ Picks = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The attention layers of a model, by ascending index, and what their plan is bound to.
+    """The attention layers of a model, by ascending index, and a plan that leaves all of them exact.
 
     `windows` are the model's own. `candidates` are of each unit (a key/value head of a layer), `tensors` mean keys and
     bases. `calls` are by kind and length, for timing; see `kinds`.
     """
 
-    bound: Binding
+    exact: Plan
     indices: tuple[int, ...]
     kv_heads: int
     windows: Mapping[int, int | None]
@@ -87,19 +86,15 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
     kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
-    bound, settings = inputs.subject.binding(indices), inputs.settings
+    exact, settings = inputs.subject.exact_plan(indices), inputs.settings
+    families = offered(settings.families, inputs.arms.device.type == "cuda")
+    causal, memory = inputs.scoring.causal, settings.with_cache
     found = candidates(
-        settings.lengths[-1],
-        min(head_dims),
-        bound.dtype,
-        offered(settings.families, inputs.arms.device.type == "cuda"),
-        settings.windows,
-        inputs.scoring.causal,
-        settings.with_cache,
+        Setting(settings.lengths[-1], min(head_dims), exact.dtype, families, settings.windows, causal, memory)
     )
-    refuse_nothing_to_choose(found, settings, bound.dtype)
+    refuse_nothing_to_choose(found, settings, exact.dtype)
     return Layers(
-        bound=bound,
+        exact=exact,
         indices=indices,
         kv_heads=kv_heads.pop(),
         windows=dict(moments.windows),
@@ -208,28 +203,16 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
     """Returns the plan of an allocation `picks` `[units]` as a search tries it: without proof, records and tensors."""
     facts, settings = measurement.layers, measurement.inputs.settings
     layers = [
-        LayerPlan(index, facts.bound.hashes[index], tuple(facts.candidates.choices[pick] for pick in mine))
-        for index, mine in zip(facts.indices, picks.reshape(-1, facts.kv_heads), strict=True)
+        replace(layer, choices=tuple(facts.candidates.choices[pick] for pick in mine))
+        for layer, mine in zip(facts.exact.layers, picks.reshape(-1, facts.kv_heads), strict=True)
     ]
-    return Plan(
-        format=PLAN_FORMAT,
-        model_type=facts.bound.model_type,
-        weight_hash=facts.bound.model_hash,
-        configuration=facts.bound.configuration,
-        dtype=facts.bound.dtype,
-        adaattn=importlib.metadata.version("adaattn-hf"),
-        torch=torch.__version__,
-        transformers=importlib.metadata.version("transformers"),
+    return replace(
+        facts.exact,
         budget=settings.budget,
         seed=settings.seed,
         data_fingerprint=measurement.inputs.fingerprint,
-        protocol={},
         lengths=settings.lengths,
         layers=tuple(layer for layer in layers if not layer.is_exact),
-        units=(),
-        verified=None,
-        tensors="",
-        attention_layers=tuple(facts.indices),
     )
 
 

@@ -123,7 +123,7 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     if run.directory is not None:
         kept = KeptMoments(run.directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), run.resume)
     layers = observe_layers(inputs, kept)
-    identity["dtype"] = layers.bound.dtype
+    identity["dtype"] = layers.exact.dtype
     if run.known is not None:
         every, found = layers.candidates.choices, run.known.choices(layers.candidates, identity)
         layers = replace(layers, candidates=found)

@@ -27,7 +27,7 @@ import torch
 from adaattn_hf.patches.plans.check import machine_name
 
 from ..attention.call import AttentionCall
-from ..attention.slicing import some_heads
+from ..attention.heads import some_heads
 from ..attention.structure import MaskStructure
 from ..backends import select
 from ..plans import execute
@@ -233,7 +233,7 @@ def unit_prices(
     weights = dict(zip(PHASES, (1.0, float(decode_tokens)), strict=True))
     calls = {(phase, length): weight for length in lengths for phase, weight in weights.items() if weight}
     labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
-    names = [table.launch(choice.label) for choice in choices]
+    names = [table.launch_of.get(choice.label, choice.label) for choice in choices]
     prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])
     idle = [[choice.beside_window(layers.windows[layer]) != choice for choice in choices] for layer, _ in layers.units]
     prices[np.array(idle)] = np.inf

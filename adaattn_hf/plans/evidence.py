@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from .record import PlanError, read_record, real, share, text, whole
+from .record import GREATEST, PlanError, read_fields
 
 MODEL = "model"
 """Key in a plan's protocol: the name of the model that it was made for."""
@@ -16,12 +15,18 @@ LEVEL = 0.95
 """Least confidence level of a bound that is believed."""
 LOST = 0.5
 """Largest share of the needles that a user may allow to be lost."""
-MOST_LAYERS, MOST_HEADS = 1 << 12, 1 << 12
+MOST_LAYERS = MOST_HEADS = 1 << 12
 """More layers and key/value heads than any model has."""
 USUAL_NEEDLES, MOST_NEEDLES = 64, 1 << 12
 """Needles that calibrations ask for by default, and more than any asks for."""
 SHORTEST = 1e-30
 """Shortest time in a plan, seconds, so that ratios of times stay finite."""
+
+Index = Annotated[int, (0, MOST_LAYERS)]
+Amount = Annotated[float, (0.0, GREATEST)]
+Share = Annotated[float, (0.0, 1.0)]
+Count = Annotated[int, (1, 1 << 53)]
+Needles = Annotated[int, (0, MOST_NEEDLES)]
 
 
 @dataclass(frozen=True)
@@ -42,23 +47,20 @@ class UnitRecord:
         dropped_square: Its mean square; risk / dropped_square converts a loss seen at run time into a KL.
     """
 
-    layer: int
-    head: int
-    risk: float
-    price: float
-    exact_price: float
-    dropped_mass: float
-    dropped_mass_p95: float
-    dropped_square: float
+    layer: Index
+    head: Index
+    risk: Amount
+    price: Amount
+    exact_price: Amount
+    dropped_mass: Amount
+    dropped_mass_p95: Amount
+    dropped_square: Amount
 
     def __post_init__(self) -> None:
-        """Refuse values that are not numbers, or are negative."""
-        whole(self.layer, "units: layer", most=MOST_LAYERS)
-        whole(self.head, "units: head", most=MOST_HEADS)
-        for field in fields(self)[2:]:
-            value = real(getattr(self, field.name), f"units: {field.name}", 0.0)
-            if "price" in field.name and 0.0 < value < SHORTEST:
-                raise PlanError(f"units: {field.name} is {value!r}, expected 0 or at least {SHORTEST:g} seconds")
+        read_fields(self)
+        for name, price in (("price", self.price), ("exact_price", self.exact_price)):
+            if 0.0 < price < SHORTEST:
+                raise PlanError(f"{name} is {price!r}, expected 0 or at least {SHORTEST:g} seconds")
 
 
 @dataclass(frozen=True)
@@ -91,50 +93,29 @@ class Verified:
     passed: bool
     delta_nll: float
     upper: float
-    confidence: float
-    tries: int
-    documents: int
-    tokens: int
-    kl: float
-    kl_p999: float
-    top1: float
-    retrieval_stock: float | None
-    retrieval_plan: float | None
-    activation: float
-    activation_keys: float
-    predicted_kl: float
+    confidence: Share
+    tries: Count
+    documents: Count
+    tokens: Count
+    kl: Amount
+    kl_p999: Amount
+    top1: Share
+    retrieval_stock: Share | None
+    retrieval_plan: Share | None
+    activation: Share
+    activation_keys: Share
+    predicted_kl: Amount
     sentence: str
-    needles: int = 0
-    needles_lost: int = 0
+    needles: Needles = 0
+    needles_lost: Needles = 0
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type, out of range, or that contradict one another."""
-        if not isinstance(self.passed, bool):
-            raise PlanError(f"verified.passed is {self.passed!r}, expected true or false")
-        text(self.sentence, "verified.sentence")
-        for name in ("tries", "documents", "tokens"):
-            whole(getattr(self, name), f"verified.{name}", least=1, most=1 << 53)
-        for name in ("confidence", "top1", "activation", "activation_keys"):
-            share(getattr(self, name), f"verified.{name}")
-        for name in ("retrieval_stock", "retrieval_plan"):
-            if getattr(self, name) is not None:
-                share(getattr(self, name), f"verified.{name}")
-        for name in ("kl", "kl_p999", "predicted_kl"):
-            real(getattr(self, name), f"verified.{name}", 0.0)
-        whole(self.needles, "verified.needles", most=MOST_NEEDLES)
-        whole(self.needles_lost, "verified.needles_lost", most=MOST_NEEDLES)
+        read_fields(self)
         lost, won, retrieved = self.compared
         if lost > retrieved or won < 0 or lost + won > MOST_NEEDLES:
-            raise PlanError(f"verified.needles_lost is {lost}, expected a number that the shares retrieved allow")
-        mean, upper = real(self.delta_nll, "verified.delta_nll"), real(self.upper, "verified.upper")
-        if upper < mean:
-            raise PlanError(f"verified.upper is {upper!r}, expected a bound of at least delta_nll, {mean!r}")
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str) -> Verified:
-        """Returns the verdict written by `asdict`, in older files without counts of needles; else a PlanError."""
-        known = {"needles": 0, "needles_lost": 0, **data} if isinstance(data, Mapping) else data
-        return cls(**read_record(cls, known, where))
+            raise PlanError(f"needles_lost is {lost}, expected a number that the shares retrieved allow")
+        if self.upper < self.delta_nll:
+            raise PlanError(f"upper is {self.upper!r}, expected a bound of at least delta_nll, {self.delta_nll!r}")
 
     @property
     def compared(self) -> tuple[int, int, int]:

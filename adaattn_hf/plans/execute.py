@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..attention.call import AttentionCall, AttentionResult
 from ..attention.gradients import Refusing
+from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.infer import infer_structure, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
 from ..attention.runs import only
-from ..attention.slicing import joined_heads, some_heads, some_range
 from ..attention.structure import OPERANDS, MaskStructure
-from ..attention.tracing import tracing
+from ..attention.tracing import jit_trace
 from ..backends import select
 from ..backends.eager import attention_weights
 from .bound_layer import BOUND_LAYERS, BoundLayer, all_within, head_rules
@@ -44,7 +44,7 @@ def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, st
         # exact heads share the launch of heads with rules
         windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
         asked = kind._replace(features=kind.features | rules.features | windows)
-        if (serving := select.choose_or_none(asked)) is not None:
+        if (serving := select.find(asked)[0]) is not None:
             found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
     return found
 
@@ -60,7 +60,7 @@ def attend(
     bound_layer = _of_call(bound_layer, call)
     if bound_layer.is_exact_for(call.query.shape[2]):
         return select.attend(call, backend)
-    if tracing():
+    if torch.compiler.is_compiling() or jit_trace() is not None:
         return AttentionResult(_traced(bound_layer, call, backend, window))
     return _by_rows(bound_layer, call, window, partial(select.attend, backend=backend), partial(_planned, backend))
 
@@ -111,12 +111,21 @@ def _by_rows(
     exact: Callable[[AttentionCall], AttentionResult],
     planned: Callable[[BoundLayer, AttentionCall, bool], AttentionResult],
 ) -> AttentionResult:
-    """Splits a call into rows that the plan speaks for, of sequences with few rows or many, and rows that are exact."""
+    # into rows that the plan speaks for, of sequences with few rows or many, and rows that are exact
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
-    if alone := numbers_alone(call):  # these rows see nothing by any rules: they are exact
+    if call.bias is not None and (alone := numbers_alone(call)):  # rows that see nothing by any rules are exact
         return _either(alone[0], exact(call), _by_rows(bound_layer, alone[1], window, exact, planned))
-    call = _read_mask(bound_layer, call, window)
+    if call.structure.mask is not None or call.bias is not None:
+        read = infer_structure(call, window)
+        counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
+        if read is None and counting:
+            raise ValueError(
+                "attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and "
+                f"the plan of layer {bound_layer.plan.layer} ({', '.join(counting)}) counts keys from a sequence's "
+                "first; pass a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
+            )
+        call = read or call
     structure, limit, rows = call.structure, bound_layer.max_length, call.query.shape[2]
     few, speaks = bound_layer.speaks_for(structure)
     if isinstance(few, Tensor):
@@ -126,7 +135,7 @@ def _by_rows(
     first, last = (rows, rows) if speaks else (0, 0)
     if speaks is None:
         first, last = _ranges(structure, limit, few) or (0, rows)
-    within = rows_within(structure, limit, call.query.device) if first < last else None
+    within = _rows_within(structure, limit, call.query.device) if first < last else None
     if last == 0 or within is False:
         return exact(call)
     if first == rows:
@@ -154,16 +163,13 @@ def _some(result: AttentionResult, first: int, count: int) -> AttentionResult:
 
 
 def _ranges(structure: MaskStructure, limit: int, few: bool) -> tuple[int, int] | None:
-    """Returns up to which row of a causal call all are within a plan's lengths, and from which on none is.
-
-    None where that is not known without a look at each row, where a step would have to ask a device, and where so few
-    rows are within that a call of their own would compute them in another precision.
-    """
+    # Up to which row of a causal call all are within a plan's lengths, and from which on none is. None where that is
+    # not known without a look at each row, where a step would have to ask a device, and where so few rows are within
+    # that a call of their own would compute them in another precision.
     padding = structure.key_padding
-    padded = padding is not None
-    if structure.longest <= limit or not structure.causal or (few and padding is not None and padding.is_cuda):
+    if not structure.causal or (few and padding is not None and padding.is_cuda):
         return None
-    if not (structure.with_changes(key_padding=None) if padded else structure).plain:
+    if not (structure.one_offset and structure.one_run_a_row and isinstance(structure.q_offset, int)):
         return None
     first, last = (
         min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.cached(_starts)
@@ -172,23 +178,10 @@ def _ranges(structure: MaskStructure, limit: int, few: bool) -> tuple[int, int] 
 
 
 def _starts(structure: MaskStructure) -> tuple[int, int]:
-    """Returns the least and the largest key index of a row's first token; asks the device once for all layers."""
+    # the least and the largest key index of a row's first token; asks the device once for all layers
     padding = structure.key_padding
     least, most = structure.first_token("cpu" if padding is None else padding.device)[:, 0].aminmax()
     return int(least), int(most)
-
-
-def _read_mask(bound_layer: BoundLayer, call: AttentionCall, window: int | None = None) -> AttentionCall:
-    if (read := infer_structure(call, window)) is not None:
-        return read
-    counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
-    if counting:
-        raise ValueError(
-            f"attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and the "
-            f"plan of layer {bound_layer.plan.layer} ({', '.join(counting)}) counts keys from a sequence's first; pass "
-            "a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
-        )
-    return call
 
 
 def rows_within(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -198,12 +191,13 @@ def rows_within(structure: MaskStructure, limit: int, device: torch.device) -> b
     all rows of sequences of up to `limit` tokens. Reads no data: a structure whose keys all fit answers at once,
     whatever its padding.
     """
-    if (known := all_within(structure, limit)) is not None:
-        return known
-    return structure.positions(device) < limit if structure.causal else _rows_of_short(structure, limit, device)
+    known = all_within(structure, limit)
+    return _rows_within(structure, limit, device) if known is None else known
 
 
-def _rows_of_short(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
+def _rows_within(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
+    if structure.causal:
+        return structure.positions(device) < limit
     real = structure.key_padding
     if structure.k_segments is None:
         if real is None:
@@ -229,8 +223,10 @@ def _planned(backend: str | None, bound_layer: BoundLayer, call: AttentionCall, 
     launch = bound_layer.decode if few else bound_layer.prefill
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if launch.heads:
-        together = replace(some_heads(call, launch.heads), per_head=launch.rules)
+        together = replace(call if launch.whole else some_heads(call, launch.heads), per_head=launch.rules)
         if (kernel := select.kernel_of(together, backend)) is not None:
+            if launch.whole:
+                return kernel(together)
             parts.append((launch.heads, kernel(together)))
     for choice, heads in launch.separate if parts else bound_layer.launches:
         part = some_heads(call, heads)
@@ -285,22 +281,9 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty((batch, q_len, heads, value.shape[3]))
 
 
-def _in_one_launch(bound_layer: BoundLayer, call: AttentionCall) -> AttentionCall | None:
-    """A step of a preallocated cache as one call, None where its heads need several."""
-    structure = call.structure
-    if call.bias is not None or structure.mask is not None or not structure.causal:
-        return None
-    if isinstance(structure.dropped, Tensor) or structure.dropped:
-        return None  # the rules end by places among the keys that are held
-    if not _is_whole(bound_layer.handle, call.key.shape[1]):
-        return None
-    rules = bound_layer.decode.rules if structure.kv_len <= bound_layer.max_length else bound_layer.decode.ending
-    return replace(call, per_head=rules)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
-    """Whether a layer's decode steps are one call; what is worked out once is not for a traced graph to do."""
+    # constant, as what is worked out once is not for a traced graph to do
     launch = BOUND_LAYERS[handle].decode
     return launch.whole and len(launch.heads) == kv_heads
 
@@ -309,7 +292,7 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None, w
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
-    elsewhere = not compiler.is_dynamo_compiling() and tracing()
+    elsewhere = not compiler.is_dynamo_compiling() and (compiler.is_compiling() or jit_trace() is not None)
     if elsewhere or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
             f"plan of layer {bound_layer.plan.layer}: a plan belongs to this process and cannot be exported; export "
@@ -320,14 +303,24 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None, w
             f"plan of layer {bound_layer.plan.layer}: a compiled plan has no gradient; run the model under "
             "torch.no_grad(), train without torch.compile, or without a plan after adaattn_hf.remove_plan(model)"
         )
-    if isinstance(call.structure.q_offset, Tensor) and call.query.shape[2] == 1:
-        step = _in_one_launch(bound_layer, call)
-        if step is not None and (kernel := select.kernel_of(step, backend)) is not None:
+    structure, dropped = call.structure, call.structure.dropped
+    if (
+        isinstance(structure.q_offset, Tensor)
+        and call.query.shape[2] == 1
+        and call.bias is None
+        and structure.mask is None
+        and structure.causal
+        and not (isinstance(dropped, Tensor) or dropped)  # the rules end by places among the keys that are held
+        and _is_whole(bound_layer.handle, call.key.shape[1])
+    ):
+        # a step of a preallocated cache is one call
+        launch = bound_layer.decode
+        step = replace(call, per_head=launch.rules if structure.kv_len <= bound_layer.max_length else launch.ending)
+        if (kernel := select.kernel_of(step, backend)) is not None:
             return kernel(step).out
-    dropped = call.structure.dropped
     out: Tensor = planned_op(
         call.query, call.key, call.value, call.bias, call.sink_logits,
         bound_layer.handle, backend, window, call.scaling, call.softcap,
-        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *call.structure.operands(),
+        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *structure.operands(),
     )  # fmt: skip
     return out

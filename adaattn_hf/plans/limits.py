@@ -107,11 +107,6 @@ class Gates:
             reasons.append(
                 f"predictions differ too much (mean KL {in_nats(kl)} nats/token, above {in_nats(self.most_kl)})"
             )
-        return (*reasons, *self.beside_the_loss(top1, lost, won, retrieved))
-
-    def beside_the_loss(self, top1: float, lost: int, won: int, retrieved: int) -> tuple[str, ...]:
-        """Returns those of `failures` that a larger budget would not have prevented."""
-        reasons = []
         if not top1 >= self.least_top1:
             reasons.append(f"the likeliest token agrees on {share(top1, 2)}, below {share(self.least_top1, 2)}")
         if self.forgets(lost, won, retrieved):
@@ -180,8 +175,6 @@ def verdict_of(plan: Plan) -> str:
     reason = unproven(plan)
     if reason is not None:
         return f"not verified: the plan {reason}"
-    return (
-        "every layer is exact"
-        if plan.verified is None
-        else words(plan.verified, Gates.loosest(plan.budget, plan.dtype))
-    )
+    if plan.verified is None:
+        return "every layer is exact"
+    return words(plan.verified, Gates.loosest(plan.budget, plan.dtype))

@@ -12,21 +12,22 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from .._files import parse_json, write_atomically
 from ..attention.stored import FORMATS
 from . import store
 from .card import card
 from .choices import EXACT, Choice
-from .evidence import MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
-from .record import PlanError, read_list, read_record, real, text, whole
+from .evidence import MOST_HEADS, MOST_LAYERS, Amount, Index, UnitRecord, Verified
+from .record import LARGEST, PlanError, read, read_fields, read_record
 
 __all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", "PlanError", "UnitRecord", "Verified"]
 
 PLAN_FORMAT = 2
 WHOLE = "model:"
 """Prefix of hashes over all weights of a model, not just those of attention."""
+Length = Annotated[int, (1, LARGEST)]
 MOST_LENGTHS = 1 << 10
 """More length bins than any plan has."""
 MOST_UNITS = 1 << 16
@@ -43,13 +44,12 @@ class LayerPlan:
         choices: One choice per key/value head.
     """
 
-    layer: int
+    layer: Index
     weights: str
-    choices: tuple[Choice, ...]
+    choices: Annotated[tuple[Choice, ...], MOST_HEADS]
 
     def __post_init__(self) -> None:
-        whole(self.layer, "layer", most=MOST_LAYERS)
-        text(self.weights, f"weights of layer {self.layer}")
+        read_fields(self)
         if not self.choices:
             raise PlanError(f"layer {self.layer} has no choices, expected one per key/value head")
 
@@ -57,16 +57,6 @@ class LayerPlan:
     def is_exact(self) -> bool:
         """Whether no head of the layer is approximated."""
         return all(choice.is_exact for choice in self.choices)
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "layer") -> LayerPlan:
-        """Returns the layer plan written by `asdict`."""
-        kwargs = read_record(cls, data, where)
-        kwargs["choices"] = tuple(
-            Choice.from_dict(item, f"{where}.choices[{index}]")
-            for index, item in enumerate(read_list(kwargs["choices"], f"{where}.choices", MOST_HEADS))
-        )
-        return cls(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the layer plan as JSON data."""
@@ -102,41 +92,33 @@ class Plan:
     format: int
     model_type: str
     weight_hash: str
-    configuration: dict[str, Any]
+    configuration: Mapping[str, Any]
     dtype: str
     adaattn: str
     torch: str
     transformers: str
-    budget: float
-    seed: int
+    budget: Amount
+    seed: Annotated[int, (-(1 << 63), 1 << 64)]
     data_fingerprint: str
-    protocol: dict[str, Any]
-    lengths: tuple[int, ...]
-    layers: tuple[LayerPlan, ...]
-    units: tuple[UnitRecord, ...]
+    protocol: Mapping[str, Any]
+    lengths: Annotated[tuple[Length, ...], MOST_LENGTHS]
+    layers: Annotated[tuple[LayerPlan, ...], MOST_LAYERS]
+    units: Annotated[tuple[UnitRecord, ...], MOST_UNITS]
     verified: Verified | None
     tensors: str
-    attention_layers: tuple[int, ...] = ()
+    attention_layers: Annotated[tuple[Index, ...], MOST_LAYERS]
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type == "str":
-                text(getattr(self, field.name), field.name)
+        read_fields(self)
         if not self.weight_hash.startswith(WHOLE):
             raise PlanError(
                 f"weight_hash is {self.weight_hash!r:.60}, expected {WHOLE!r} and the hash of all weights of the "
                 "model; calibrate again"
             )
-        real(self.budget, "budget", 0.0)
-        whole(self.seed, "seed", least=-(1 << 63), most=1 << 64)
-        for name, held in (("configuration", self.configuration), ("protocol", self.protocol)):
-            if not isinstance(held, Mapping):
-                raise PlanError(f"{name} is {type(held).__name__}, expected a mapping")
         if not self.configuration:
             raise PlanError("configuration is empty, expected the model's settings; calibrate again")
         for name in ("settings", "scoring"):
-            if not isinstance(self.protocol.get(name, {}), Mapping):
-                raise PlanError(f"protocol.{name} is {type(self.protocol[name]).__name__}, expected a mapping")
+            read(self.protocol.get(name, {}), Mapping[str, Any], f"protocol.{name}")
         _ = self.exact_steps  # refused where it is malformed
         for name, proof in (("verified", self.verified), ("protocol.cache.verified", self.cache_verified)):
             if proof is not None and proof.passed and proof.upper > self.budget:
@@ -145,17 +127,12 @@ class Plan:
                     f"{self.budget!r}: the plan contradicts its own verification; calibrate again"
                 )
         indices, known = [layer.layer for layer in self.layers], list(self.attention_layers)
-        for length in self.lengths:
-            whole(length, "lengths", least=1)
-        for index in known:
-            whole(index, "attention_layers", most=MOST_LAYERS)
         for name, rising in (("lengths", list(self.lengths)), ("layers", indices), ("attention_layers", known)):
             if rising != sorted(set(rising)):
                 raise PlanError(f"{name} are {rising!s:.200}, expected rising numbers, each once")
-        if self.attention_layers and not set(indices) <= set(self.attention_layers):
+        if known and not set(indices) <= set(known):
             raise PlanError(
-                f"layers are {indices!s:.200}, expected some of the model's {list(self.attention_layers)!s:.200}; "
-                "calibrate again"
+                f"layers are {indices!s:.200}, expected some of the model's {known!s:.200}; calibrate again"
             )
 
     def __hash__(self) -> int:
@@ -193,7 +170,8 @@ class Plan:
     def cache_verified(self) -> Verified | None:
         """The verdict of held-out text on the plan over its cache, None without one; PlanError if it is malformed."""
         kept = None if self.cache is None else self.protocol["cache"].get("verified")
-        return None if kept is None else Verified.from_dict(kept, "protocol.cache.verified")
+        proof: Verified | None = read(kept, Verified | None, "protocol.cache.verified")
+        return proof
 
     @property
     def exact_steps(self) -> bool:
@@ -239,20 +217,7 @@ class Plan:
         form = data.get("format") if isinstance(data, Mapping) else PLAN_FORMAT
         if type(form) is not int or form != PLAN_FORMAT:
             raise PlanError(f"plan format is {form!r:.60}, this version reads {PLAN_FORMAT}; calibrate again")
-        kwargs = read_record(cls, data, "plan")
-        kwargs["attention_layers"] = tuple(read_list(kwargs["attention_layers"], "attention_layers", MOST_LAYERS))
-        kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths", MOST_LENGTHS))
-        kwargs["layers"] = tuple(
-            LayerPlan.from_dict(item, f"layers[{index}]")
-            for index, item in enumerate(read_list(kwargs["layers"], "layers", MOST_LAYERS))
-        )
-        kwargs["units"] = tuple(
-            UnitRecord(**read_record(UnitRecord, item, f"units[{index}]"))
-            for index, item in enumerate(read_list(kwargs["units"], "units", MOST_UNITS))
-        )
-        if kwargs["verified"] is not None:
-            kwargs["verified"] = Verified.from_dict(kwargs["verified"], "verified")
-        return cls(**kwargs)
+        return read_record(cls, data)
 
     def to_json(self) -> str:
         """Returns the plan as JSON, byte for byte the same for equal plans."""

@@ -1,10 +1,15 @@
-"""Validates untrusted JSON records: known keys, right types, values in range."""
+"""Reads untrusted JSON as records: dataclasses whose annotations say which types, ranges and sizes their fields have.
+
+A number may be `Annotated` with its least and largest value, a tuple is with its most entries. A record calls
+`read_fields` when it is made, so that one made in Python is checked like one read from a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Mapping, Set
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import unknown
 
@@ -24,33 +29,76 @@ class PlanError(ValueError):
     """A plan is malformed, or does not belong to the model."""
 
 
-def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
-    """Returns `data` as keyword arguments for the dataclass; PlanError if it is no mapping, or has other keys."""
+def read_record(cls: type[Record], data: Any) -> Record:
+    """Returns a record from JSON data; PlanError for other data. Fields with a default may be absent."""
     if not isinstance(data, Mapping):
-        raise PlanError(
-            f"{where} is {type(data).__name__}, expected a mapping of {cls.__name__} fields; calibrate again"
-        )
-    return checked_keys({field.name for field in fields(cls)}, data, where)  # type: ignore[arg-type]
+        raise PlanError(f"got {type(data).__name__}, expected a mapping of {cls.__name__} fields; calibrate again")
+    declared: Any = fields(cls)  # type: ignore[arg-type]
+    optional = {field.name for field in declared if field.default is not MISSING}
+    return cls(**checked_keys({field.name for field in declared}, data, optional))
 
 
-def checked_keys(known: set[str], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Returns the mapping as a dictionary if it has exactly the known keys, else PlanError."""
+def checked_keys(known: Set[str], data: Mapping[Any, Any], optional: Set[str] = frozenset()) -> dict[str, Any]:
+    """Returns the mapping as a dictionary if it has the known keys and no other, else PlanError."""
     for name in data:
         if name not in known:
-            raise PlanError(unknown(f"key of {where}", str(name), known))
-    missing = sorted(known - set(data))
+            raise PlanError(unknown("key", str(name), known))
+    missing = sorted(known - optional - data.keys())
     if missing:
-        raise PlanError(f"{where} lacks the keys {missing}; write the plan again with `adaattn calibrate`")
+        raise PlanError(f"the data lacks the keys {missing}; write the plan again with `adaattn calibrate`")
     return dict(data)
 
 
-def read_list(data: Any, where: str, most: int) -> list[Any]:
-    """Returns a JSON list of at most so many entries. Raises PlanError if it is not a list, or longer."""
-    if not isinstance(data, (list, tuple)):
-        raise PlanError(f"{where} is {type(data).__name__}, expected a list")
-    if len(data) > most:
-        raise PlanError(f"{where} has {len(data)} entries, expected at most {most}")
-    return list(data)
+def read_fields(record: Any) -> None:
+    """Reads the fields of a new record as they are annotated; PlanError names the one that is something else."""
+    cls: Any = type(record)
+    for name, kind in _kinds(cls).items():
+        object.__setattr__(record, name, read(getattr(record, name), kind, name))
+
+
+@cache
+def _kinds(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def read(value: Any, kind: Any, name: str) -> Any:
+    """Returns JSON data as a value of an annotated kind. PlanError, which begins with its `name`: it is none."""
+    kind, bounds = get_args(kind)[:2] if get_origin(kind) is Annotated else (kind, ())
+    inner = get_args(kind)
+    if type(None) in inner:
+        return None if value is None else read(value, inner[0], name)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise PlanError(f"{name} is {type(value).__name__}, expected a list")
+        if len(value) > bounds:
+            raise PlanError(f"{name} has {len(value)} entries, expected at most {bounds}")
+        return tuple(read(item, inner[0], f"{name}[{place}]") for place, item in enumerate(value))
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, Mapping):
+            raise PlanError(f"{name} is {type(value).__name__}, expected a mapping")
+    elif is_dataclass(kind):
+        record: Any = kind
+        if not isinstance(value, record):
+            try:
+                return record.from_dict(value) if hasattr(record, "from_dict") else read_record(record, value)
+            except PlanError as error:
+                raise PlanError(f"{name}: {error}") from error
+    elif kind is int:
+        whole(value, name, *bounds)
+    elif kind is float:
+        least, most = bounds or (-GREATEST, GREATEST)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise PlanError(f"{name} is {value!r:.60}, expected a number")
+        if not least <= value <= most:  # compares integers of any size, and no NaN passes
+            raise PlanError(f"{name} is {_short(value)}, expected a number from {least:g} to {most:g}")
+    elif not isinstance(value, kind):
+        raise PlanError(f"{name} is {value!r:.60}, expected {'a string' if kind is str else 'true or false'}")
+    elif kind is str and len(value) > LONGEST:
+        raise PlanError(f"{name} has {len(value)} characters, expected at most {LONGEST}; it begins {value!r:.60}")
+    elif kind is str and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise PlanError(f"{name} holds half of a character (a lone surrogate), expected text")
+    return value
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
@@ -62,32 +110,6 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
     return value
 
 
-def real(value: Any, name: str, least: float = -GREATEST, most: float = GREATEST) -> float:
-    """Returns a number within bounds, all of which are finite. Raises PlanError if it is not one."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise PlanError(f"{name} is {value!r:.60}, expected a number")
-    if not least <= value <= most:  # compares integers of any size, and no NaN passes
-        raise PlanError(f"{name} is {_short(value)}, expected a number from {least:g} to {most:g}")
-    return value
-
-
-def share(value: Any, name: str) -> float:
-    """Returns a share of a whole. Raises PlanError if it is none."""
-    return real(value, name, 0.0, 1.0)
-
-
-def _short(value: float) -> str:
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    return f"{value!r:.60}"
-
-
-def text(value: Any, name: str) -> str:
-    """Returns a string that can be written as UTF-8. Raises PlanError if it is not one."""
-    if not isinstance(value, str):
-        raise PlanError(f"{name} is {value!r:.60}, expected a string")
-    if len(value) > LONGEST:
-        raise PlanError(f"{name} has {len(value)} characters, expected at most {LONGEST}; it begins {value!r:.60}")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise PlanError(f"{name} holds half of a character (a lone surrogate), expected text")
-    return value
+def _short(value: Any) -> str:
+    huge = isinstance(value, int) and abs(value) > 1 << 64  # Python writes no integer of more than 4,300 digits
+    return f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.60}"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..attention.call import AttentionCall
+from ..attention.heads import some_heads, some_rows
 from ..attention.segments import Segment
-from ..attention.slicing import some_heads, some_rows
 from ..attention.structure import MaskStructure
 from ..backends import select
 from ..backends.eager import attention_weights

@@ -107,11 +107,8 @@ def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[st
 
     PlanError: they are nowhere, or others than the plan names.
     """
-    with _lock:
-        kept = _tensors.get(name)
-        if kept is not None:
-            return _use(name, kept)
-    found = keep_held(name, source or "", raw)
+    kept = _tensors.get(name)
+    found = keep_held(name, source or "", raw) if kept is None else _use(name, kept)
     if found is None:
         raise PlanError(
             f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import unknown
-from ..plans.choices import EXACT, Choice, Part, Setting, all_keys, all_operands
-from ..plans.choices.window import WINDOWS
+from ..plans.choices import Choice, Part, Setting, all_keys, all_operands
 
 FAMILIES = tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default)
 """The families that are considered by default."""
@@ -58,42 +56,29 @@ def refuse_unknown(families: Sequence[str]) -> None:
             raise ValueError(unknown("family", family, names))
 
 
-def candidates(
-    length: int,
-    head_dim: int,
-    dtype: str,
-    families: Sequence[str] = FAMILIES,
-    windows: Sequence[int] = WINDOWS,
-    causal: bool = True,
-    memory: bool = False,
-) -> Candidates:
-    """Returns the choices that make sense for sequences up to `length` and heads of `head_dim` in `dtype`.
+def candidates(setting: Setting) -> Candidates:
+    """Returns the choices that make sense in a setting, as each kind of part names its own; see `Part.candidates`.
 
-    Each kind of part names its own; see `Part.candidates`. With `memory` only those that make a head keep fewer tokens
-    in the cache.
+    To save memory only those that make a head keep fewer tokens in the cache.
     """
-    refuse_unknown(families)
-    setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), causal, memory)
-    if memory:
-        spans = [part for part in _all(all_keys(), setting) if Choice.of(part).span is not None]
-        return _of([(), *((part,) for part in spans)], spans)
-    keys = _all(all_keys(), setting)
-    alone = _all([kind for kind in all_operands() if not kind.crosses], setting)
-    crossing = _all([kind for kind in all_operands() if kind.crosses], setting)
-    bases = [(), *((part,) for part in keys)]
-    combinations = [(*base, *crossed) for base in bases for crossed in [(), *((part,) for part in crossing)]]
-    return _of([*combinations, *((part,) for part in alone)], (*keys, *alone, *crossing))
+    refuse_unknown(setting.families)
 
+    def parts_of(kinds: Sequence[type[Part]]) -> list[Part]:
+        asked = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
+        return [part for kind in asked for part in kind.candidates(setting)]
 
-def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Candidates:
-    rows = [[float(part in chosen) for part in parts] for chosen in combinations]
+    keys, alone, crossing = parts_of(all_keys()), list[Part](), list[Part]()
+    if setting.memory:
+        keys = [part for part in keys if Choice.of(part).span is not None]
+    else:
+        alone = parts_of([kind for kind in all_operands() if not kind.crosses])
+        crossing = parts_of([kind for kind in all_operands() if kind.crosses])
+    parts = (*keys, *alone, *crossing)
+    bases, crossed = ([(), *((part,) for part in each)] for each in (keys, crossing))
+    combinations = [*((*base, *more) for base in bases for more in crossed), *((part,) for part in alone)]
+    combine = np.array([[float(part in chosen) for part in parts] for chosen in combinations])
     return Candidates(
-        tuple(Choice.of(*chosen) if chosen else EXACT for chosen in combinations),
+        tuple(Choice.of(*chosen) for chosen in combinations),
         tuple(Choice.of(part) for part in parts),
-        np.array(rows).reshape(len(combinations), len(parts)),
+        combine.reshape(len(combinations), len(parts)),
     )
-
-
-def _all(kinds: Sequence[type[Part]], setting: Setting) -> list[Part]:
-    asked = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
-    return list(chain.from_iterable(kind.candidates(setting) for kind in asked))

@@ -48,7 +48,7 @@ class PriceTable:
     Attributes:
         machine: The machine they were measured on, in words.
         launch_of: Maps a choice's label to the name of its launch; choices with one launch share its fixed cost (see
-            `execute.launch_names`). A choice that is missing here has a launch of its own.
+            `execute.launch_names`). A choice that is missing here has a launch of its own, by its label.
         prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice labels.
     """
 
@@ -61,21 +61,21 @@ class PriceTable:
 
         A phase or a launch that was never measured is a KeyError.
         """
-        lengths = sorted(size for size, row in self.prices[phase].items() if launch in row)
-        if not lengths:
+        points = [(size, row[launch]) for size, row in sorted(self.prices[phase].items()) if launch in row]
+        if not points:
             raise KeyError(f"launch {launch!r} has no {phase} price; measured: {sorted(self.launches(phase))}")
-        points = [(size, self.prices[phase][size][launch]) for size in lengths]
         if len(points) == 1:
             return points[0][1]
-        upper = next((i for i, (size, _) in enumerate(points) if size >= length), len(points) - 1)
-        upper = max(upper, 1)
+        upper = max(next((i for i, (size, _) in enumerate(points) if size >= length), len(points) - 1), 1)
         (n0, low), (n1, high) = points[upper - 1], points[upper]
         share = (math.log(length) - math.log(n0)) / (math.log(n1) - math.log(n0))
-        return Price(_between(low.constant, high.constant, share), _between(low.slope, high.slope, share))
 
-    def launch(self, label: str) -> str:
-        """Returns the name of the launch that computes a choice."""
-        return self.launch_of.get(label, label)
+        def between(low: float, high: float) -> float:
+            if low > 0.0 and high > 0.0:
+                return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+            return max(low + min(max(share, 0.0), 1.0) * (high - low), 0.0)
+
+        return Price(between(low.constant, high.constant), between(low.slope, high.slope))
 
     def launches(self, phase: str) -> set[str]:
         """Returns the launches measured in a phase."""
@@ -90,10 +90,9 @@ class PriceTable:
         """Returns the table as JSON."""
         prices = {
             phase: {
-                str(length): {launch: [p.constant, p.slope] for launch, p in sorted(row.items())}
-                for length, row in sorted(table.items())
+                str(length): {name: [p.constant, p.slope] for name, p in row.items()} for length, row in table.items()
             }
-            for phase, table in sorted(self.prices.items())
+            for phase, table in self.prices.items()
         }
         words = {"machine": self.machine, "prices": prices, "launch_of": dict(self.launch_of)}
         return json.dumps(words, indent=1, sort_keys=True) + "\n"
@@ -118,9 +117,3 @@ class PriceTable:
         if not all(table and min(table) > 0 and all(table.values()) for table in prices.values()):
             raise ValueError(_NO_TABLE.format("a phase or a length without prices, or one below 1 token"))
         return cls(str(data["machine"]), launch_of, prices)
-
-
-def _between(low: float, high: float, share: float) -> float:
-    if low > 0.0 and high > 0.0:
-        return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
-    return max(low + min(max(share, 0.0), 1.0) * (high - low), 0.0)

@@ -1,6 +1,8 @@
 """Keeps a library from writing to standard output or standard error past Python.
 
-HiGHS 1.12, scipy's solver, prints lines that no option turns off (github.com/ERGO-Code/HiGHS/issues/2783).
+HiGHS 1.12, scipy's solver, prints lines that no option turns off (github.com/ERGO-Code/HiGHS/issues/2783), and so does
+the library behind torch's profiler. A child process with a standard output of its own would be no plainer: each solve
+of a search would import scipy again, and a profiler watches its own process alone.
 """
 
 from __future__ import annotations

@@ -126,19 +126,17 @@ def head_sums(
     def add(name: str, values: Tensor) -> None:
         sums[name] = sums.get(name, 0.0) + values.double().cpu()  # type: ignore[operator]
 
+    def attended(part: slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        added = None if bias is None else bias[..., live, :][..., part, :]
+        rows, seen = q[None, :, part], visible[:, part]
+        weights, top, total = softmax_parts(rows, k[None], scaling, softcap=softcap, bias=added, mask=seen)
+        return weights[0], weighted(weights, v[None], 0.0)[0], (top + torch.log(total))[0, :, :, 0]
+
     step = rows_at_a_time(heads, query.shape[1], key.shape[1])
     for start in range(0, query.shape[1], step):
         part = slice(start, start + step)
-        seen = visible[:, part]
-
-        def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            added = None if bias is None else bias[..., live, :][..., part, :]  # noqa: B023
-            rows = q[None, :, part]  # noqa: B023
-            weights, top, total = softmax_parts(rows, k[None], scaling, softcap=softcap, bias=added, mask=seen)  # noqa: B023
-            return weights[0], weighted(weights, v[None], 0.0)[0], (top + torch.log(total))[0, :, :, 0]
-
-        weights, out, lse = attended(query, key, value)
-        for name, values in row_statistics(weights, seen, positions[part]).items():
+        weights, out, lse = attended(part, query, key, value)
+        for name, values in row_statistics(weights, visible[:, part], positions[part]).items():
             add(name, values.sum(1))
             if name == "entropy":
                 add("entropy_squared", values.square().sum(1))
@@ -150,7 +148,7 @@ def head_sums(
         exact = out * kept
         add("signal", exact.square().sum((1, 2)))
         for name, operands in rounded.items():
-            add(name, (attended(*operands)[1] - out).mul(kept).square().sum((1, 2)))
+            add(name, (attended(part, *operands)[1] - out).mul(kept).square().sum((1, 2)))
         if answer is not None:
             add("noise_answer", (answer[:, part] - exact).square().sum((1, 2)))
     return sums

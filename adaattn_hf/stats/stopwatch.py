@@ -2,8 +2,7 @@
 
 `timed` takes one call, `in_turn` several, so that other load on the machine strikes all alike. So does `on_device` on
 CUDA, where each finds nothing of its operands in the L2 cache. The device is kept busy while the host prepares a call,
-so that neither time holds the other. Where the host needed longer than that, the call is repeated after more work,
-unless no work is enough.
+so that neither time holds the other; where the host needed longer, the call is repeated after more work.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -51,14 +50,10 @@ def wait(device: torch.device) -> None:
 
 
 def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tuple[T, Elapsed]:
-    """Returns the (last) result of some `repeats` and the time of a call; CUDA is waited for before and after.
-
-    Repeat calls that are shorter than the clock is fine.
-    """
+    """The last result of `repeats`, for calls shorter than the clock is fine, and the time of one; waits for CUDA."""
     wait(device)
     wall, process = time.perf_counter(), time.process_time()
-    result = call()
-    for _ in range(repeats - 1):
+    for _ in range(repeats):
         result = call()
     wait(device)
     wall, process = time.perf_counter() - wall, time.process_time() - process
@@ -90,10 +85,19 @@ def on_device(calls: Mapping[K, Callable[[], Any]], host: bool = True) -> dict[K
     for call in calls.values():
         call()
     cold = torch.empty(_COLD_BYTES, dtype=torch.int8, device="cuda")
-    writes = dict.fromkeys(calls, _WRITES)
-    for names in _rounds(list(calls)):
-        for name in names:
-            busy = _host(calls[name]) if host else 0.0
+    names, writes, started = list(calls), dict.fromkeys(calls, _WRITES), time.perf_counter()
+    for number in range(ROUNDS):
+        if number >= FEWER and time.perf_counter() - started > PATIENCE * number:
+            break
+        turn = number % max(len(names), 1)
+        for name in names[turn:] + names[:turn]:
+            busy = 0.0
+            if host:
+                calls[name]()  # whose code is in the host's caches then, as in a layer behind another one of its kind
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                calls[name]()
+                busy = time.perf_counter() - began
             while True:
                 device, share = _device(calls[name], cold, writes[name])
                 if share <= 1 or writes[name] == _MOST_WRITES:
@@ -102,24 +106,6 @@ def on_device(calls: Mapping[K, Callable[[], Any]], host: bool = True) -> dict[K
                 writes[name] = min(math.ceil(2 * share * writes[name]), _MOST_WRITES)
             runs[name].append(max(device, busy))
     return runs
-
-
-def _rounds(names: list[K]) -> Iterator[list[K]]:
-    started = time.perf_counter()
-    for number in range(ROUNDS):
-        if number >= FEWER and time.perf_counter() - started > PATIENCE * number:
-            return
-        turn = number % max(len(names), 1)
-        yield names[turn:] + names[:turn]
-
-
-def _host(call: Callable[[], Any]) -> float:
-    """Seconds that the host is busy with a call, as in a layer behind another one of its kind."""
-    call()  # whose code is in the host's caches then
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def _device(call: Callable[[], Any], cold: torch.Tensor, writes: int) -> tuple[float, float]:
@@ -140,5 +126,4 @@ def _device(call: Callable[[], Any], cold: torch.Tensor, writes: int) -> tuple[f
 
 def quartiles(runs: list[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile."""
-    low, middle, high = statistics.quantiles(runs, n=4)
-    return low, middle, high
+    return tuple(statistics.quantiles(runs, n=4))  # type: ignore[return-value]

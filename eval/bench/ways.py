@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_rows
+from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.observe.spans import spans
 

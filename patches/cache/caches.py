@@ -154,28 +154,25 @@ def convert_layers(
     within = room.most is not None and (not spans or room.most <= speaks_for)
     if within and stored != "model" and full and not cache.offloading:
         room = room._replace(fixed=True)
-    cache.layers = [
-        _in_place(layer, stored, (spans or {}).get(index), room) for index, layer in enumerate(cache.layers)
-    ]
+    layers: list[Any] = list(cache.layers)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            own = (spans or {}).get(index)
+            layers[index] = CachedLayer(stored, room) if own is None else StreamingLayer(own, stored, room)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            # a window's worth of tokens is all that it has room for, whatever is reserved
+            layers[index] = CachedLayer(stored, Room(growth=room.growth), layer.sliding_window)
+            layers[index].record_past = layer.record_past
+        elif stored != "model" and not getattr(layer, "is_initialized", False):
+            # a layer that is so from the start stores nothing
+            raise ValueError(
+                f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
+                'attention; use cache="model"'
+            )
+    cache.layers = layers
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = cast(Any, functools.partial(CachedLayer, stored, room))
     return cache
-
-
-def _in_place(layer: Any, stored: str, spans: Spans | None, room: Room) -> Any:
-    if type(layer) is DynamicLayer:
-        return CachedLayer(stored, room) if spans is None else StreamingLayer(spans, stored, room)
-    if type(layer) is DynamicSlidingWindowLayer:
-        # a window's worth of tokens is all that it has room for, whatever is reserved
-        made = CachedLayer(stored, Room(growth=room.growth), layer.sliding_window)
-        made.record_past = layer.record_past
-        return made
-    if stored == "model" or getattr(layer, "is_initialized", False):  # from the start: it stores nothing
-        return layer
-    raise ValueError(
-        f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
-        'attention; use cache="model"'
-    )
 
 
 def holds_tokens(cache: Cache) -> bool:
@@ -184,15 +181,11 @@ def holds_tokens(cache: Cache) -> bool:
 
 
 # ---------------- what a model can read
-_SIZES = (
-    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
-)  # fmt: skip
-
-
 def made_for(model: PreTrainedModel) -> dict[str, Any]:
     """What a configuration says of a model's keys and values: its type and sizes, None where it has no such name."""
     config = model.config.get_text_config(decoder=True)
-    return {name: getattr(config, name, None) for name in _SIZES}
+    heads = "num_attention_heads", "num_key_value_heads", "head_dim"
+    return {name: getattr(config, name, None) for name in ("model_type", "num_hidden_layers", "hidden_size", *heads)}
 
 
 def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str) -> tuple[str, bool]:

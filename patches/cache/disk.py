@@ -35,10 +35,6 @@ _AGAIN = "read the prompt again and save its cache again"
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class InvalidRecord(ValueError):
-    """A file is no cache for this model; what is wrong with it, to be said of its path."""
-
-
 def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | None = None) -> Path:
     """Writes a cache as safetensors: its tokens as they are stored, spare room left out, and a checksum.
 
@@ -58,8 +54,7 @@ def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | N
         )
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
-    held: list[Any] = list(cache.layers)
-    for index, layer in enumerate(held):
+    for index, layer in enumerate(cache.layers):
         if not isinstance(layer, CachedLayer):
             raise TypeError(
                 f"cache: its layer {index} is a {type(layer).__name__}, expected layers of full or sliding attention, "
@@ -101,10 +96,8 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
         _check_model(about, model)
         cache = AdaAttnCache(model, about["stored"], streaming=about["streaming"], **room)
         layers = _checked_layers(cache, about, tensors, model)
-    except InvalidRecord as error:
+    except PlanError as error:  # says what is wrong with the file
         raise ValueError(f"path: {path} {error}") from error
-    except PlanError as error:
-        raise ValueError(f"path: {path} holds no sound cache, {error}; {_AGAIN}") from error
     for index, (length, held) in layers.items():
         layer: Any = cache.layers[index]
         layer.take({name: tensor.to(model.device) for name, tensor in held.items()}, length, model.dtype)
@@ -119,21 +112,21 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError) as error:
-        raise InvalidRecord(f"is no safetensors file ({error}), expected one that save_cache wrote") from error
+        raise PlanError(f"is no safetensors file ({error}), expected one that save_cache wrote") from error
     if _KEY not in metadata:
-        raise InvalidRecord("is a safetensors file without a cache, expected one that save_cache wrote")
+        raise PlanError("is a safetensors file without a cache, expected one that save_cache wrote")
     try:
         about = parse_json(metadata[_KEY])
     except ValueError as error:
-        raise InvalidRecord(f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}") from error
+        raise PlanError(f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}") from error
     version = about.get("version") if isinstance(about, dict) else about
     if version != FORMAT:
-        raise InvalidRecord(f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}")
+        raise PlanError(f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}")
     if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
-        raise InvalidRecord(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
+        raise PlanError(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
     _keys("header", about, _FIELDS)
     if about["stored"] not in CACHES or not isinstance(about["streaming"], bool):
-        raise InvalidRecord(
+        raise PlanError(
             f"stores {about['stored']!r:.40} with streaming {about['streaming']!r:.40}, expected one of "
             f"{', '.join(CACHES)} and true or false; {_AGAIN}"
         )
@@ -151,33 +144,29 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 def _keys(where: str, found: Any, expected: set[str]) -> None:
     if not isinstance(found, dict) or set(found) != expected:
         got = sorted(found) if isinstance(found, dict) else found
-        raise InvalidRecord(f"has a {where} of {got!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
+        raise PlanError(f"has a {where} of {got!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
 
 
 def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
     own, made = made_for(model), about["made_for"]
     _keys("model", made, set(own))
-    other = {name: made[name] for name, value in own.items() if made[name] != value}
-    if other:
-        raise InvalidRecord(
-            f"was made for a model with {_listed(other)}, expected {_listed({name: own[name] for name in other})} of "
-            f"this {type(model).__name__}; load it with the model that made it, or read the prompt again"
-        )
+    for name, value in own.items():
+        if made[name] != value:
+            raise PlanError(
+                f"was made for a model with {name} {made[name]!r:.40}, expected {name} {value!r:.40} of this "
+                f"{type(model).__name__}; load it with the model that made it, or read the prompt again"
+            )
     if about["weights"] is not None and about["weights"] != model_hash(model):
-        raise InvalidRecord(
+        raise PlanError(
             f"was made by a {type(model).__name__} with other weights (fine-tuned, another checkpoint), "
             "expected those that made it; load it with that model, or read the prompt again"
         )
     plan = plan_of(model)
     if about["streaming"] and (plan is None or not any(any(spans_in(layer)) for layer in plan.layers)):
-        raise InvalidRecord(
+        raise PlanError(
             "keeps of some heads the windows of a plan alone, expected a model with that plan; call "
             "adaattn_hf.load_plan(model, …) first, or read the prompt again"
         )
-
-
-def _listed(sizes: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value!r:.40}" for name, value in sizes.items())
 
 
 def _checked_layers(
@@ -187,9 +176,7 @@ def _checked_layers(
     layers = about["layers"]
     if not isinstance(layers, list) or len(layers) > count:
         got = len(layers) if isinstance(layers, list) else layers
-        raise InvalidRecord(
-            f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}"
-        )
+        raise PlanError(f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}")
     while len(cache.layers) < len(layers):
         made: Any = cache.layer_class_to_replicate
         cache.layers.append(made())
@@ -200,25 +187,20 @@ def _checked_layers(
             continue
         _keys(f"layer {index}", said, _OF_LAYER)
         layer: Any = cache.layers[index]
-        own = _described(layer)
-        if said["window"] != own["window"]:
-            raise InvalidRecord(
-                f"holds a layer {index} with a window of {said['window']!r:.40}, expected {own['window']}, as in "
-                f"this {type(model).__name__}; load it with the model that made it"
-            )
-        if said["spans"] != own["spans"]:
-            raise InvalidRecord(
-                f"was written under a plan with other windows in layer {index}, expected {own['spans']} for its heads; "
-                "load the model with the plan that the cache was made with"
-            )
+        for name, own in _described(layer).items():
+            if name != "length" and said[name] != own:
+                raise PlanError(
+                    f"holds a layer {index} with {name} {said[name]!r:.40}, expected {own}, as of this "
+                    f"{type(model).__name__} and its plan; load it with the model and the plan that made it"
+                )
         prefix = f"{index}."
         held = {name.removeprefix(prefix): tensors.pop(name) for name in [*tensors] if name.startswith(prefix)}
-        length = whole(said["length"], f"length of layer {index}", least=1)
+        length = whole(said["length"], f"holds a layer {index} whose length", least=1)
         batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
         layer.room.check(length)
         found[index] = length, held
     if tensors:
-        raise InvalidRecord(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
+        raise PlanError(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
     return found
 
 
@@ -234,7 +216,7 @@ def _described(layer: Any) -> dict[str, Any]:
 def _check_layer(
     where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
 ) -> int:
-    """Returns the sequences that a layer's tensors are of; InvalidRecord where they are not what such a layer keeps."""
+    """Returns the sequences that a layer's tensors are of; PlanError where they are not what such a layer keeps."""
     window = getattr(layer, "sliding_window", None)
     # extents by name: equal names are equal sizes, and some are known beforehand
     known = {} if batch is None else {"batch": batch}
@@ -254,7 +236,7 @@ def _check_layer(
             expected[prefix + name] = ("batch", heads, "k"), (torch.float32,)
     needed = {name for name in expected if name.rpartition(".")[2] not in FORMATS[stored].beside}
     if not needed <= held.keys() <= expected.keys():
-        raise InvalidRecord(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
+        raise PlanError(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
     for name, tensor in held.items():
         extents, dtypes = expected[name]
         fits = tensor.ndim == len(extents) and all(
@@ -262,17 +244,15 @@ def _check_layer(
         )
         if not fits or tensor.dtype not in dtypes:
             sizes = ", ".join(str(known.get(extent, "any")) for extent in extents)
-            raise InvalidRecord(
+            raise PlanError(
                 f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{' or '.join(map(str, dtypes))} [{sizes}]"
             )
     if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
-        raise InvalidRecord(
-            f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}"
-        )
+        raise PlanError(f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}")
     starts = held.get("starts")
     if starts is not None and not bool(((starts >= 0) & (starts <= length)).all()):
-        raise InvalidRecord(
+        raise PlanError(
             f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected whole numbers from 0 to {length}"
         )
     return known["batch"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adaattn_hf.attention.call import head_dim_of
 from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends.native import storing as native
 from adaattn_hf.backends.order import TRITON
@@ -124,8 +126,8 @@ class Codes(Format):
             if store.room.fixed or count >= SMOOTHED:
                 store.beside["mean"] = mean_of(keys)
         elif count and "mean" not in store.beside and length + count >= SMOOTHED:
-            parts = store.views()
-            there = self._record(store, parts).keys(parts[0], torch.float32)
+            codes, _, record = self.read(store, parts := store.views())
+            there = record.keys(codes, torch.float32)
             store.beside["mean"] = mean_of(torch.cat([there, keys.float()], dim=2))
             self.write(store, there, None, parts)
 
@@ -133,12 +135,11 @@ class Codes(Format):
         """Round tokens into parts; without values those stay."""
         write(keys, values, parts, mean=store.beside.get("mean"), along=store.beside.get("along"), at=at)
 
-    def read(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> Read:
+    def read(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV]:
         """Codes, and what they stand for."""
-        return parts[0], parts[2], self._record(store, parts, first)
-
-    def _record(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> StoredKV:
-        return StoredKV(parts[1], parts[3], store.beside.get("mean"), store.beside.get("first") if first else None)
+        beside = store.beside
+        record = StoredKV(parts[1], parts[3], beside.get("mean"), beside.get("first") if first else None)
+        return parts[0], parts[2], record
 
     def expect(self, store: Store, queries: Tensor) -> None:
         """From now on round keys such that their errors cancel along the mean of a prompt's queries."""
@@ -177,11 +178,6 @@ def widths(head_dim: int, head_dim_v: int) -> dict[str, int]:
     return {"k": head_dim, "v": head_dim_v, "w": head_dim_v // 2}
 
 
-def channels_of(codes: Tensor) -> int:
-    """Channels that codes or numbers stand for: bytes without a sign hold two of four bits."""
-    return codes.shape[3] * (2 if codes.dtype is torch.uint8 else 1)
-
-
 def check_channels(stored: str, head_dim: int) -> None:
     """Refuse values of too few channels for a format (ValueError)."""
     if stored == "k8v4" and head_dim % CHANNELS:
@@ -189,6 +185,74 @@ def check_channels(stored: str, head_dim: int) -> None:
             f"cache: 'k8v4' keeps values in groups of {CHANNELS} channels, this model's values have {head_dim}; "
             "use cache='int8'"
         )
+
+
+# ---------------- what attention is handed
+_REMEDY = (
+    'a quantised cache holds codes, not numbers. Load the model with attn_implementation="adaattn"; for a model that '
+    'computes with its cached keys itself use a cache of numbers (cache="model", GrowingCache or DynamicCache)'
+)
+
+
+@dataclass(eq=False, repr=False)
+class StoredTensor:
+    """Stands for keys or values `[batch, num_kv_heads, length, head_dim]` that are no plain tensor of all tokens.
+
+    Supported models read only a shape, a dtype or a device before attention does. One that computes with the keys gets
+    an error that says what to do: nothing is dequantised silently.
+
+    Attributes:
+        codes: What attention reads: codes, the numbers of a prompt as they came, or, where `streams` holds the tokens
+            by groups of heads, a tensor of all tokens' shape without memory.
+        record: What turns codes into numbers; None where there are none.
+        dtype: Of the model.
+        prompt: The layer that has rounded this prompt and rounds its keys again when attention tells it the queries.
+        streams: The layer that computes attention over its heads' own tokens.
+    """
+
+    codes: Tensor
+    record: StoredKV | None
+    dtype: torch.dtype
+    prompt: Any = None
+    streams: Any = None
+    ndim = 4
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes lie."""
+        return self.codes.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor that this one stands for."""
+        return torch.Size((*self.codes.shape[:3], head_dim_of(self.codes)))
+
+    def size(self, dim: int | None = None) -> Any:
+        """Like `Tensor.size`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Four."""
+        return 4
+
+    def numel(self) -> int:
+        """Elements of the tensor that this one stands for."""
+        return self.shape.numel()
+
+    def __getattr__(self, name: str) -> Any:
+        """Refused: any other use of keys needs dequantised numbers."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise TypeError(f"cache: .{name} was asked of stored keys or values; {_REMEDY}")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refused."""
+        raise TypeError(f"cache: a slice was asked of stored keys or values; {_REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refused."""
+        raise TypeError(f"cache: {getattr(func, '__name__', func)} was called with stored keys or values; {_REMEDY}")
 
 
 # ---------------- rounding, by one call of a kernel where one serves the tokens, else by torch

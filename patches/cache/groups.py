@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import MaskStructure
 
-from .formats import FORMATS, Format, Read
+from .formats import Format, Read
 from .store import Room, Store
 
 Span = tuple[int, int]
@@ -25,18 +25,13 @@ Span = tuple[int, int]
 class HeadGroup:
     """The tokens of some key/value heads, of which those with a span keep `sinks + window` slots."""
 
-    def __init__(self, heads: Sequence[int], span: Span | None, stored: str, store: Store) -> None:
+    def __init__(self, heads: Sequence[int], span: Span | None, fmt: Format, store: Store) -> None:
         """Of heads whose tokens are in a store; a ring has room for `sinks + window` of them (`room_of`)."""
-        self.heads, self.span, self.stored, self.store = tuple(heads), span, stored, store
+        self.heads, self.span, self.format, self.store = tuple(heads), span, fmt, store
         self._count: int | None = 0
         self.before: tuple[Store, int] | None = None
         self.since: list[tuple[Tensor, Tensor, Sequence[int]]] = []
         """What was held at the last `commit` while the past is recorded, and what came since."""
-
-    @property
-    def format(self) -> Format:
-        """What is kept of a token."""
-        return FORMATS[self.stored]
 
     @property
     def count(self) -> int:
@@ -77,7 +72,7 @@ class HeadGroup:
         window, sinks = self.span
         fmt.begin(store, keys, values)
         if count == 1:
-            views = self._slots()
+            views = store.extend(sinks + window - len(store))
             at = sinks + (past - sinks) % window
             self._save(views, range(past - window, past - window + 1), past - window - at, starts)
             fmt.write(store, keys, values, views, at)
@@ -88,7 +83,7 @@ class HeadGroup:
         fmt.write(store, keys, values, new)
         line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
         oldest = max(sinks, past - window)
-        views = self._slots()
+        views = store.extend(sinks + window - len(store))
         kept = slots_after(self.count, window, sinks, views[0].device)
         kept[sinks:] -= oldest - sinks
         for view, whole in zip(views, line, strict=True):
@@ -104,10 +99,6 @@ class HeadGroup:
         self._count = None
         first = self.store.room.ring is None or self.store.room.ring[0] > 0
         return self.format.read(self.store, list(self.store.rooms.values()), first)
-
-    def _slots(self) -> list[Tensor]:
-        assert self.span is not None
-        return self.store.extend(sum(self.span) - len(self.store))
 
     def _save(
         self, views: list[Tensor], gone: range, shift: int, starts: Sequence[int], source: list[Tensor] | None = None
@@ -163,7 +154,7 @@ def room_of(span: Span | None, room: Room) -> Room:
     return Room(min(room.reserve, sum(span)), room.growth, sum(span), room.fixed, ring)
 
 
-# ---------------- positions and slots
+# ---------------- positions and slots; what is of a structure is kept there, by `MaskStructure.cached`
 def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
     """Position of the token in each slot after `total` tokens."""
     slots = torch.arange(min(total, sinks + window), device=device)
@@ -179,10 +170,6 @@ def slots_in_order(past: int, window: int, sinks: int, device: torch.device | st
 
 def starts_of(structure: MaskStructure) -> tuple[int, ...]:
     """Position of the first real token of each row, `kv_len` where there is none yet."""
-    return structure.cached(_find_starts)
-
-
-def _find_starts(structure: MaskStructure) -> tuple[int, ...]:
     real = structure.padding_on_host()
     if real is None:
         return (0,) * structure.batch
@@ -190,12 +177,8 @@ def _find_starts(structure: MaskStructure) -> tuple[int, ...]:
     return tuple(first.expand(structure.batch).tolist())
 
 
-def structure_of(structure: MaskStructure, span: Span) -> MaskStructure:
+def structure_of(structure: MaskStructure, window: int, sinks: int) -> MaskStructure:
     """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window."""
-    return structure.cached(_find_structure, *span)
-
-
-def _find_structure(structure: MaskStructure, window: int, sinks: int) -> MaskStructure:
     batch, count, total = structure.batch, structure.q_len, structure.kv_len
     past = total - count
     if total <= sinks + window:
@@ -212,7 +195,7 @@ def _find_structure(structure: MaskStructure, window: int, sinks: int) -> MaskSt
     real = structure.padding_on_host()
     if real is None or structure.key_padding is None:
         return plain
-    start = torch.tensor(starts_of(structure), dtype=torch.int64, device="cpu")[:, None]
+    start = torch.tensor(structure.cached(starts_of), dtype=torch.int64, device="cpu")[:, None]
     at = held[None].expand(batch, -1)
     if sinks:
         sink = start + (held - start) % sinks
@@ -231,10 +214,6 @@ def slots_seen(structure: MaskStructure, slots: int, sinks: int) -> MaskStructur
 
     `structure` is that of a fixed room. Sinks of rows behind padding lie where `HeadGroup.append` saves them.
     """
-    return structure.cached(_find_slots_seen, slots, sinks)
-
-
-def _find_slots_seen(structure: MaskStructure, slots: int, sinks: int) -> MaskStructure:
     total, padding, window = structure.q_offset + 1, structure.key_padding, slots - sinks
     if padding is None and structure.mask is None:
         held = total.clamp(max=slots) if isinstance(total, Tensor) else min(total, slots)

@@ -1,7 +1,7 @@
 """Cache layers of Transformers whose tokens lie in a store that grows in place, as numbers or as codes.
 
 What a layer of numbers hands to attention is what a layer that concatenates hands to it, value for value. A layer of
-codes hands on what stands for them (`carrier.py`), but for a prompt, which is read unrounded.
+codes hands on what stands for them (`StoredTensor`), but for a prompt, which is read unrounded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .carrier import StoredTensor
-from .formats import FORMATS, Codes, Format, Read, check_channels
+from .formats import FORMATS, Codes, StoredTensor, check_channels
 from .store import Room, Store
 
 
@@ -26,7 +25,7 @@ class CachedLayer(DynamicLayer):
     layer of numbers holds what is assigned to them from then on, as Transformers' own do.
 
     Attributes:
-        stored: What the tokens are kept as, one of `CACHES`.
+        stored, format: What the tokens are kept as, one of `CACHES`, and what is kept of a token.
         room: How much room there is for them.
         store: The tokens; None before the first ones.
         spans: What each head keeps, in layers whose heads keep different tokens.
@@ -39,15 +38,11 @@ class CachedLayer(DynamicLayer):
         """`stored` is one of `CACHES`; without `room` it grows as tokens come."""
         self._assigned: dict[int, Tensor] = {}
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stored, self.room, self.sliding_window = stored, room or Room(), sliding_window
+        self.stored, self.format = stored, FORMATS[stored]
+        self.room, self.sliding_window = room or Room(), sliding_window
         self.is_sliding, self.is_compileable = sliding_window is not None, self.room.fixed
         self.record_past = False
         self.reset()
-
-    @property
-    def format(self) -> Format:
-        """What is kept of a token."""
-        return FORMATS[self.stored]
 
     def reset(self) -> None:
         """Forget all tokens. (Stock layers up to Transformers 5.17 keep their length and set the tokens to zero.)"""
@@ -64,32 +59,17 @@ class CachedLayer(DynamicLayer):
 
     # ---------------- what is held
     @property
-    def keys(self) -> Any:
-        """`[batch, heads, length, head_dim]`, or what stands for it; None before the first tokens."""
-        return self._shown(0)
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        """Hold these keys from now on."""
-        self._assign(0, keys)
-
-    @property
-    def values(self) -> Any:
-        """As `keys`."""
-        return self._shown(1)
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        """Hold these values from now on."""
-        self._assign(1, values)
-
-    @property
     def _sliding_window_tensor(self) -> Tensor | None:
         """The window, which iterating over a cache gives, and from which `DynamicCache(list(cache))` makes a layer."""
         if self.sliding_window is None:
             return None
         device = self.device if self.is_initialized else "cpu"
         return torch.tensor(self.sliding_window, dtype=torch.long, device=device)
+
+    def _shown(self, which: int) -> Any:
+        if which in self._assigned:
+            return self._assigned[which]
+        return (self._in_graphs or self._views())[which] if self.is_initialized else None
 
     def _assign(self, which: int, tensor: Any) -> None:
         if tensor is None:  # as layers of Transformers begin
@@ -101,19 +81,16 @@ class CachedLayer(DynamicLayer):
             )
         self._assigned[which] = tensor
 
-    def _shown(self, which: int) -> Any:
-        if which in self._assigned:
-            return self._assigned[which]
-        return self._in_graphs[which] if self._in_graphs else self._views()[which] if self.is_initialized else None
+    # `[batch, heads, length, head_dim]` of all tokens, or what stands for it; None before the first ones
+    keys: Any = property(lambda self: self._shown(0), lambda self, keys: self._assign(0, keys))
+    values: Any = property(lambda self: self._shown(1), lambda self, values: self._assign(1, values))
 
-    def _views(self, last: int | None = None) -> tuple[Any, Any]:
-        """Keys and values of all tokens, or of the `last` ones, as attention is handed them."""
-        assert self.store is not None
-        first = last is None or last >= len(self.store)
-        return self._handed_over(self.format.read(self.store, self.store.views(last), first))
-
-    def _handed_over(self, read: Read) -> tuple[Any, Any]:
-        key, value, record = read
+    def _views(self, last: int | None = None, parts: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
+        """Keys and values as attention is handed them: of all tokens, of the `last` ones, or `parts` of the store."""
+        store = self.store
+        assert store is not None
+        first = last is None or last >= len(store)
+        key, value, record = self.format.read(store, store.views(last) if parts is None else parts, first)
         if record is None:
             return key, value
         return StoredTensor(key, record, self.dtype), StoredTensor(value, record, self.dtype)
@@ -128,8 +105,7 @@ class CachedLayer(DynamicLayer):
                     "the same sequences, heads and tokens of both; assign the layer's values, too"
                 )
             self._assigned = {}
-            self.store = self.format.store(keys, values, self.room)
-            self.store.take({"keys": keys, "values": values})
+            self.store = self.format.restored({"keys": keys, "values": values}, self.room)
         return () if self.store is None else (self.store,)
 
     def held(self) -> dict[str, Tensor]:
@@ -145,7 +121,7 @@ class CachedLayer(DynamicLayer):
 
     def held_length(self) -> int:
         """Tokens seen, as the host knows or has to ask."""
-        if self.sliding_window is not None:
+        if self.sliding_window is not None or self.spans:
             return self.cumulative_length
         if self._assigned:
             return int(self.keys.shape[2])
@@ -173,33 +149,55 @@ class CachedLayer(DynamicLayer):
 
         Of codes the first tokens are returned unrounded: attention reads them so, and tells the layer their queries.
         """
-        count, window = key_states.shape[2], self.sliding_window
+        count = key_states.shape[2]
         if self.room.fixed and torch.compiler.is_compiling():
-            if count > 1 or self.store is None:
+            if count > 1 or not self.steps_in_graphs:
                 outside: tuple[Any, Any] = prompts_are_stored_outside_graphs(self.update, key_states, value_states)
                 return outside
-            self.format.append(self.store, key_states, value_states)
-            return self.keys, self.values
-        past = self.held_length()
+            return self._step_in_graph(key_states, value_states)
+        lost = "dropped" if self.spans else "" if self.format.is_numbers else "rounded"
+        if lost and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                f"cache: keys that are {lost} have no gradient; call the model under torch.no_grad(), or train with "
+                "use_cache=False"
+            )
+        past, whole = self.held_length(), self.room.fixed and self.is_initialized and count == 1
         self.room.check(past + count)
-        if not self.format.is_numbers:
-            refuse_gradients("rounded", key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        (store,) = self.stores()
-        same_rows(store.batch, key_states)
+        held = self.stores()[0].batch
+        if key_states.shape[0] != held:
+            raise ValueError(
+                f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin "
+                "a new cache, or call batch_repeat_interleave or batch_select_indices on this one"
+            )
         self.cumulative_length += count
+        return self._take_tokens(key_states, value_states, past, whole)
+
+    @property
+    def steps_in_graphs(self) -> bool:
+        """Whether a graph can write and read the next token of a fixed room."""
+        return self.store is not None
+
+    def _step_in_graph(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
+        assert self.store is not None
+        self.format.append(self.store, keys, values)
+        return self.keys, self.values
+
+    def _take_tokens(self, keys: Tensor, values: Tensor, past: int, whole: bool) -> tuple[Any, Any]:
+        """Store tokens behind the `past`; returns what they read, `whole`: a fixed room with its empty places."""
+        (store,), count, window = self.stores(), keys.shape[2], self.sliding_window
         keep = past + count if window is None else window - 1
         if not past and count > keep and self.format.is_numbers and not self.record_past:
             # a long prompt is used once; only the window's worth of it is worth room
-            self.format.append(store, key_states[:, :, count - keep :], value_states[:, :, count - keep :])
-            return key_states, value_states
-        self.format.append(store, key_states, value_states)
+            self.format.append(store, keys[:, :, count - keep :], values[:, :, count - keep :])
+            return keys, values
+        self.format.append(store, keys, values)
         if not past:
             self._settle()
         if not past and not self.format.is_numbers:
-            read = StoredTensor(key_states, None, self.dtype, prompt=self), StoredTensor(value_states, None, self.dtype)
-        elif self.room.fixed and count == 1:
+            read = StoredTensor(keys, None, self.dtype, prompt=self), StoredTensor(values, None, self.dtype)
+        elif whole:
             read = self.keys, self.values
         else:
             read = self._views(None if window is None else keep + count)
@@ -223,8 +221,7 @@ class CachedLayer(DynamicLayer):
         """Show graphs the same objects in every step, as they are guarded by them."""
         if self.room.fixed and self.store is not None:
             self.store.stay()
-            parts = [*self.store.rooms.values()]
-            self._in_graphs = self._handed_over(self.format.read(self.store, parts))
+            self._in_graphs = self._views(parts=[*self.store.rooms.values()])
 
     # ---------------- changing
     def __copy__(self) -> Any:
@@ -240,17 +237,24 @@ class CachedLayer(DynamicLayer):
         """Forget the last `-tokens_to_remove` tokens, and those before the window; as in Transformers not a positive.
 
         Raises:
-            RuntimeError: The window has been passed and the past was not recorded.
+            RuntimeError: What would be read then is gone, and the past was not recorded.
         """
-        negative(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
+                "minus the count of tokens to take off the end"
+            )
+        self._forget(-tokens_to_remove)
+
+    def _forget(self, count: int) -> None:
         window = self.sliding_window
         if window is not None and self.cumulative_length >= window and not self.record_past:
             raise RuntimeError(
                 f"crop: the window of {window} tokens is passed, what lies before is gone; "
                 "call activate_past_recording() before the tokens that may have to be taken back"
             )
-        self._change(lambda store: store.crop(-tokens_to_remove))
-        self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
+        self._change(lambda store: store.crop(count))
+        self.cumulative_length = max(0, self.cumulative_length - count)
         if window is not None:
             self._keep(window - 1)
 
@@ -290,30 +294,3 @@ def prompts_are_stored_outside_graphs(update: Any, /, *tokens: Tensor) -> tuple[
     """Updates a fixed room by several tokens, which are counted on the host; named for torch's errors."""
     found: tuple[Any, Any] = update(*tokens)
     return found
-
-
-def refuse_gradients(lost: str, key_states: Tensor, value_states: Tensor) -> None:
-    """Refuse tokens that want a gradient, where `lost` says what the cache does to keys."""
-    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-        raise RuntimeError(
-            f"cache: keys that are {lost} have no gradient; call the model under torch.no_grad(), or train with "
-            "use_cache=False"
-        )
-
-
-def negative(tokens_to_remove: int) -> None:
-    """Refuse a count of tokens to take off that is not minus that count, as Transformers does."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
-            "minus the count of tokens to take off the end"
-        )
-
-
-def same_rows(held: int, key_states: Tensor) -> None:
-    """Refuse tokens of another number of sequences than the cache holds."""
-    if key_states.shape[0] != held:
-        raise ValueError(
-            f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin a "
-            "new cache, or call batch_repeat_interleave or batch_select_indices on this one"
-        )

@@ -8,9 +8,9 @@ room. Only when the room is used up is the past copied, into `growth` times the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,10 +166,7 @@ class Store:
             length = view.shape[2]
             extents = (*view.shape[:2], max(size, length), *view.shape[3:])
             # what is made in inference mode could not be written to outside of it
-            outside: AbstractContextManager[Any] = nullcontext()
-            if torch.is_inference_mode_enabled():
-                outside = torch.inference_mode(False)
-            with outside:
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 room = torch.empty(extents, dtype=view.dtype, device=view.device if device is None else device)
             # to the host it waits: what arrives in a strided room goes through one that the host itself copies from
             room[:, :, :length].copy_(view, non_blocking=room.device.type != "cpu")
@@ -201,26 +198,21 @@ class Store:
         rows = rows.to(self.device)
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        moved = None
         if len(rows) == self.batch and not torch.is_grad_enabled():
             moved = (rows != torch.arange(len(rows), dtype=rows.dtype, device=rows.device)).nonzero().flatten()
             if len(moved) == 0:
                 return
-        if moved is None:
-            self._move([view[rows] for view in self.views()], self.capacity)
-        else:
             for view in self.views():
                 view[moved] = view[rows[moved]]
-        self._change_beside(lambda tensor: tensor[rows.to(tensor.device)])
+        else:
+            self._move([view[rows] for view in self.views()], self.capacity)
+        self.beside = {name: tensor[rows.to(tensor.device)] for name, tensor in self.beside.items()}
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device; spare room is not copied."""
         if torch.device(device) != self.device:
             self._move(self.views(), self.capacity, device)
-        self._change_beside(lambda tensor: tensor.to(device))
-
-    def _change_beside(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.beside = {name: change(tensor) for name, tensor in self.beside.items()}
+        self.beside = {name: tensor.to(device) for name, tensor in self.beside.items()}
 
     def stay(self) -> None:
         """Tell compiled graphs which tensors of a fixed room stay where they are: else they copy them every time."""

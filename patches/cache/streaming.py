@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.attention.call import AttentionCall, AttentionResult
+from adaattn_hf.attention.call import AttentionCall, AttentionResult, head_dim_of
+from adaattn_hf.attention.heads import joined_heads, picked
 from adaattn_hf.attention.infer import infer_structure
 from adaattn_hf.attention.listeners import ask, listeners, show
-from adaattn_hf.attention.slicing import joined_heads, picked
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.config import settings_in
@@ -24,10 +24,9 @@ from adaattn_hf.plans.plan import LayerPlan, Plan
 from ..plans.attach import plan_of
 from ..plans.bound import checked_layer
 from ..plans.slots import LAYER
-from .carrier import StoredTensor
-from .formats import SMOOTHED, Read, channels_of, check_channels
+from .formats import SMOOTHED, Read, StoredTensor, check_channels
 from .groups import HeadGroup, Span, room_of, slots_seen, starts_of, structure_of
-from .layers import CachedLayer, negative, prompts_are_stored_outside_graphs, refuse_gradients, same_rows
+from .layers import CachedLayer
 from .store import Room, Store
 
 _OTHER = "cache: its heads keep the windows of a plan, and {} has {} now; make the cache after loading the plan"
@@ -113,19 +112,15 @@ class StreamingLayer(CachedLayer):
 
     def _begin(self, store: Callable[[list[int], Room], Store], *like: Tensor) -> None:
         self.device, self.dtype, self.is_initialized = like[0].device, like[0].dtype, True
-        self.channels = [channels_of(tensor) for tensor in like]
+        self.channels = [head_dim_of(tensor) for tensor in like]
         for span in dict.fromkeys(self.spans):
             heads = [head for head, kept in enumerate(self.spans) if kept == span]
-            self.groups.append(HeadGroup(heads, span, self.stored, store(heads, room_of(span, self.room))))
+            self.groups.append(HeadGroup(heads, span, self.format, store(heads, room_of(span, self.room))))
 
     # ---------------- what is held
     def stores(self) -> Sequence[Store]:
         """The tokens of each group of heads."""
         return [group.store for group in self.groups]
-
-    def held_length(self) -> int:
-        """Tokens seen, those that no head keeps any more counted."""
-        return self.cumulative_length
 
     def _views(self, last: int | None = None, streams: Any = None, room: int | None = None) -> tuple[Any, Any]:
         """The layer's own leave `streams` out: a layer that refers to itself would be freed late."""
@@ -156,35 +151,26 @@ class StreamingLayer(CachedLayer):
             group.count = length
         self.cumulative_length, self.starts = length, tuple(held["starts"].tolist())
 
-    def fits(self, plan: LayerPlan) -> bool:
-        """Whether the heads keep exactly what this plan lets them read."""
-        return spans_in(plan) == self.spans
-
     # ---------------- writing
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`attend`).
 
         RuntimeError where a gradient is wanted or tokens before these were not read, ValueError beyond `max_cache_len`.
         """
-        one = self.room.fixed and self.is_initialized and key_states.shape[2] == 1
-        if self.room.fixed and torch.compiler.is_compiling():
-            if not (one and self.steps_in_graphs):
-                return prompts_are_stored_outside_graphs(self.update, key_states, value_states)  # type: ignore[no-any-return]
-            self.fresh = key_states, value_states
-            return self._views(streams=self, room=self.room.most)
-        refuse_gradients("dropped", key_states, value_states)
         if self.fresh is not None:
             raise RuntimeError(
                 "cache: the tokens before these were never attended to; a cache with streaming=True serves models "
                 "whose every layer hands its keys to attention"
             )
-        total = self.cumulative_length + key_states.shape[2]
-        self.room.check(total)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        same_rows(self.groups[0].store.batch, key_states)
-        self.cumulative_length, self.fresh = total, (key_states, value_states)
-        return self._views(streams=self, room=self.room.most if one else None)
+        return super().update(key_states, value_states)
+
+    def _step_in_graph(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
+        self.fresh = keys, values
+        return self._views(streams=self, room=self.room.most)
+
+    def _take_tokens(self, keys: Tensor, values: Tensor, past: int, whole: bool) -> tuple[Any, Any]:
+        self.fresh = keys, values
+        return self._views(streams=self, room=self.room.most if whole else None)
 
     def read(self, starts: tuple[int, ...], queries: Tensor | None = None) -> list[tuple[HeadGroup, Read]]:
         """Write what `update` took; returns the groups of heads, each with what this call reads.
@@ -222,29 +208,17 @@ class StreamingLayer(CachedLayer):
         for store in self.stores():
             store.stay()
 
-    def _withdraw(self) -> None:
-        """Take back the last `update`, whose attention was refused."""
-        if self.fresh is not None:
-            self.cumulative_length -= self.fresh[0].shape[2]
-            self.fresh = None
-
     # ---------------- changing
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers.
-
-        Raises:
-            RuntimeError: Heads have forgotten tokens that they would read then.
-        """
-        negative(tokens_to_remove)
+    def _forget(self, count: int) -> None:
         for group in self.groups:
-            if group.span is not None and not group.can_crop(-tokens_to_remove):
+            if group.span is not None and not group.can_crop(count):
                 raise RuntimeError(
                     f"crop: heads of this layer keep {group.span[1]} first tokens and the last {group.span[0]} of "
                     f"{self.cumulative_length}, what they would read after it is gone; call activate_past_recording() "
                     "before the tokens that may have to be taken back, or use a cache with streaming=False"
                 )
         for group in self.groups:
-            group.crop(-tokens_to_remove)
+            group.crop(count)
             self.cumulative_length = group.count
         self._settle()
 
@@ -276,26 +250,35 @@ class StreamingLayer(CachedLayer):
                 "not served, use a cache with streaming=False"
             )
         fresh = tuple(tensor.to(query.dtype) for tensor in self.fresh)
-        past = self.cumulative_length - query.shape[2]
+        total, padding = self.cumulative_length, call.structure.key_padding
         try:
             _nobody_looks(module, wanted)
-            bound_layer = self._checked(module)
-            call.structure = self._of_all_tokens(call.structure)
+            bound_layer = checked_layer(module)
+            handle, other = (None, "none") if bound_layer is None else (bound_layer.handle, "another one")
+            if bound_layer is None or (handle != self.bound_layer and spans_in(bound_layer.plan) != self.spans):
+                raise ValueError(_OTHER.format(type(module).__name__, other))
+            self.bound_layer = handle
+            if self.room.fixed and call.structure.kv_len != total and call.structure.mask is None:
+                # without the places that hold no token yet
+                padding = None if padding is None else padding[:, :total]
+                call.structure = call.structure.with_changes(kv_len=total, key_padding=padding)
             masked = call.structure.mask is not None or call.bias is not None
             structure = _served(infer_structure(call) if masked else call, bound_layer)
-            read = self.read(starts_of(structure), query)
+            read = self.read(structure.cached(starts_of), query)
         except ValueError:
-            self._withdraw()
+            if self.fresh is not None:  # the last `update` is taken back
+                self.cumulative_length, self.fresh = total - self.fresh[0].shape[2], None
             raise
-        if not past:
+        if total == query.shape[2]:
             whole = replace(call, key=fresh[0], value=fresh[1], structure=structure, bias=None)
             return _answer(module, bound_layer, whole, forced)
         outs = []
         for group, found in read:
-            seen = structure if group.span is None else structure_of(structure, group.span)
+            seen = structure if group.span is None else structure.cached(structure_of, *group.span)
             of_group = bound_layer.of_heads(group.heads, all_keys=group.span is not None)
-            outs.append(_answer(module, of_group, self._part(call, group, found, seen), forced))
-        return self._together(call, outs)
+            out = _answer(module, of_group, self._part(call, group, found, seen), forced)
+            outs.append((group.heads, AttentionResult(out)))
+        return joined_heads(outs, query.shape[1] // len(self.spans)).out
 
     def _part(self, call: AttentionCall, group: HeadGroup, read: Read, structure: MaskStructure) -> AttentionCall:
         """What a call asks of the heads of a group."""
@@ -310,38 +293,18 @@ class StreamingLayer(CachedLayer):
             stored=record,
         )  # fmt: skip
 
-    def _together(self, call: AttentionCall, outs: list[Tensor]) -> Tensor:
-        parts = [(group.heads, AttentionResult(out)) for group, out in zip(self.groups, outs, strict=True)]
-        return joined_heads(parts, call.query.shape[1] // len(self.spans)).out
-
     def _in_graph(self, module: nn.Module, call: AttentionCall, forced: str | None) -> Tensor:
         """As `attend`, of one token while a graph is traced: the device counts."""
         if getattr(module, LAYER).handle != self.bound_layer or self.fresh is None:
             raise ValueError(_OTHER.format(type(module).__name__, "another one"))
         (keys, values), self.fresh, self._seen = self.fresh, None, None
-        outs: list[Tensor] = []
+        outs = []
         for group in self.groups:
             ring = group.store.room.ring
             found = group.step(picked(keys, group.heads, 1), picked(values, group.heads, 1))
-            seen = call.structure if ring is None else slots_seen(call.structure, found[0].shape[2], ring[0])
-            outs.append(select.attend(self._part(call, group, found, seen), forced).out)
-        return self._together(call, outs)
-
-    def _of_all_tokens(self, structure: MaskStructure) -> MaskStructure:
-        """That of a fixed room without the places that hold no token yet."""
-        total, padding = self.cumulative_length, structure.key_padding
-        if not self.room.fixed or structure.kv_len == total or structure.mask is not None:
-            return structure
-        return structure.with_changes(kv_len=total, key_padding=None if padding is None else padding[:, :total])
-
-    def _checked(self, module: nn.Module) -> BoundLayer:
-        bound_layer = checked_layer(module)
-        if bound_layer is not None and bound_layer.handle == self.bound_layer:
-            return bound_layer
-        if bound_layer is None or not self.fits(bound_layer.plan):
-            raise ValueError(_OTHER.format(type(module).__name__, "none" if bound_layer is None else "another one"))
-        self.bound_layer = bound_layer.handle
-        return bound_layer
+            seen = call.structure if ring is None else call.structure.cached(slots_seen, found[0].shape[2], ring[0])
+            outs.append((group.heads, select.attend(self._part(call, group, found, seen), forced)))
+        return joined_heads(outs, call.query.shape[1] // len(self.spans)).out
 
 
 def _answer(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall, forced: str | None) -> Tensor:
@@ -368,16 +331,12 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
 
 def _served(call: AttentionCall | None, bound_layer: BoundLayer) -> MaskStructure:
     where = f"cache: layer {bound_layer.plan.layer} has streaming heads, which keep no keys beyond their windows"
-    structure = None if call is None else call.structure
+    structure, rules = None if call is None else call.structure, ("mask", "spans", "chunk", "k_segments", "window")
     if (
         structure is None
         or call is None
         or call.bias is not None
-        or structure.mask is not None
-        or structure.spans is not None
-        or structure.chunk is not None
-        or structure.k_segments is not None
-        or structure.window is not None
+        or any(getattr(structure, rule) is not None for rule in rules)
         or (structure.q_len > 1 and not structure.causal)
         or (structure.causal and structure.offset() != structure.kv_len - structure.q_len)
     ):

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +32,12 @@ from adaattn_hf.plans.record import PlanError
 from ..mask.structured_mask import StructuredMask
 from ..plans.bound import checked_layer
 from ..plans.slots import BLOCKS
-from .interface import UNREAD, attention_function
+from .interface import UNREAD, attend_ordinary, attention_function
 from .keywords import IGNORED_KEYWORDS
 from .refusals import check_untransformed, refuse_unknown
-from .resolved import attend_ordinary
 
+Part = tuple[slice | Tensor, Runs]
+"""Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
 _KNOWN, _PAGES = "_adaattn_sums", "_adaattn_pages"
 _DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  # by the cache, behind its update
 
@@ -129,7 +129,7 @@ def attend_requests(
             "batching, expected the place of each token; remove the plan with adaattn_hf.remove_plan(model)"
         )
     parts = _parts(kwargs["cu_seq_lens_q"], borders, positions, q_len, kv_len, window, limit)
-    alone = len(parts) == 1 and parts[0].structure.batch * parts[0].structure.q_len == q_len
+    alone = len(parts) == 1 and parts[0][1].batch * parts[0][1].q_len == q_len
     out = query if alone else query.new_zeros((1, q_len, query.shape[1], value.shape[3]))
     for rows, structure in parts:
         batch, steps = structure.batch, structure.q_len == 1
@@ -210,7 +210,7 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
 
 
 def _pages(borders: Tensor, window: int | None, kwargs: dict[str, Any]) -> Pages:
-    """The structure that all layers of a step share; the engine hands over new sums for each, a graph has its own."""
+    # all layers of a step share it; the engine hands over new sums for each, and a graph has its own
     table, (count, page) = kwargs["block_table"], kwargs["k_cache"].shape[:2]
     known = borders.__dict__.setdefault(_PAGES, {})
     asked = capturing(borders.device), table.data_ptr(), page, count, window
@@ -221,10 +221,7 @@ def _pages(borders: Tensor, window: int | None, kwargs: dict[str, Any]) -> Pages
 
 
 def _gathered(structure: Pages, pages: Tensor, own: Tensor) -> Tensor:
-    """Keys or values of all requests, `[1, num_kv_heads, kv_len, head_dim]`, out of the engine's pages.
-
-    `own` `[requests, num_kv_heads, 1, head_dim]` are written there first.
-    """
+    # keys or values of all requests out of the engine's pages, where each request's own are written first
     _refuse_capture(own.device)
     rows, last, places = structure.cached(_read_pages, own.device)
     _row(pages)[last] = own[rows, :, 0]
@@ -242,13 +239,6 @@ def _read_pages(structure: Pages, device: torch.device) -> tuple[Tensor, Tensor,
     return rows, places[rows, at[rows]], places[there]
 
 
-class Part(NamedTuple):
-    """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
-
-    rows: slice | Tensor
-    structure: Runs
-
-
 def _parts(
     cu_q: Tensor, cu_k: Tensor, positions: Tensor | None, q_len: int, kv_len: int, window: int | None, limit: int | None
 ) -> tuple[Part, ...]:
@@ -262,34 +252,32 @@ def _parts(
             first = run.offset if places is None else places[run.q_start]
             within, beyond = limit is None or first + run.q_len <= limit, limit is not None and first >= limit
             alike.setdefault((run.q_len == 1, within, beyond), []).append((run, first))
-        parts = tuple(_part(group, kv_len, window, cu_q.device) for group in alike.values())
-        known[asked] = keys, parts  # the lengths are kept so that their identity stays theirs
-    found: tuple[Part, ...] = known[asked][1]
-    return found
+        parts: list[Part] = []
+        for found in alike.values():
+            group, firsts = zip(*found, strict=True)
+            steps, runs, count = group[0].q_len == 1, [], 0
+            for run in group:
+                runs.append(run._replace(row=count, q_start=0) if steps else run._replace(q_start=count))
+                count += run.q_len
+            first, last = group[0].q_start, group[-1].q_start + group[-1].q_len
+            rows: slice | Tensor = slice(first, last)
+            if count != last - first:
+                spread = [torch.arange(run.q_start, run.q_start + run.q_len, device="cpu") for run in group]
+                rows = torch.cat(spread).to(cu_q.device)
+            batch, length = (count, 1) if steps else (1, count)
+            structure = Runs.of(runs, batch, length, kv_len, True, window)
+            structure.firsts = firsts
+            parts.append((rows, structure))
+        known[asked] = keys, tuple(parts)  # the lengths are kept so that their identity stays theirs
+    made: tuple[Part, ...] = known[asked][1]
+    return made
 
 
 def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
-    """Running sums or positions of a step, for which the host waits once, and what was made of them for all layers."""
-    # tensors made in inference mode do not count writes: these are taken to be made anew for every step
+    # numbers for which the host waits once, and what was made of them for all layers; tensors made in inference mode do
+    # not count writes: these are taken to be made anew for every step
     version = 0 if sums.is_inference() else sums._version
     held = sums.__dict__.get(_KNOWN)
     if held is None or held[0] != version:
         held = sums.__dict__[_KNOWN] = version, sums.tolist(), {}
     return held[1], held[2]
-
-
-def _part(found: Sequence[tuple[Segment, int]], kv_len: int, window: int | None, device: torch.device) -> Part:
-    group, firsts = zip(*found, strict=True)
-    steps, runs, count = group[0].q_len == 1, [], 0
-    for run in group:
-        runs.append(run._replace(row=count, q_start=0) if steps else run._replace(q_start=count))
-        count += run.q_len
-    first, last = group[0].q_start, group[-1].q_start + group[-1].q_len
-    rows: slice | Tensor = slice(first, last)
-    if count != last - first:
-        places = [torch.arange(run.q_start, run.q_start + run.q_len, device="cpu") for run in group]
-        rows = torch.cat(places).to(device)
-    batch, q_len = (count, 1) if steps else (1, count)
-    structure = Runs.of(runs, batch, q_len, kv_len, True, window)
-    structure.firsts = firsts
-    return Part(rows, structure)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
-from adaattn_hf.attention.call import AttentionCall, check_tensors, in_one_batch
+from adaattn_hf.attention.call import AttentionCall, check_tensors, in_one_batch, one_dtype, restored
 from adaattn_hf.attention.listeners import Listener, ask, listeners, show
-from adaattn_hf.attention.tracing import holds_no_memory
+from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.attention.tracing import holds_no_memory, transient
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import EXACT, raw_settings, settings_of
 
-from ..mask.structured_mask import StructuredMask
+from ..mask.structured_mask import StructuredMask, maskless, recall, store_structure
 from ..plans.slots import LAYER, instead
-from .arguments import one_dtype, read_mask, restored, with_keywords
-from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS
-from .resolved import collecting
+from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS, PAGED
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
+
+collecting: Callable[[], Any] = output_capturing._active_collector.get
+"""What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
 
 
 def attend_extended(
@@ -41,9 +45,8 @@ def attend_extended(
     """
     compiling, dtype = torch.compiler.is_compiling(), call.query.dtype
     _read(module, call, attention_mask, is_causal, sliding_window, kwargs, streams is not None)
-    config = getattr(module, "config", None)
     heard_by: tuple[Listener, ...] = () if compiling else listeners()
-    raw = raw_settings(config)
+    raw = raw_settings(getattr(module, "config", None))
     settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
     forced = settings.backend if backend is None else backend
     collected = None if compiling else collecting()
@@ -63,6 +66,7 @@ def attend_extended(
         # imported here: models without plans need nothing of them
         from adaattn_hf.plans import execute
 
+        # positions say how many tokens a cache dropped, where a dense mask does not
         dense = isinstance(attention_mask, Tensor) and sliding_window is not None
         bound_layer, call = _by_plan(module, call, kwargs.get("position_ids") if dense else None)
     if compiling and raw is not None and bound_layer is None and call.structure.mask is not None:
@@ -99,7 +103,7 @@ def _read(
     kwargs: dict[str, Any],
     streams: bool,
 ) -> None:
-    """Gives a call its structure, and its tensors one dtype and batch; refuses what is not served (ValueError)."""
+    # gives a call its structure, and its tensors one dtype and batch
     query, key, value, bias, scaling = call.query, call.key, call.value, call.bias, call.scaling
     check_tensors(query, key, value)
     if not (
@@ -112,15 +116,17 @@ def _read(
         from .refusals import check_call
 
         check_call(module, query, key, mask, bias, scaling, sliding_window, kwargs)
+    # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
+    upcasts = bool(module.__dict__.get("reorder_and_upcast_attn"))
     if call.stored is None and not streams:
-        query, key, value = one_dtype(module, query, key, value)
+        query, key, value = one_dtype(query, key, value, upcasts)
     else:
-        query, _, _ = one_dtype(module, query, query, query)
+        query, _, _ = one_dtype(query, query, query, upcasts)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
-    structure, added = read_mask(module, query.shape, key.shape, mask, is_causal)
+    structure, added = _read_mask(module, query.shape, key.shape, mask, is_causal)
     if not MEANINGFUL_KEYWORDS.isdisjoint(kwargs):
-        structure = with_keywords(module, structure, mask, query.shape[1], kwargs)
+        structure = _with_keywords(module, structure, mask, query.shape[1], kwargs)
     plain = type(query) is type(key) is type(value) is Tensor
     if not torch.compiler.is_compiling() and (plain or not holds_no_memory(query, key, value)):
         structure = structure.simplified()
@@ -136,11 +142,92 @@ def _read(
     call.check()
 
 
-def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[BoundLayer | None, AttentionCall]:
-    """Returns what a module's plan does about a call, None where it is exact, and the call as that needs it.
+def _read_mask(
+    module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, attention_mask: Any, is_causal: bool | None
+) -> tuple[MaskStructure, Tensor | None]:
+    # the structure and additive bias that a mask of any form stands for
+    batch, heads, q_len, _ = q_shape
+    kv_len = k_shape[2]
+    if isinstance(attention_mask, StructuredMask):
+        structure = attention_mask.structure
+        if structure.batch != batch:
+            structure = structure.expanded(batch)
+        if structure.q_len == q_len and structure.kv_len == kv_len:
+            return structure, None
+        # made for the first layer of a cache whose layers hold unequal numbers of tokens: it may hide nothing
+        known = structure if torch.compiler.is_compiling() else structure.simplified()
+        if (
+            known.q_len != q_len
+            or not known.plain
+            or known.windowed
+            or (known.causal and not (q_len == 1 and known.offset() >= known.kv_len - 1))
+        ):
+            raise ValueError(
+                f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got "
+                f"{q_len} queries and {kv_len} keys in {type(module).__name__}; pass the mask of this call. Layers "
+                "of a cache that hold unequal numbers of tokens are read by one query at a time, without padding"
+            )
+        attention_mask, is_causal = None, False
+    if attention_mask is None:
+        made_of = maskless(module, q_shape, k_shape, is_causal)
+        if transient():
+            return MaskStructure(*made_of), None
+        return recall(made_of) or store_structure(made_of, MaskStructure(*made_of)), None
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[1] < kv_len:
+            raise ValueError(
+                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{batch}, {kv_len}] or more columns"
+            )
+        # flash-attn takes such masks, and causality beside them: there the last query stands at the last key
+        causal = maskless(module, q_shape, k_shape, is_causal)[3]
+        padding = attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1)
+        offset = kv_len - q_len if causal else 0
+        return MaskStructure(batch, q_len, kv_len, causal, offset, key_padding=padding), None
+    from .refusals import check_dense
 
-    `positions` say how many tokens a cache dropped, where a dense mask does not.
-    """
+    check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
+    mask: Tensor = attention_mask
+    if mask.dtype.is_floating_point:
+        return MaskStructure(batch, q_len, kv_len), mask
+    return MaskStructure(batch, q_len, kv_len, mask=mask.bool()), None
+
+
+def _with_keywords(
+    module: nn.Module, structure: MaskStructure, mask: Any, heads: int, kwargs: dict[str, Any]
+) -> MaskStructure:
+    # what keywords add to a structure: packed documents and selected keys
+    from ..mask.documents import with_documents, with_selected_keys
+    from .refusals import check_paged, check_square
+
+    if any(name in kwargs for name in PAGED):
+        check_paged(module, kwargs)
+    if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
+        cu_k = kwargs.get("cu_seq_lens_k")
+        cu_k = cu_q if cu_k is None else cu_k
+        if isinstance(mask, StructuredMask):
+            if mask.fixed_chunks:
+                raise ValueError(
+                    "cu_seq_lens_q: got packed documents beside an attention_mask in a compiled graph of a model with "
+                    f"chunked attention ({type(module).__name__}), whose chunks then count from the row's first key "
+                    "and not from each document's; leave the attention_mask out and pass position_ids, or run the "
+                    "model without torch.compile"
+                )
+            lengths = id(cu_q), id(cu_k)
+            if lengths not in mask.packed:
+                # the tensors are kept so that their identities stay theirs
+                mask.packed[lengths] = cu_q, cu_k, with_documents(structure, cu_q, cu_k, mask.cut)
+            structure = mask.packed[lengths][2]
+        else:
+            if isinstance(mask, Tensor) and mask.ndim == 4:
+                check_square(structure)
+            structure = with_documents(structure, cu_q, cu_k)
+    if kwargs.get("indices") is None and kwargs.get("block_indices") is None:
+        return structure
+    return with_selected_keys(module, structure, heads, kwargs)
+
+
+def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[BoundLayer | None, AttentionCall]:
+    # what a module's plan does about a call, None where it is exact, and the call as that needs it
     compiling = torch.compiler.is_compiling()
     bound_layer: BoundLayer | None = None
     if compiling:  # blocks of `use_plan` run outside of graphs
@@ -149,14 +236,16 @@ def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[Bo
         from ..plans.bound import checked_layer
 
         bound_layer = checked_layer(module)
-    if bound_layer is not None and isinstance(positions, Tensor) and positions.dim() == 2:
+    if bound_layer is None:
+        return None, call
+    if isinstance(positions, Tensor) and positions.dim() == 2:
         dropped = (positions[:, -1] - call.structure.kv_len + 1).clamp_min(0)
         call = replace(call, structure=call.structure.with_changes(dropped=dropped))
     if compiling:
-        if bound_layer is not None and bound_layer.is_exact_for(call.query.shape[2]):
-            bound_layer = None
-        chunks = bound_layer is not None and getattr(getattr(module, "config", None), "attention_chunk_size", None)
-        if bound_layer is not None and chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):
+        if bound_layer.is_exact_for(call.query.shape[2]):
+            return None, call
+        chunks = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+        if chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):
             raise ValueError(
                 f"plan of layer {bound_layer.plan.layer}: counts keys from a sequence's first, which a traced graph of "
                 f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove "

@@ -1,20 +1,35 @@
-"""The attention function that Transformers calls once per layer and forward pass."""
+"""The attention function that Transformers calls once per layer and forward pass, and the fast path of ordinary calls.
+
+A small call spends more time in Python than in its kernel, so that the fast path looks at nothing but what may differ
+between calls of one kind. Whatever is not ordinary (a listener, autocast, a keyword with a meaning, rows beyond the
+lengths of a plan) goes the long way, by `extended`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.tracing import dispatch_modes, func_transform, jit_trace, transform_at_work
+from adaattn_hf.attention.listeners import listeners
+from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.attention.tracing import any_autocast, dispatch_modes, func_transform, jit_trace, transform_at_work
+from adaattn_hf.backends.select import kernel_of
+from adaattn_hf.config import settings_of
 
-from ..plans.slots import BLOCKS
+from ..mask.structured_mask import StructuredMask, maskless, recall
+from ..plans.slots import BLOCKS, LAYER, instead, layer_of
 from .extended import attend_extended as attend_extended
-from .resolved import attend_ordinary
+from .extended import collecting
+from .keywords import ALLOWED_KEYWORDS
+
+if TYPE_CHECKING:
+    from adaattn_hf.plans.bound_layer import BoundLayer
 
 UNREAD: Any = None
 """In place of the structure and the scaling of a call that nobody has read yet."""
@@ -56,13 +71,25 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         watched = not compiling and (
             jit_trace() is not None or forward_ad._current_level >= 0 or func_transform() or dispatch_modes()
         )
-        if compiling and (outside := _outside_graphs(module, query, key)) is not None:
-            return outside(
-                adaattn, module, query, key, value, attention_mask, dropout, scaling, is_causal,
-                sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
-                position_bias=position_bias, **kwargs,
-            )  # fmt: skip
-        forced = _beneath_transforms(backend, query, key) if watched else backend
+        if compiling:
+            outside: AttentionFunction | None = None
+            of_heads = getattr(key, "streams", None)
+            if getattr(module, BLOCKS, False):
+                outside = use_plan_runs_outside_graphs
+            elif of_heads is not None and not (query.shape[2] == 1 and of_heads.steps_in_graphs):
+                outside = streaming_heads_run_outside_graphs
+            if outside is not None:
+                return outside(
+                    adaattn, module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                    sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
+                    position_bias=position_bias, **kwargs,
+                )  # fmt: skip
+        forced = backend
+        if watched and backend in (None, "native") and (transform := transform_at_work()) is not None:
+            from .refusals import check_transform
+
+            check_transform(backend, transform, query, key)
+            forced = "eager"  # a transform sees torch's operations, and nothing of our kernels
         stored = streams = None
         if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
             carriers: tuple[Any, Any] = key, value
@@ -94,25 +121,79 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     return adaattn
 
 
-def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str | None:
-    """The backend of a call that others may follow: a transform sees torch's operations, and nothing of our kernels."""
-    transform = transform_at_work() if backend in (None, "native") else None
-    if transform is None:
-        return backend
-    from .refusals import check_transform
+def attend_ordinary(
+    module: nn.Module,
+    call: AttentionCall,
+    attention_mask: Any,
+    is_causal: bool | None,
+    backend: str | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """The output `[batch, q_len, heads, head_dim_v]` of an ordinary call; None for one that goes the long way.
 
-    check_transform(backend, transform, query, key)
-    return "eager"
-
-
-def _outside_graphs(module: nn.Module, query: Tensor, key: Any) -> AttentionFunction | None:
-    outside: AttentionFunction | None = None
-    streams: Any = getattr(key, "streams", None)
-    if getattr(module, BLOCKS, False):
-        outside = use_plan_runs_outside_graphs
-    elif streams is not None and not (query.shape[2] == 1 and streams.steps_in_graphs):
-        outside = streaming_heads_run_outside_graphs
-    return outside
+    `call` has no structure yet, which the mask gives, and no rules per head, which a plan does.
+    """
+    fields, query, key, value = module.__dict__, call.query, call.key, call.value
+    q_shape, k_shape = query.shape, key.shape  # each is made anew when it is asked for
+    if (
+        not ALLOWED_KEYWORDS.issuperset(kwargs)
+        or listeners()
+        or any_autocast()
+        or fields.get("reorder_and_upcast_attn")
+        or ((collector := collecting()) is not None and "attentions" in collector)
+        or not len(q_shape) == len(k_shape) == value.dim() == 4
+        or q_shape[0] != k_shape[0]
+        or not (call.stored is not None or query.dtype is key.dtype is value.dtype)
+    ):
+        return None
+    if type(attention_mask) is StructuredMask:
+        structure: MaskStructure | None = attention_mask.structure
+    elif attention_mask is None:
+        structure = recall(maskless(module, q_shape, k_shape, is_causal))
+    else:
+        structure = None
+    if structure is None or structure.q_len != q_shape[2] or structure.kv_len != k_shape[2]:
+        return None
+    if structure.batch != q_shape[0]:
+        structure = structure.expanded(q_shape[0])
+    if structure.key_padding is not None or type(structure.q_offset) is not int:
+        structure = structure.simplified()
+    config = fields.get("config")
+    raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
+    if raw is not None:
+        asked = settings_of(raw, LAYER in fields)
+        if asked.monitor or asked.shadow or (asked.plan is not None and LAYER not in fields):
+            return None  # also where it is said that a plan is not bound
+        backend = asked.backend if backend is None else backend
+    call.structure = structure
+    # as `layer_of` does, without a call where no block is open
+    bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
+    if bound_layer is not None:
+        bound = None if module.training or bound_layer.owner is None else bound_layer.owner()
+        if bound is None or get_ident() not in bound.threads:
+            return None
+        few, speaks = bound_layer.speaks_for(structure)
+        # a step over pages knows its lengths on the device alone
+        if isinstance(few, Tensor) or (speaks is None and not (structure.paged and structure.window is None)):
+            return None
+        if speaks is not False:
+            if (
+                structure.mask is not None
+                or len(bound_layer.plan.choices) != k_shape[1]
+                or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            ):
+                return None
+            if call.stored is not None:
+                bound_layer = bound_layer.for_quantised_cache
+            launch = bound_layer.decode if few else bound_layer.prefill
+            if not launch.whole:
+                return None
+            call.per_head = launch.rules if speaks else launch.ending
+    if call.scaling is None:
+        call.scaling = (q_shape[3] or 1) ** -0.5
+    kernel = kernel_of(call, backend, compiling=False)
+    # where nobody serves the rules of all heads at once, the long way asks for them apart
+    return None if kernel is None else kernel(call).out
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -35,8 +35,23 @@ def check_call(
     refuse_unknown(module, kwargs)
     if scaling is not None and not isinstance(scaling, (Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise ValueError(f"scaling: got {scaling!r:.80}, expected a number, or None for head_dim**-0.5")
-    if isinstance(attention_mask, Tensor):
-        _check_mask(query, attention_mask)
+    mask = attention_mask
+    if isinstance(mask, Tensor):
+        if mask.device != query.device:
+            raise ValueError(
+                f"attention_mask: got a tensor on {mask.device} for queries on {query.device}; move it there"
+            )
+        if mask.layout != torch.strided or mask.dtype.is_complex or mask.ndim < 2:
+            raise ValueError(
+                f"attention_mask: got shape {tuple(mask.shape)}, {mask.dtype}, {mask.layout}, expected a dense tensor "
+                "[batch, 1 or heads, q_len, kv_len] or [batch, kv_len] of booleans or numbers"
+            )
+        if mask.ndim == 4 and mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
+            # could be zeros and ones, or numbers to add
+            raise ValueError(
+                f"attention_mask: got {mask.dtype} with four dimensions, expected bool (True = attend) or floating "
+                "point (added to the scores); say which with attention_mask.bool() or .float()"
+            )
     if position_bias is not None:
         known = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
         if not known or position_bias.dim() < 2 or position_bias.layout != torch.strided:
@@ -77,22 +92,6 @@ def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
                 "adaattn_hf.continuous_batching(model):` around it; open that block around generate_batch(), or use "
                 "generate()"
             )
-
-
-def _check_mask(query: Tensor, mask: Tensor) -> None:
-    if mask.device != query.device:
-        raise ValueError(f"attention_mask: got a tensor on {mask.device} for queries on {query.device}; move it there")
-    if mask.layout != torch.strided or mask.dtype.is_complex or mask.ndim < 2:
-        raise ValueError(
-            f"attention_mask: got shape {tuple(mask.shape)}, {mask.dtype}, {mask.layout}, expected a dense tensor "
-            "[batch, 1 or heads, q_len, kv_len] or [batch, kv_len] of booleans or numbers"
-        )
-    if mask.ndim == 4 and mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
-        # could be zeros and ones, or numbers to add
-        raise ValueError(
-            f"attention_mask: got {mask.dtype} with four dimensions, expected bool (True = attend) or floating point "
-            "(added to the scores); say which with attention_mask.bool() or .float()"
-        )
 
 
 def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:

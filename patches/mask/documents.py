@@ -1,10 +1,13 @@
-"""Adds the borders of packed documents to a structure, as cumulative lengths or positions that fall back tell them."""
+"""Adds to a structure what only keywords tell: borders of packed documents, and keys that a model selects."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import holds_no_memory, tracing
@@ -29,7 +32,23 @@ def with_documents(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, cut: in
     behind = not (type(past) is int and past == 0)
     _check("cu_seq_lens_q", cu_q, tokens)
     _check("cu_seq_lens_k", cu_k, structure.kv_len, cut_off=behind and structure.window is not None)
-    _check_fit(structure, cu_q, cu_k, past, look)
+    fit = cu_q.shape == cu_k.shape
+    equal = cu_q is cu_k or (fit and look and torch.equal(cu_q, cu_k))
+    if fit and look and not equal and (structure.causal or past):
+        more = (cu_k - cu_q)[1:]  # a layer with a window may have lost some of the cache
+        lost = past and structure.window is not None
+        fit = bool((more == more[0]).all()) and bool(more[0] >= past if lost else more[0] == past)
+    if not fit:
+        shown = [cu.tolist() if look and cu.shape[0] < 9 else f"{cu.shape[0] - 1} documents" for cu in (cu_q, cu_k)]
+        raise ValueError(
+            f"cu_seq_lens_k: got {shown[1]} for cu_seq_lens_q {shown[0]}, expected the same, if all documents see what "
+            f"a cache holds, or the same with its tokens ({past}) added to all but the 0, if the first one does"
+        )
+    if equal and type(past) is int and past and (structure.windowed or structure.chunk is not None):
+        raise ValueError(
+            "cu_seq_lens_q: got documents that all continue what a cache holds, expected a layer without a window or "
+            "chunks, which count tokens along the row; run the documents one by one, each with a copy of the cache"
+        )
     q_documents, square = _numbers(cu_q, tokens)[:, cut:], structure.q_len == structure.kv_len
     if behind:
         k_documents = _numbers(cu_q, structure.kv_len, past)
@@ -72,6 +91,32 @@ def with_restarts(structure: MaskStructure, positions: Tensor) -> MaskStructure:
     return structure.with_changes(q_segments=documents, k_segments=documents)
 
 
+def with_selected_keys(
+    module: nn.Module, structure: MaskStructure, heads: int, kwargs: Mapping[str, Any]
+) -> MaskStructure:
+    """Returns the structure restricted to keys that the model selects by an indexer (DeepSeek sparse attention).
+
+    For Transformers' `eager` and `sdpa` such models mask the other keys themselves; all other implementations get
+    `indices` `[batch, q_len, top_k]`, or `block_indices` `[batch, groups, q_len, top_k]` of each group of heads, whose
+    size of blocks the module's indexer has. Negative entries select nothing.
+    """
+    indices, blocks, size, length = kwargs.get("indices"), kwargs.get("block_indices"), 1, structure.kv_len
+    if blocks is not None:
+        indexer: Any = module.indexer
+        indices, size = blocks, indexer.block_size
+    if indices is None:
+        return structure
+    most, index = -(-length // size), indices.long()
+    index = index.masked_fill((index < 0) | (index >= most), most)
+    found = torch.zeros((*index.shape[:-1], most + 1), dtype=torch.bool, device=index.device)
+    keep = found.scatter(-1, index, True)[..., :most]
+    if blocks is None:
+        keep = keep[:, None]
+    else:
+        keep = keep.repeat_interleave(size, dim=-1)[..., :length].repeat_interleave(heads // keep.shape[1], dim=1)
+    return structure.with_changes(mask=keep if structure.mask is None else structure.mask & keep)
+
+
 def _check(name: str, cu: Tensor, most: int, cut_off: bool = False) -> None:
     kind = cu.ndim != 1 or cu.is_floating_point() or cu.dtype is torch.bool or cu.shape[0] < 2
     sums = [] if kind or tracing() or not cu.is_cpu else cu.tolist()
@@ -83,27 +128,7 @@ def _check(name: str, cu: Tensor, most: int, cut_off: bool = False) -> None:
         )
 
 
-def _check_fit(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, past: int | Tensor, look: bool) -> None:
-    fit = cu_q.shape == cu_k.shape
-    equal = cu_q is cu_k or (fit and look and torch.equal(cu_q, cu_k))
-    if fit and look and not equal and (structure.causal or past):
-        more = (cu_k - cu_q)[1:]  # a layer with a window may have lost some of the cache
-        lost = past and structure.window is not None
-        fit = bool((more == more[0]).all()) and bool(more[0] >= past if lost else more[0] == past)
-    if not fit:
-        shown = [cu.tolist() if look and cu.shape[0] < 9 else f"{cu.shape[0] - 1} documents" for cu in (cu_q, cu_k)]
-        raise ValueError(
-            f"cu_seq_lens_k: got {shown[1]} for cu_seq_lens_q {shown[0]}, expected the same, if all documents see what "
-            f"a cache holds, or the same with its tokens ({past}) added to all but the 0, if the first one does"
-        )
-    if equal and type(past) is int and past and (structure.windowed or structure.chunk is not None):
-        raise ValueError(
-            "cu_seq_lens_q: got documents that all continue what a cache holds, expected a layer without a window or "
-            "chunks, which count tokens along the row; run the documents one by one, each with a copy of the cache"
-        )
-
-
 def _numbers(cu: Tensor, length: int, past: int | Tensor = 0) -> Tensor:
-    """The number of each position's document `[1, length]`, from 1; 0 for the first `past` positions."""
+    # of each position's document `[1, length]`, from 1; 0 for the first `past` positions
     positions = torch.arange(length, device=cu.device, dtype=cu.dtype) - past
     return torch.searchsorted(cu, positions, right=True)[None]

@@ -44,8 +44,7 @@ def read_pattern(function: Callable[..., Any]) -> MaskFields | None:
 
 
 def _all_of(captured: dict[str, Any]) -> MaskFields | None:
-    """Reads a conjunction, None if a part is unknown or two of them disagree about a rule."""
-    merged: MaskFields = {}
+    merged: MaskFields = {}  # None if a part is unknown or two of them disagree about a rule
     for rules in map(read_pattern, captured["mask_functions"]):
         # "causal or same span" combined with further rules is no structure: compute the dense mask
         if rules is None or "spans" in merged or ("spans" in rules and merged):
@@ -58,7 +57,7 @@ def _all_of(captured: dict[str, Any]) -> MaskFields | None:
 
 
 def _any_of(captured: dict[str, Any]) -> MaskFields | None:
-    """Reads "causal, or in the same span", which lets the tokens of an image see one another."""
+    # "causal, or in the same span", which lets the tokens of an image see one another
     parts = [read_pattern(function) for function in captured["mask_functions"]]
     known = [rules for rules in parts if rules is not None]
     if not len(parts) == len(known) == 2 or sorted([*known[0], *known[1]]) != ["causal", "spans"]:
@@ -67,8 +66,7 @@ def _any_of(captured: dict[str, Any]) -> MaskFields | None:
 
 
 def _packed_positions(captured: dict[str, Any]) -> MaskFields | None:
-    """Reads positions that restart in every document: the rules stay the same, since documents are contiguous."""
-    inner = read_pattern(captured["mask_function"])
+    inner = read_pattern(captured["mask_function"])  # documents are contiguous, so that restarts change no rule
     return None if inner is None or "spans" in inner else inner
 
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import tracing, transient
-from adaattn_hf.backends.select import installed_for_graph
+from adaattn_hf.backends.select import missing
 from adaattn_hf.config import raw_settings
 
 from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
@@ -58,11 +58,12 @@ def adaattn_mask(
     family = family_of(config)
     if config is not None and (family.unrouted or not uses_interface(type(config))):
         raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
-    packed = None
+    alone: bool = False
+    told: dict[str, Any] = {}
     if family.loses_borders and not tracing():
         from .packed_arguments import caller_arguments  # imported here: few families keep documents to themselves
 
-        packed = caller_arguments()
+        alone, told = caller_arguments()
 
     def stock() -> Tensor:
         built = sdpa_mask(
@@ -83,9 +84,18 @@ def adaattn_mask(
 
     if family.dense_mask:
         return stock()
-    if bare or (packed is not None and packed.bare):
+    if bare or alone:
         attention_mask = None  # at most one of ones; the model may have made it itself
-    padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
+    padding = None
+    if attention_mask is not None:  # of this call's keys, hidden beyond its end
+        if not tracing() and attention_mask.shape[0] != batch_size:  # while tracing both may be symbols
+            raise ValueError(
+                f"attention_mask: got {attention_mask.shape[0]} rows for a batch of {batch_size}, expected one for "
+                "each sequence; repeat or drop rows of the mask"
+            )
+        missing = kv_length + kv_offset - attention_mask.shape[1]
+        padding = F.pad(attention_mask, (0, missing), value=False) if missing > 0 else attention_mask
+        padding = padding[:, kv_offset : kv_offset + kv_length].bool()
     rules = None if use_vmap else _rules_of(mask_function, q_length, kv_length, kv_offset)
     # with a mask Transformers looks for no documents in positions; what it composed is not read in a compiled graph
     chunks = (
@@ -101,13 +111,20 @@ def adaattn_mask(
     structure = MaskStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
         store_structure(key, structure)
-    structure = structure if packed is None else packed.added_to(structure)
+    if told:
+        from .documents import with_documents, with_restarts
+
+        cu_q, cu_k, positions = map(told.get, ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
+        if cu_q is not None:
+            structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
+        elif alone and positions is not None:
+            structure = with_restarts(structure, positions)
     structure = _for_graphs(structure, mask_device, padding, config)
     return StructuredMask(structure, mask_device, chunks)
 
 
 def _rules_of(mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_offset: int) -> dict[str, Any] | None:
-    """The rules of a mask function, counted from this call's first key; None where a dense mask must say them."""
+    # counted from this call's first key; None where a dense mask must say them
     read = read_pattern(mask_function)
     if read is None or "causal" not in read or "key_padding" in read:
         return None
@@ -126,18 +143,14 @@ def _rules_of(mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_off
 
 
 def _for_graphs(structure: MaskStructure, device: Any, padding: Tensor | None, config: Any) -> MaskStructure:
-    """Returns the structure itself; in a traced graph with a dense mask, made once for all layers, unless it is plain.
-
-    Where a kernel reads the structure while the graph runs, it stays, as it does when generation makes the mask.
-    Models with settings of this package keep the padding beside the mask, because plans count keys from the first
-    real token. Chunks stay: lengths of documents, which are heard of later, move where they begin.
-    """
+    # in a traced graph one dense mask for all layers, unless a kernel reads the structure while the graph runs; chunks
+    # stay, as lengths of documents, which are heard of later, move where they begin
     if not tracing() or structure.plain or structure.chunk is not None:
         return structure
     if torch.compiler.is_compiling() and _is_read(structure, torch.device(device).type, config):
         return structure
     batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
-    known = None
+    known = None  # models with settings of this package keep the padding, as plans count from the first real token
     if raw_settings(config) is not None:
         known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
     return MaskStructure(
@@ -147,17 +160,16 @@ def _for_graphs(structure: MaskStructure, device: Any, padding: Tensor | None, c
 
 
 def _is_read(structure: MaskStructure, device: str, config: Any) -> bool:
-    """Whether a kernel reads a structure off its tensors in a traced graph: on CUDA that of one query per sequence."""
+    # off its tensors in a traced graph: on CUDA that of one query per sequence
     if structure.mask is not None or torch.onnx.is_in_onnx_export():
         return False
     native = device == "cpu" and getattr(config, "_attn_implementation", "") in _NATIVE
     step = device == "cuda" and structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
-    return (native and installed_for_graph("native")) or (step and installed_for_graph("triton"))
+    return (native and not missing("native")) or (step and not missing("triton"))
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:
-    """Whether a 2-D mask is all ones; only looks where that is cheap: on the CPU, and not in a traced graph."""
-    return (
+    return (  # only looks where that is cheap: on the CPU, and not in a traced graph
         type(attention_mask) is Tensor  # subclasses may hold no data
         and attention_mask.is_cpu
         and not tracing()
@@ -167,21 +179,7 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
 
 
 def _dropped(attention_mask: Tensor | None, kv_offset: int) -> int | Tensor:
-    """How many tokens stood before this call's first key, `[batch]` where padding before them is not counted."""
+    # how many tokens stood before this call's first key, `[batch]` where padding before them is not counted
     if attention_mask is None or kv_offset == 0:
         return kv_offset
     return (kv_offset - attention_mask.int().argmax(1)).clamp_min(0)
-
-
-def _padding_of_keys(attention_mask: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> Tensor | None:
-    """Returns the mask `[batch, kv_len]` of this call's keys, hidden beyond its end; ValueError for other rows."""
-    if attention_mask is None:
-        return None
-    if not tracing() and attention_mask.shape[0] != batch:  # while tracing both may be symbols
-        raise ValueError(
-            f"attention_mask: got {attention_mask.shape[0]} rows for a batch of {batch}, expected one for each "
-            "sequence; repeat or drop rows of the mask"
-        )
-    missing = kv_len + kv_offset - attention_mask.shape[1]
-    padded = F.pad(attention_mask, (0, missing), value=False) if missing > 0 else attention_mask
-    return padded[:, kv_offset : kv_offset + kv_len].bool()

@@ -34,29 +34,17 @@ class StructuredMask:
         """`device` is the device of the dense mask.
 
         With `fixed_chunks` chunks that count from the row's first key are in the dense mask, and no longer told. `cut`
-        first queries of the call were sliced off.
+        first queries of the call were sliced off. Structures with document borders are `packed` by the lengths that
+        all layers are told; they lie here, as structures without tensors are shared with later passes.
         """
         self.structure, self.device = structure, device
         self.fixed_chunks, self.cut = fixed_chunks, cut
-        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor, MaskStructure]] = {}
+        self.packed: dict[tuple[int, int], tuple[Tensor, Tensor, MaskStructure]] = {}
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
-
-    def packed(self, structure: MaskStructure, cu_q: Tensor, cu_k: Tensor) -> MaskStructure:
-        """Returns a structure with document borders, made once for all layers that are told the same lengths.
-
-        It is kept here, as structures without tensors are shared with later passes.
-        """
-        key = id(cu_q), id(cu_k)
-        if key not in self._packed:
-            from .documents import with_documents  # imported here: few calls are packed
-
-            # the tensors are kept so that their identities stay theirs
-            self._packed[key] = cu_q, cu_k, with_documents(structure, cu_q, cu_k, self.cut)
-        return self._packed[key][2]
 
     def dim(self) -> int:
         """Four."""

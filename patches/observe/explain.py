@@ -20,11 +20,12 @@ from adaattn_hf.attention.call import AttentionCall, head_dim_of
 from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallKind
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
-from adaattn_hf.plans.plan import LayerPlan, Plan
+from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.wording import legend
 
 from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
+from ..cache.streaming import spans_of
 from ..models.cache_keyword import cache_in, cache_keyword, with_cache
 from ..models.support import Holder, check, model_in, refuse_other_attention, runs_ours, towers_of, unloaded
 from ..plans.attach import plan_in, plan_of
@@ -77,38 +78,51 @@ class Explanation:
 
     def __str__(self) -> str:
         """One line per group of layers with equal backend, call and plan; then the refusals not listed before."""
-        apart: dict[str, str] = {}
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
-        said: dict[str, tuple[str, ...]] | None = None
-        before: dict[str, tuple[str, ...]] = {}
         groups: dict[tuple[str, str, CallKind, str], list[LayerChoice]] = {}
         shown: dict[str, str] = {}
         for choice in self.layers:
             plan = "as above" if choice.plan and shown.get(choice.layer) == choice.plan else choice.plan
             groups.setdefault((choice.phase, choice.backend, choice.kind, plan), []).append(choice)
             shown[choice.layer] = choice.plan
-        for (phase, backend, kind, plan), layers in groups.items():
+        indent = " " * 11
+        apart: dict[str, list[str]] = {}
+        said: dict[str, tuple[str, ...]] = {}
+        before: dict[str, tuple[str, ...]] = {}
+
+        def why_not() -> Iterator[str]:
+            """All backends that could also serve; each that refuses; those whose reasons are above."""
+            if behind := [name for name, reasons in said.items() if not reasons]:
+                yield f"{indent}would serve, too: {', '.join(behind)}"
+            again = [name for name, reasons in said.items() if reasons and before.get(name) == reasons]
+            if again:
+                yield f"{indent}not {', '.join(again)}: for the reasons above"
+            for name, reasons in said.items():
+                if reasons and name not in again:
+                    yield f"{indent}not {name}: {'; '.join(reasons)}"
+            before.update(said)
+
+        for number, ((phase, backend, kind, plan), layers) in enumerate(groups.items()):
             first, last = layers[0].layer, layers[-1]
             refused = dict(last.refused)
             for name in () if self.verbose else last.refused:
                 if (needed := BACKENDS[name].supports.device) not in ("", kind.device.type):
-                    apart[name] = needed
                     del refused[name]
-            span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
-            if said is not None and refused != said:
-                lines += _why_not(said, before)
-                before |= said
+                    if name not in apart.setdefault(needed, []):
+                        apart[needed].append(name)
+            if number and refused != said:
+                lines += why_not()
             said = refused
+            span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
             lines.append(f"  {phase:8} {span}: {backend}  [{kind.words()}]")
             if kind.features & DROPOUT and kind.device.type == "cpu":
-                lines.append("           dropout in attention keeps the whole score matrix on a CPU")
+                lines.append(f"{indent}dropout in attention keeps the whole score matrix on a CPU")
             if plan:
-                lines.append(f"           plan: {plan}")
-        lines += _why_not(said or {}, before)
-        for needed in dict.fromkeys(apart.values()):
+                lines.append(f"{indent}plan: {plan}")
+        lines += why_not()
+        for needed, names in apart.items():
             absent = ", no GPU here" if needed == "cuda" and not torch.cuda.is_available() else ""
-            names = ", ".join(name for name, its in apart.items() if its == needed)
-            lines.append(f"           {needed.upper()} only{absent}: {names}")
+            lines.append(f"{indent}{needed.upper()} only{absent}: {', '.join(names)}")
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
         lines += [f"  unknown  {sentence}" for sentence in self.unknown]
@@ -117,19 +131,6 @@ class Explanation:
         if any(choice.plan for choice in self.layers):
             lines.append(f"  labels   {self.legend}")
         return "\n".join(lines)
-
-
-def _why_not(refused: Mapping[str, tuple[str, ...]], before: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns lines: all backends that could also serve; each that refuses; those whose reasons are above."""
-    behind = [name for name, reasons in refused.items() if not reasons]
-    lines = [f"           would serve, too: {', '.join(behind)}"] if behind else []
-    again = [name for name, reasons in refused.items() if reasons and before.get(name) == reasons]
-    lines += [f"           not {', '.join(again)}: for the reasons above"] if again else []
-    return lines + [
-        f"           not {name}: {'; '.join(reasons)}"
-        for name, reasons in refused.items()
-        if reasons and name not in again
-    ]
 
 
 def explain(
@@ -185,15 +186,9 @@ def explain(
     here = "cuda" if torch.cuda.is_available() else "cpu"
     while waiting:
         name, tower, its = waiting.pop(0)
-        spans = None
-        if streaming:
-            from ..cache.streaming import spans_of
-
-            spans = spans_of(tower, its)
-        missed: list[str] = []
         where = device or (tower.device.type if tower.device.type != "meta" else here)
-        phases = _phases(tower, dtype or tower.dtype, inputs, where, cache, memories, spans, missed)
-        choices = _choices(phases, name, its)
+        choices, memory, missed = _explained(name, tower, its, dtype or tower.dtype, inputs, where, cache, streaming)
+        memories += [] if memory is None else [memory]
         children = [(f"{name}.{child}".strip("."), module) for child, module in tower.named_children()]
         parts = [part for place, module in children for part in towers_of(module, place) if runs_ours(part[1])]
         if missed and not choices and inputs is None and parts:
@@ -267,59 +262,39 @@ class _DryRun(Listener):
             return self.model(**keywords)
 
 
-def _choices(phases: Iterator[tuple[str, list[Call]]], path: str, plan: Plan | None) -> list[LayerChoice]:
-    asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
-    found: dict[tuple[str, str, CallKind], LayerChoice] = {}
-    for phase, calls in phases:
-        exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
-        for name, module, kind, forced in calls:
-            key = (f"{path}.{name}".strip("."), phase, kind)
-            if key in found:
-                continue
-            backend = choose(kind, forced).name
-            refused = {name: refusals_of(name, kind) for name in (*order(kind), *BACKENDS) if name != backend}
-            index = getattr(module, "layer_idx", None)
-            of_plan = asked.get(index, "") if isinstance(index, int) and not exact else ""
-            found[key] = LayerChoice(*key, backend, refused, of_plan)
-    return list(found.values())
-
-
-def _in_words(layer: LayerPlan) -> str:
-    heads: dict[str, list[str]] = {}
-    for head, choice in enumerate(layer.choices):
-        heads.setdefault(choice.label, []).append(str(head))
-    return "; ".join(
-        f"{label} on key/value head{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
-        for label, numbers in heads.items()
-        if not layer.is_exact
-    )
-
-
-def _phases(
+def _explained(
+    path: str,
     model: PreTrainedModel,
+    plan: Plan | None,
     dtype: torch.dtype,
     given: Mapping[str, torch.Tensor] | None,
     device: str,
     stored: str,
-    memories: list[CacheMemory],
-    spans: Mapping[int, Any] | None,
-    missed: list[str],
-) -> Iterator[tuple[str, list[Call]]]:
-    """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step.
+    streaming: bool,
+) -> tuple[list[LayerChoice], CacheMemory | None, list[str]]:
+    """Returns what the layers of a model run, the memory of its cache, and phases that it cannot run without data.
 
-    On CUDA the step follows once more, as generation with a static cache compiles it. Models that are trained with
-    attention dropout begin with a step of training. Phases that the model cannot run without data are `missed`.
+    Of a prompt, of a padded batch and, for models with a cache, of one decode step. On CUDA the step follows once more,
+    as generation with a static cache compiles it. Models that are trained with attention dropout begin with a step of
+    training.
     """
+    found: dict[tuple[str, str, CallKind], LayerChoice] = {}
+    missed: list[str] = []
+    labels: dict[int, str] = {}
+    for layer in () if plan is None else plan.layers:
+        heads: dict[str, list[str]] = {}
+        for head, choice in enumerate(() if layer.is_exact else layer.choices):
+            heads.setdefault(choice.label, []).append(str(head))
+        labels[layer.layer] = "; ".join(
+            f"{label} on key/value head{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+            for label, numbers in heads.items()
+        )
+
+    spans = spans_of(model, plan) if streaming else None
 
     def missing(phase: str, error: Exception) -> None:
         why = str(error).strip().partition("\n")[0]
         missed.append(f"{phase}: {type(model).__name__} cannot run without data: {why:.240}")
-
-    try:
-        dry = _DryRun(model, dtype)
-        inputs = _inputs(dry.model) if given is None else {name: value.to("meta") for name, value in given.items()}
-    except _FOREIGN as error:
-        return missing("inputs", error)
 
     def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         out = None
@@ -332,11 +307,27 @@ def _phases(
         where = torch.device(device)
         return out, [(name, who, kind._replace(device=where), forced) for name, who, kind, forced in dry.calls]
 
+    def add(phase: str, calls: list[Call]) -> None:
+        exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
+        for name, module, kind, forced in calls:
+            key = (f"{path}.{name}".strip("."), phase, kind)
+            if key not in found:
+                backend, index = choose(kind, forced).name, getattr(module, "layer_idx", None)
+                refused = {name: refusals_of(name, kind) for name in (*order(kind), *BACKENDS) if name != backend}
+                of_plan = labels.get(index, "") if isinstance(index, int) and not exact else ""
+                found[key] = LayerChoice(*key, backend, refused, of_plan)
+
+    try:
+        dry = _DryRun(model, dtype)
+        inputs = _inputs(dry.model) if given is None else {name: value.to("meta") for name, value in given.items()}
+    except _FOREIGN as error:
+        missing("inputs", error)
+        return [], None, missed
     if model.training:
         dry.model.train()
         _, calls = calls_of("training", **inputs)
         if any(kind.features & DROPOUT for _, _, kind, _ in calls):
-            yield "training", calls
+            add("training", calls)
         dry.model.eval()
     takes = cache_keyword(inspect.signature(type(model).forward)) is not None
     cached = takes and model.can_generate() and not model.config.is_encoder_decoder
@@ -345,31 +336,28 @@ def _phases(
     if stored != "model":
         keywords |= with_cache(dry.model, AdaAttnCache(dry.model, stored))
     out, calls = calls_of("prefill", **inputs, **keywords)
-    yield "prefill", calls
-    if out is None:
-        return
-    if "input_ids" in inputs:
-        yield "padded", calls_of("padded", **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1]
-    filled = cache_in(out) if cached else None
+    add("prefill", calls)
+    if out is not None and "input_ids" in inputs:
+        add("padded", calls_of("padded", **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1])
+    filled = None if out is None or not cached else cache_in(out)
     if filled is None:
-        return
+        return list(found.values()), None, missed
+    memory = None
     if isinstance(filled, Cache):
-        memories.append(memory_of(filled, stored, spans))
+        memory = memory_of(filled, stored, spans)
     step = {"input_ids": inputs["input_ids"][:, :1], "use_cache": True, **with_cache(dry.model, filled)}
     _, calls = calls_of("decode", **step)
-    yield "decode", calls
+    add("decode", calls)
     if device == "cuda":
-        yield "compiled", [call for call in map(_compiled, calls) if call is not None]
-
-
-def _compiled(call: Call) -> Call | None:
-    """A decode step as generation with a static cache compiles it; None for one that no such graph holds."""
-    name, module, step, forced = call
-    # where the tokens end lies on the device, and a traced graph knows no lengths
-    shape, features = "ragged" if step.shape == "suffix" else step.shape, step.features | COMPILING
-    kind = step._replace(shape=shape, features=features, keys=0, kv_bytes=0, pairs=0)
-    served = kind.stored is None and (forced is None or not refusals_of(forced, kind))
-    return (name, module, kind, forced) if served else None
+        compiled = []
+        for name, module, kind, forced in calls:
+            # where the tokens end lies on the device, and a traced graph knows no lengths
+            shape = "ragged" if kind.shape == "suffix" else kind.shape
+            kind = kind._replace(shape=shape, features=kind.features | COMPILING, keys=0, kv_bytes=0, pairs=0)
+            if kind.stored is None and (forced is None or not refusals_of(forced, kind)):
+                compiled.append((name, module, kind, forced))
+        add("compiled", compiled)
+    return list(found.values()), memory, missed
 
 
 def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:

@@ -18,40 +18,66 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.bound_layer import BoundLayer
+from adaattn_hf.plans.execute import rows_within
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
+from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means, pooled_weights
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
 from ..models.support import Holder, model_in, refuse_other_attention
 from ..plans.bound import BoundPlan
-from .maps import head_map, plan_map
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is reported."""
-
-
-@dataclass
-class _Sums:
-    calls: int = 0
-    longest: int = 0
-    heads: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, sums: dict[str, Tensor]) -> None:
-        for name, values in sums.items():
-            self.heads[name] = self.heads[name] + values if name in self.heads else values
+SIZE = 128
+"""Largest number of rows and columns of a map; longer prompts are pooled."""
 
 
 @dataclass
 class _Layer:
+    """What was seen of a layer; calls, their longest length in keys and sums over rows are kept by phase."""
+
     name: str
-    phases: dict[str, _Sums] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    longest: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     moments: Gram | None = None
     backends: Counter[str] = field(default_factory=Counter)
     structures: Counter[str] = field(default_factory=Counter)
+
+
+def head_map(call: AttentionCall, head: int) -> Tensor:
+    """Returns the pooled weights `[rows, columns]` of one query head of the first batch row."""
+    structure, q_len = call.structure, call.structure.q_len
+    group = head // (call.query.shape[1] // call.key.shape[1])
+
+    def masks() -> Iterator[Tensor]:
+        for start in range(0, q_len, SIZE):
+            seen = structure.visible(start, min(start + SIZE, q_len), device=call.query.device)
+            yield seen[0, head if seen.shape[1] > 1 else 0]
+
+    return pooled_weights(
+        call.query[0, head], call.key[0, group], masks(), (SIZE, SIZE), scaling=call.scaling, softcap=call.softcap
+    )
+
+
+def plan_map(call: AttentionCall, head: int, bound_layer: BoundLayer | None) -> Tensor:
+    """Returns the same for what a plan computes, None being exact; ValueError for a prompt longer than it covers."""
+    if bound_layer is None:
+        return head_map(call, head)
+    if rows_within(call.structure, bound_layer.max_length, call.query.device) is not True:
+        raise ValueError(
+            f"maps: the prompt has {call.structure.kv_len} tokens, and the plan speaks for {bound_layer.max_length}, "
+            "behind which rows are exact; give a shorter prompt"
+        )
+    groups = call.query.shape[1] // call.key.shape[1]
+    own = [head // groups]
+    choice = bound_layer.plan.choices[own[0]]
+    return head_map(choice.defined(some_heads(call, own), own, bound_layer.tensors), head % groups)
 
 
 class AttentionRecord(Listener):
@@ -101,36 +127,34 @@ class AttentionRecord(Listener):
             phase = "packed"
         elif structure.key_padding is not None and not bool(structure.key_padding.all()):
             phase = "padded"
-        sums = layer.phases.setdefault(phase, _Sums())
-        sums.calls += 1
-        sums.longest = max(sums.longest, structure.kv_len)
-        batch, heads = call.query.shape[:2]
+        layer.calls[phase] += 1
+        layer.longest[phase] = max(layer.longest[phase], structure.kv_len)
+        sums = layer.sums.setdefault(phase, {})
+        (batch, heads), padding = call.query.shape[:2], structure.key_padding
         chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(call.query.device)
         seen = structure.visible(rows=chosen, device=call.query.device).expand(batch, -1, -1, -1)
-        if structure.key_padding is not None and (structure.causal or structure.q_len == structure.kv_len):
+        if padding is not None and (structure.causal or structure.q_len == structure.kv_len):
             # rows of padding see keys, too, but say nothing of the text
             place = (chosen + structure.q_offset).clamp(0, structure.kv_len - 1)
-            seen = seen & structure.key_padding.to(place.device)[:, None, place, None]
+            seen = seen & padding.to(place.device)[:, None, place, None]
         bias = call.bias
         if bias is not None:
             bias = bias.expand(batch, -1, structure.q_len, structure.kv_len)[:, :, chosen]
         for row in range(batch):
-            sums.add(
-                head_sums(
-                    call.query[row][:, chosen],
-                    call.key[row],
-                    call.value[row],
-                    seen[row],
-                    chosen + structure.q_offset,
-                    scaling=call.scaling,
-                    softcap=call.softcap,
-                    bias=None if bias is None else bias[row].float(),
-                    sink_logits=call.sink_logits,
-                    answer=out[row].transpose(0, 1)[:, chosen],
-                )
+            found = head_sums(
+                call.query[row][:, chosen],
+                call.key[row],
+                call.value[row],
+                seen[row],
+                chosen + structure.q_offset,
+                scaling=call.scaling,
+                softcap=call.softcap,
+                bias=None if bias is None else bias[row].float(),
+                sink_logits=call.sink_logits,
+                answer=out[row].transpose(0, 1)[:, chosen],
             )
+            sums |= {name: sums[name] + values if name in sums else values for name, values in found.items()}
         if phase != "decode" and structure.q_len == structure.kv_len:
-            padding = structure.key_padding
             for row in range(batch):
                 query, key = call.query[row : row + 1], call.key[row : row + 1]
                 if padding is not None:
@@ -170,12 +194,12 @@ class AttentionRecord(Listener):
             "structures": dict(layer.structures),
             "phases": {
                 phase: {
-                    "calls": sums.calls,
-                    "longest": sums.longest,
-                    "rows": int(sums.heads["rows"][0]),
-                    "heads": {name: _rounded(values) for name, values in means(sums.heads).items()},
+                    "calls": layer.calls[phase],
+                    "longest": layer.longest[phase],
+                    "rows": int(sums["rows"][0]),
+                    "heads": {name: _rounded(values) for name, values in means(sums).items()},
                 }
-                for phase, sums in layer.phases.items()
+                for phase, sums in layer.sums.items()
             },
         }
         if layer.moments is not None:
@@ -192,10 +216,10 @@ class AttentionRecord(Listener):
         lines = ["layer phase    calls  entropy  support    sinks  95% blocks  SQNR int8  as run  backends"]
         for index, layer in sorted(self.layers.items()):
             backends = ", ".join(f"{name} x{count}" for name, count in sorted(layer.backends.items()))
-            for phase, sums in layer.phases.items():
-                mean = {name: float(values.mean()) for name, values in means(sums.heads).items()}
+            for phase, sums in layer.sums.items():
+                mean = {name: float(values.mean()) for name, values in means(sums).items()}
                 lines.append(
-                    f"{index:5} {phase:8} {sums.calls:5}  {mean['entropy']:7.3f}  {mean['support']:7.1f}  "
+                    f"{index:5} {phase:8} {layer.calls[phase]:5}  {mean['entropy']:7.3f}  {mean['support']:7.1f}  "
                     f"{mean['sink_mass']:7.3f}  {mean['block_density_95']:10.3f}  {mean['sqnr_int8']:6.1f} dB  "
                     f"{mean['sqnr_answer']:5.0f} dB  {backends}"
                 )
@@ -214,7 +238,7 @@ class AttentionRecord(Listener):
         layers = [self._layer(index) for index in sorted(self.layers)]
         layers = [layer for layer in layers if phase in layer["phases"]]
         if not layers:
-            seen = sorted({name for layer in self.layers.values() for name in layer.phases})
+            seen = sorted({name for layer in self.layers.values() for name in layer.sums})
             raise ValueError(f"phase: got {phase!r}, expected one that was seen: {', '.join(seen) or 'none was'}")
         shown = {
             "entropy": "entropy (nats)",
@@ -234,14 +258,12 @@ class AttentionRecord(Listener):
 
 
 def _rounded(values: Tensor) -> Any:
-    flat: Any = values.double().cpu().tolist()
-
     def entry(value: Any) -> Any:
         if isinstance(value, list):
             return [entry(item) for item in value]
         return float(f"{value:.6g}") if abs(value) < float("inf") else None
 
-    return entry(flat)
+    return entry(values.double().cpu().tolist())
 
 
 @contextmanager
@@ -280,6 +302,6 @@ def record(
     refuse_other_attention(held)
     bound_layers = None
     if against is not None:
-        bound_layers = BoundPlan(held, Plan.from_pretrained(against), unverified=True).by_index
+        bound_layers = BoundPlan.of(held, Plan.from_pretrained(against), unverified=True).by_index
     with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), bound_layers)) as listener:
         yield listener

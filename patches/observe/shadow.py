@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import Listener
-from adaattn_hf.attention.slicing import some_rows
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import AdaAttnConfig
 from adaattn_hf.errors import warn

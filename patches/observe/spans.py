@@ -21,6 +21,8 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import choose
 
+from ..plans.slots import layer_of
+
 
 class _Spans(Listener):
     """Opens a span when a call's backend is chosen, and closes it when the call returns."""
@@ -30,7 +32,7 @@ class _Spans(Listener):
     def before(self, module: nn.Module, call: AttentionCall) -> None:
         self.close()  # that of a call which failed
         kind, layer = call.checked_kind(), getattr(module, "layer_idx", None)
-        planned = " plan" if getattr(getattr(module, "config", None), "adaattn", None) else ""
+        planned = "" if layer_of(module) is None else " plan"
         name = f"adaattn layer {layer}: {choose(kind, call.backend).name} {kind.shape}{planned}"
         self.open = torch.profiler.record_function(name)
         self.open.__enter__()

@@ -14,9 +14,6 @@ from ..models.support import Holder, Model, configs_of, model_in, refuse_other_a
 from .bound import BoundPlan, bound_plan, carried_by, say, unbind
 from .check import machine_name
 
-PRICED = "the plan keeps its budget here as there, but was chosen by times that were measured on"
-REPRICED = "it may gain less; `adaattn calibrate MODEL --data FILES --from PLAN` prices and chooses anew"
-
 
 def plan_in(model: nn.Module) -> Plan | None:
     """Returns the plan in the configuration of a model, whether the model runs by it or not; None without one."""
@@ -57,10 +54,14 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
             )
     else:
         found = Plan.from_pretrained(plan)
-    BoundPlan(held, found, unverified=unverified).install(held)
+    BoundPlan.of(held, found, unverified=unverified).install(held)
     priced, here = str(found.protocol.get("machine", "")), machine_name(next(held.parameters()).device)
     if priced and priced.rsplit(", ", 2)[0] != here:  # it also names threads and torch
-        say(found.weight_hash, f"{PRICED} {priced}; here is {here}: {REPRICED}")
+        say(
+            found.weight_hash,
+            f"the plan keeps its budget here as there, but was chosen by times that were measured on {priced}; here is "
+            f"{here}: it may gain less; `adaattn calibrate MODEL --data FILES --from PLAN` prices and chooses anew",
+        )
     return model
 
 

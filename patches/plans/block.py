@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -62,12 +62,21 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
         bound = _bound(held, trunk, Plan.from_pretrained(plan), unverified)
         modules |= {**bound.layers, trunk: bound}
     outer = instead()
-    with _marked(trunk, modules):
-        instead_of.set({**(outer or {}), **modules})
-        try:
-            yield
-        finally:
-            instead_of.set(outer)
+    with _lock:
+        # compiled graphs see by a mark that a block is open in some thread; the last block removes it
+        blocks = trunk.__dict__.get(BLOCKS) or Blocks()
+        blocks.open += 1
+        for module in (trunk, *modules):
+            module.__dict__[BLOCKS] = blocks
+    instead_of.set({**(outer or {}), **modules})
+    try:
+        yield
+    finally:
+        instead_of.set(outer)
+        with _lock:
+            blocks.open -= 1
+            for module in (trunk, *modules) if not blocks.open else ():
+                module.__dict__.pop(BLOCKS, None)
 
 
 def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:
@@ -77,25 +86,8 @@ def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> 
             if bound.seen is None or not bound.seen.same():
                 bound.check_model(trunk)
             return bound
-    bound = BoundPlan(model, plan, unverified=unverified)
+    bound = BoundPlan.of(model, plan, unverified=unverified)
     for oldest in [one for one in known if one is not own][: 1 - MAX_CHECKED_PLANS]:
         oldest.close(trunk)
     bound.open(trunk)
     return bound
-
-
-@contextmanager
-def _marked(trunk: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Marks modules, for compiled graphs, as having a block open in some thread; the last block removes the mark."""
-    with _lock:
-        blocks = trunk.__dict__.get(BLOCKS) or Blocks()
-        blocks.open += 1
-        for module in (trunk, *modules):
-            module.__dict__[BLOCKS] = blocks
-    try:
-        yield
-    finally:
-        with _lock:
-            blocks.open -= 1
-            for module in (trunk, *modules) if not blocks.open else ():
-                module.__dict__.pop(BLOCKS, None)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import get_ident
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,33 +26,15 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.record import PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
-from .check import (
-    bound_layer_for,
-    check_versions,
-    modules_for,
-    other_weights,
-    refuse_autocast,
-    refuse_beyond_budget,
-    refuse_other_dtype,
-    refuse_unproven,
-)
+from .check import bound_layer_for, configs_for, refuse_autocast, refuse_beyond_budget, refuse_other_weights
 from .configured import refuse_other_configuration, refuse_other_settings
-from .hashes import base_of, model_hash
+from .hashes import base_of
 from .layers import attention_modules, running_model
-from .parts import adapted, own_weights_train
+from .parts import parts
 from .slots import LAYER, PLAN, instead, layer_of
 from .snapshot import Snapshot, facts_of, listen
 
 logger = logging.getLogger("adaattn_hf")
-
-TRAINED = (
-    "the model is trained under its plan, which was verified for the weights before: it goes on under it here, and is "
-    "saved without it; calibrate the trained model"
-)
-ADAPTED = (
-    "the model has adapters, and its plan was verified without them: what they change is not covered; merge them and "
-    "calibrate again to have it verified"
-)
 
 UNBOUND = (
     "the model's configuration holds a plan, and attention is exact until somebody binds it to the model: "
@@ -71,8 +54,11 @@ class State(Enum):
     """It is trained itself: weights change, and the plan goes on in this process only."""
 
 
+@dataclass(eq=False, repr=False)
 class BoundPlan:
-    """A plan, the model that it was checked for, and the layers that run by it.
+    """A plan, the model that it was checked for, and the layers that run by it; `BoundPlan.of` makes one.
+
+    A copied or pickled model takes its plan along. The copy has checked nothing yet: its first pass does.
 
     Attributes:
         plan, unverified: The plan, and whether it runs though held-out text has not shown it good.
@@ -80,49 +66,46 @@ class BoundPlan:
         configs, data: The configurations that carry the plan, and the plan as they do, None where they do not.
         facts: Settings and passing buffers at the first check, which no plan names.
         layers, readers: By attention module, its part of the plan, None where it is exact; and their configurations.
+        carried: The plan's tensors, as the model's settings carry them.
+        trunk: The model without its head, by a weak reference.
         threads: Those in which a pass of the model is open that was compared at its start.
         monitor, session: What watches the model, and the settings that asked for it, None for a block.
+        seen: The model as it was checked.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
+    plan: Plan
+    unverified: bool
+    state: State = State.AS_VERIFIED
+    configs: Sequence[Any] = ()
+    data: Any = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    layers: dict[nn.Module, BoundLayer | None] = field(default_factory=dict, init=False)
+    readers: Sequence[Any] = field(default=(), init=False)
+    carried: dict[str, Any] = field(default_factory=dict, init=False)
+    trunk: Callable[[], nn.Module | None] = field(default=type(None), init=False)
+    threads: set[int] = field(default_factory=set, init=False)
+    monitor: Any = field(default=None, init=False)
+    session: Any = field(default=None, init=False)
+    seen: Snapshot | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, *, unverified: bool = False) -> Self:
         """Checks all of a model against a plan (PlanError: it does not belong to it), and changes nothing of it."""
         before = next(doors(base_of(model)), None)
-        self._start(plan, unverified, facts={} if before is None else before.facts)
-        check_versions(plan)
-        modules = modules_for(model, plan)
-        if not unverified:
-            refuse_unproven(plan)
-        for config in (module.config for module in modules.values()):
+        bound = cls(plan, unverified, facts={} if before is None else before.facts)
+        for config in configs_for(model, plan, unverified):
             settings = carried_by(config)
             refuse_beyond_budget(plan.budget, settings)
             if (settings.get(CONFIG_KEY) or {}).get("tensors") == plan.tensors and settings.get(CARRIED):
-                self.carried[CARRIED] = settings[CARRIED]
-        self.check_model(base_of(model))
+                bound.carried[CARRIED] = settings[CARRIED]
+        bound.check_model(base_of(model))
+        return bound
 
-    def _start(
-        self,
-        plan: Plan,
-        unverified: bool,
-        state: State = State.AS_VERIFIED,
-        configs: Sequence[Any] = (),
-        data: Any = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> BoundPlan:
-        self.plan, self.unverified, self.state = plan, unverified, state
-        self.configs, self.data, self.facts = configs, data, facts or {}
-        self.layers: dict[nn.Module, BoundLayer | None] = {}
-        self.carried: dict[str, Any] = {}
-        self.readers: list[Any] = []
-        self.trunk: Callable[[], nn.Module | None] = type(None)
-        self.threads = set[int]()
-        self.monitor: Any = None
-        self.session: Any = None
-        self.seen: Snapshot | None = None
-        return self
+    def __post_init__(self) -> None:
+        listen()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled model takes its plan along; the copy has checked nothing yet: its first pass does."""
-        return _copied, (type(self), self.plan, self.unverified, self.state, self.configs, self.data, self.facts)
+        return type(self), (self.plan, self.unverified, self.state, self.configs, self.data, self.facts)
 
     def install(self, model: nn.Module) -> None:
         """Lets the model run by the plan, which its configuration then carries; another one goes."""
@@ -139,7 +122,6 @@ class BoundPlan:
 
     def open(self, trunk: nn.Module) -> None:
         """Opens the door of a trunk: from here on each of its passes is compared with what was checked."""
-        listen()
         trunk.register_forward_pre_hook(self.enter)
         trunk.register_forward_hook(self.leave, always_call=True)
 
@@ -184,33 +166,25 @@ class BoundPlan:
                         "attention"
                     )
                 self.data = carried
-        if self.state is not State.TRAINED and (self.seen is None or not self.seen.same()):
-            self.check_model(trunk)
-        elif not self.layers:  # a copy of a model that is trained
-            self._take(trunk)
-        if trunk.training and torch.is_grad_enabled() and not in_backward():
+        if self.state is State.TRAINED:
+            if not self.layers:  # a copy
+                self._take(trunk)
+            return
+        seen = self.seen
+        if seen is None or not seen.same():
+            seen = self.check_model(trunk)
+        # a block does not train
+        if trunk.training and torch.is_grad_enabled() and not in_backward() and trunk.__dict__.get(PLAN) is self:
             self._train(trunk)
-        if self.state is State.AS_VERIFIED and not trunk.training and self.seen is not None:
-            refuse_autocast(self.plan, self.seen.weights.tensors[0].device.type)
-
-    def check_layer(self, module: nn.Module) -> None:
-        """The same for a layer that runs outside of a pass of its model: computed again for gradients, or by itself.
-
-        PlanError where another model runs it.
-        """
-        trunk, host = self.trunk(), None if in_backward() else running_model(module)
-        if trunk is None or not (host is None or trunk in {*host.modules()} or host in {*trunk.modules()}):
-            raise _foreign(module, host)
-        self.check_pass(trunk)
+        if self.state is State.AS_VERIFIED and not trunk.training:
+            refuse_autocast(self.plan, seen.tensors[0].device.type)
 
     # ------------------------------------------------------------------ once, and where something has changed
-    def check_model(self, trunk: nn.Module) -> None:
+    def check_model(self, trunk: nn.Module) -> Snapshot:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
         now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
         if self.seen is None or not self.seen.covers(now):
-            refuse_other_dtype(self.plan, modules)
-            if model_hash(trunk) != self.plan.weight_hash:
-                raise other_weights(self.plan, modules)
+            refuse_other_weights(self.plan, trunk, modules)
         for module in modules.values():
             refuse_other_configuration(self.plan, module.config)
         facts = facts_of(trunk)
@@ -218,10 +192,15 @@ class BoundPlan:
         self.facts = {**facts, **self.facts}
         self._take(trunk)
         self.seen = now
-        if adapted(trunk):
-            say(self.plan.weight_hash, ADAPTED)
+        if now.adapted:
+            say(
+                self.plan.weight_hash,
+                "the model has adapters, and its plan was verified without them: what they change is not covered; "
+                "merge them and calibrate again to have it verified",
+            )
         elif self.state is State.ADAPTED:
             self.state = State.AS_VERIFIED
+        return now
 
     def _take(self, trunk: nn.Module) -> None:
         """Makes the layers of a trunk that this plan has not made yet, and hands them over if it is the trunk's own."""
@@ -246,20 +225,22 @@ class BoundPlan:
     def _train(self, trunk: nn.Module) -> None:
         """Notes that a model is trained under its plan, which is not saved any more then; adapters alone leave it."""
         planned = [bound_layer for bound_layer in self.layers.values() if bound_layer is not None]
-        if self.state is State.TRAINED or trunk.__dict__.get(PLAN) is not self:  # a block does not train
-            return
         if not (planned and any(one.requires_grad for one in trunk.parameters())):
             return
         for bound_layer in planned:
             if not bound_layer.has_gradient:
                 raise PlanError(no_gradient(bound_layer))
-        if not own_weights_train(trunk):
+        if not any(weight.requires_grad for part in parts(trunk) for weight in part.weights.values()):
             self.state = State.ADAPTED
         elif all(bound_layer.trains for bound_layer in planned):
             self.state, self.data = State.TRAINED, None
             for config in self.configs:
                 config.adaattn = {name: value for name, value in carried_by(config).items() if name != CONFIG_KEY}
-            say(self.plan.weight_hash, TRAINED)
+            say(
+                self.plan.weight_hash,
+                "the model is trained under its plan, which was verified for the weights before: it goes on under it "
+                "here, and is saved without it; calibrate the trained model",
+            )
 
 
 def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
@@ -268,12 +249,6 @@ def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
         f"({type(model).__name__}) than the one that its plan was checked for; put the layer back, or remove the plan "
         "with adaattn_hf.remove_plan(model)"
     )
-
-
-def _copied(kind: type[BoundPlan], *given: Any) -> BoundPlan:
-    listen()
-    bound = object.__new__(kind)
-    return bound._start(*given)
 
 
 # ---------------------------------------------------------------------- what others ask
@@ -295,8 +270,11 @@ def checked_layer(module: nn.Module) -> BoundLayer | None:
             "checked for that model alone; call adaattn_hf.load_plan(model), or adaattn_hf.remove_plan(model) for "
             "exact attention"
         )
-    if get_ident() not in bound.threads:
-        bound.check_layer(module)
+    if get_ident() not in bound.threads:  # outside of a pass: computed again for gradients, or run by itself
+        trunk, host = bound.trunk(), None if in_backward() else running_model(module)
+        if trunk is None or not (host is None or trunk in {*host.modules()} or host in {*trunk.modules()}):
+            raise _foreign(module, host)
+        bound.check_pass(trunk)
     return bound_layer
 
 

@@ -22,16 +22,26 @@ from adaattn_hf.plans.store import layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
-from .hashes import weight_hash
+from .hashes import model_hash, weight_hash
 from .layers import attention_modules
 from .parts import module_dtype
 
 
-def modules_for(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
-    """Returns the attention modules of a model by layer; PlanError for the model of another plan."""
+def configs_for(model: nn.Module, plan: Plan, unverified: bool) -> list[Any]:
+    """Returns the configurations of a model's attention modules; PlanError if the plan is not for such a model.
+
+    That is another model, major version of Transformers or number of layers, or a plan that must be `unverified` to
+    run, as held-out text has not shown it good, or the format of its cache.
+    """
+    here = importlib.metadata.version("transformers")
+    if here.split(".")[0] != plan.transformers.split(".")[0]:
+        raise PlanError(
+            f"the plan was made with transformers {plan.transformers}, this is {here}: another major version may "
+            "compute another function; calibrate again"
+        )
     modules = dict(attention_modules(model, plan.model_type))
-    configs = {id(one.config): one.config for one in modules.values()}
-    for config in configs.values() or [getattr(model, "config", model)]:
+    configs = [*{id(one.config): one.config for one in modules.values()}.values()]
+    for config in configs or [getattr(model, "config", model)]:
         refuse_other_configuration(plan, config)
         depth = getattr(config, "num_hidden_layers", None)
         if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
@@ -41,7 +51,13 @@ def modules_for(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
         raise PlanError(f"the plan has layers {missing!s:.200}, the model's attention layers are {sorted(modules)}")
-    return modules
+    if not unverified and (reason := unproven(plan)) is not None:
+        raise PlanError(
+            f"the plan {reason}, so it runs only if you allow it in this process: "
+            "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
+            "adaattn_hf.remove_plan(model)"
+        )
+    return configs
 
 
 def bound_layer_for(
@@ -76,7 +92,7 @@ def bound_layer_for(
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
-    """Returns this process's key/value heads under tensor parallelism, else none; PlanError if heads are split."""
+    # this process's key/value heads under tensor parallelism, else none
     split: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
     if not split:
         return range(0)
@@ -91,17 +107,6 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
         f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove "
         "the plan with adaattn_hf.remove_plan(model)"
     )
-
-
-def refuse_unproven(plan: Plan) -> None:
-    """Refuses a plan or cache format that held-out text has not shown good (PlanError says why)."""
-    reason = unproven(plan)
-    if reason is not None:
-        raise PlanError(
-            f"the plan {reason}, so it runs only if you allow it in this process: "
-            "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
-            "adaattn_hf.remove_plan(model)"
-        )
 
 
 def machine_name(device: torch.device) -> str:
@@ -125,29 +130,24 @@ def refuse_beyond_budget(budget: float, settings: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_other_dtype(plan: Plan, modules: Mapping[int, nn.Module]) -> None:
-    """Refuses planned layers that compute in another dtype than the plan's (PlanError)."""
-    for index, module in modules.items():
-        dtype = module_dtype(module) if plan.layer(index) is not None else plan.dtype
+def refuse_other_weights(plan: Plan, trunk: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+    """Refuses a model whose weights, or their dtype, are others than a plan names (PlanError says of which layer)."""
+    planned: list[LayerPlan] = [layer for index in modules if (layer := plan.layer(index)) is not None]
+    for dtype in (module_dtype(modules[layer.layer]) for layer in planned):
         if dtype != plan.dtype:
             raise PlanError(
                 f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
                 f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
             )
-
-
-def other_weights(plan: Plan, modules: Mapping[int, nn.Module]) -> PlanError:
-    """Says of a model whose weights are others than a plan names which layer has them, or that none of its has."""
-    planned: list[LayerPlan] = [layer for index in modules if (layer := plan.layer(index)) is not None]
+    if model_hash(trunk) == plan.weight_hash:
+        return
     changed = next((layer.layer for layer in planned if weight_hash(modules[layer.layer]) != layer.weights), None)
-    if changed is not None:
-        return PlanError(
-            f"the weights of layer {changed} are not those that the plan was calibrated on (fine-tuned, merged, "
-            "another model); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-        )
-    return PlanError(
-        "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, layers moved, "
-        "another checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+    whose, why = (f"layer {changed}", "another model")
+    if changed is None:
+        whose, why = "the model", "layers moved, another checkpoint"
+    raise PlanError(
+        f"the weights of {whose} are not those that the plan was calibrated on (fine-tuned, merged, {why}); calibrate "
+        "again, or remove it with adaattn_hf.remove_plan(model)"
     )
 
 
@@ -162,13 +162,3 @@ def refuse_autocast(plan: Plan, device: str) -> None:
                 f"autocast: the plan was calibrated in {plan.dtype}, autocast computes in {dtype}; leave autocast, "
                 f"or load the model with dtype=torch.{dtype} and calibrate it so"
             )
-
-
-def check_versions(plan: Plan) -> None:
-    """Refuses a plan of another major version of Transformers (PlanError: the major versions differ)."""
-    here = importlib.metadata.version("transformers")
-    if here.split(".")[0] != plan.transformers.split(".")[0]:
-        raise PlanError(
-            f"the plan was made with transformers {plan.transformers}, this is {here}: another major version may "
-            "compute another function; calibrate again"
-        )

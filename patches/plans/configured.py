@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,12 @@ def computes_by(config: Any) -> dict[str, Any]:
 
     Configurations of other towers within it are not among them.
     """
-    return {
-        name: json.loads(json.dumps(value))
-        for name, value in sorted(vars(config).items())
-        if not (name.startswith("_") or name in _SILENT or any(word in name for word in _SILENT_WORDS))
-        and _plain(value)
-    }
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _plain(one) for key, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None)))
+    found: dict[str, Any] = {}
+    for name, value in sorted(vars(config).items()):
+        if not (name.startswith("_") or name in _SILENT or any(word in name for word in _SILENT_WORDS)):
+            with suppress(TypeError):  # no JSON data: tensors, functions, other configurations
+                found[name] = json.loads(json.dumps(value))
+    return found
 
 
 def other_model(plan: Plan, config: Any) -> str | None:

@@ -41,7 +41,8 @@ def model_hash(model: nn.Module) -> str:
 
 def base_of(model: nn.Module) -> nn.Module:
     """Returns the part of a model whose weights its plan is bound to: all of it but its head."""
-    inner = pretrained(model)
+    # the Transformers model inside whatever wraps it, such as PEFT's; the module itself if there is none
+    inner = next((part for part in model.modules() if hasattr(type(part), "base_model_prefix")), model)
     prefix = getattr(inner, "base_model_prefix", "")
     base = getattr(inner, prefix, inner) if prefix else inner
     return base if isinstance(base, nn.Module) else inner
@@ -50,11 +51,6 @@ def base_of(model: nn.Module) -> nn.Module:
 def tensor_hash(tensor: Tensor) -> str:
     """Returns a hash of one tensor."""
     return _hash({"": tensor})
-
-
-def pretrained(model: nn.Module) -> nn.Module:
-    """Returns the Transformers model inside whatever wraps it, such as PEFT's; the module itself if there is none."""
-    return next((part for part in model.modules() if hasattr(type(part), "base_model_prefix")), model)
 
 
 def _hash(weights: dict[str, Any]) -> str:

@@ -14,9 +14,6 @@ ADAPTERS = ("base_layer", "original_module")
 """Under these names adapters keep the layer that they wrap."""
 _INNER = (*ADAPTERS, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
-_FLAT = "_fsdp_flattened"
-"""FSDP marks weights so that are views of its flat ones."""
-
 
 class Part(NamedTuple):
     """A module within another one: its dotted name as if nothing were wrapped, itself, its wrappers from outside.
@@ -68,31 +65,6 @@ def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
     return next((found for name in names if (found := module._modules.get(name)) is not None), None)
 
 
-def resident(module: nn.Module) -> bool:
-    """Whether a module holds its own weights between passes: none is offloaded, or made of FSDP's flat ones."""
-    held = (weight for weight in module._parameters.values() if weight is not None)
-    return not any(weight.is_meta or hasattr(weight, _FLAT) for weight in held)
-
-
-def offloaded(module: nn.Module) -> list[Tensor]:
-    """The weights of a module that accelerate keeps in memory elsewhere, and brings for each pass."""
-    kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
-    names = [name for name, weight in module._parameters.items() if weight is not None and weight.is_meta]
-    pairs = [(kept[name], kept[name]) for name in names] if kept is not None else []
-    return [one for one, again in pairs if one is again]  # from a disk they are read anew
-
-
-def adapted(module: nn.Module) -> bool:
-    """Whether a module holds layers with adapters."""
-    return any(inner_of(wrapper, ADAPTERS) is not None for part in parts(module) for wrapper in part.wrappers)
-
-
-def own_weights_train(module: nn.Module) -> bool:
-    """Whether a module trains weights of its own, not those of adapters alone."""
-    held = (weight for part in parts(module) for weight in part.module._parameters.values())
-    return any(weight is not None and weight.requires_grad for weight in held)
-
-
 def saved_weights(module: nn.Module) -> dict[str, Any]:
     """Returns what a module saves, by names without wrappers: parameters, buffers, and states of quantised layers.
 
@@ -102,21 +74,19 @@ def saved_weights(module: nn.Module) -> dict[str, Any]:
     for part in parts(module):
         own: dict[str, Any] = {}
         part.module._save_to_state_dict(own, part.prefix, False)
-        found |= {name: _present(part, name, value) for name, value in own.items()}
+        # what accelerate's hook brings for the pass in the place of a weight that it offloaded
+        kept = getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)
+        for name, weight in own.items():
+            if not (isinstance(weight, Tensor) and weight.is_meta):
+                found[name] = weight
+            elif kept is not None:
+                found[name] = kept[name.removeprefix(part.prefix)]
+            else:
+                raise PlanError(
+                    f"{name} has no data (device 'meta'), expected the weights that the plan was made for; load them, "
+                    "then the plan"
+                )
     return found
-
-
-def _present(part: Part, name: str, weight: Any) -> Any:
-    """A weight, or what accelerate's hook brings in its place for the pass where it was offloaded."""
-    if not (isinstance(weight, Tensor) and weight.is_meta):
-        return weight
-    kept = getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)
-    if kept is None:
-        raise PlanError(
-            f"{name} has no data (device 'meta'), expected the weights that the plan was "
-            "made for; load them, then the plan"
-        )
-    return kept[name.removeprefix(part.prefix)]
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -27,21 +27,13 @@ def stated_positions(config: Any) -> int | None:
     positions = trained_positions(config)
     if positions is None:
         return None
-    reached = [
-        int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions))
-        for rope in _scaled(config.get_text_config())
-    ]
+    config, ropes = config.get_text_config(), []
+    for rope in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        # one for all layers, or one for each kind of layer
+        ropes += [rope, *rope.values()] if isinstance(rope, Mapping) else []
+    scaled = [rope for rope in ropes if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)]
+    reached = (int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)) for rope in scaled)
     return max([positions, *reached])
-
-
-def _scaled(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the parameters of scaled rotary embeddings, of each kind of layer where they differ."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, name, None)
-        kinds = rope.values() if isinstance(rope, Mapping) else ()
-        for one in (rope, *kinds):
-            if isinstance(one, Mapping) and isinstance(one.get("factor"), int | float):
-                yield one
 
 
 def learned_positions(model: nn.Module) -> int | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from adaattn_hf.config import AdaAttnConfig, ConfigError, settings_of
 from adaattn_hf.errors import warn
 from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 from adaattn_hf.presets import load_preset
 
 from ..models.support import Model, configs_of, model_in, refuse_no_model
@@ -51,10 +51,17 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
         present = [one for config in configs if isinstance(one := getattr(config, "adaattn", None), Mapping)]
-        plan = _within(next((plan for one in present if (plan := one.get("plan")) is not None), None), chosen)
-        if plan is not None:
-            tensors = next((found for one in present if (found := one.get("tensors")) is not None), None)
-            chosen = replace(chosen, plan=plan, tensors=tensors)
+        plan, tensors = (
+            next((one[key] for one in present if one.get(key) is not None), None) for key in (CONFIG_KEY, CARRIED)
+        )
+        budget, most = 0.0 if plan is None else Plan.from_dict(plan).budget, allowed_by(chosen.budget)
+        if budget <= most:
+            chosen = replace(chosen, plan=plan, tensors=None if plan is None else tensors)
+        elif most > 0.0:
+            warn(
+                f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
+                f"{chosen.preset!r} allows ({most:.4g}); it is taken away"
+            )
     data = chosen.to_dict()
     if (bound := bound_plan(held)) is not None and data["plan"] != bound.data:
         unbind(held)
@@ -62,15 +69,3 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
         config.adaattn = data
     settings_of(data)  # parsed now, so that its warnings come here
     return model
-
-
-def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
-    budget = 0.0 if plan is None else Plan.from_dict(plan).budget
-    if budget <= allowed_by(preset.budget):
-        return plan
-    if preset.budget > 0:
-        warn(
-            f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
-            f"{preset.preset!r} allows ({allowed_by(preset.budget):.4g}); it is taken away"
-        )
-    return None

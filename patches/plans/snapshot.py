@@ -1,21 +1,25 @@
-"""What a planned model is: its weights, and the settings that attention reads, compared at the start of each pass."""
+"""What a planned model is, compared at the start of each pass: its weights, and the settings that attention reads."""
 
 from __future__ import annotations
 
 import re
 from copy import deepcopy
 from functools import cache
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .configured import computes_by
 from .hashes import tensor_hash
-from .parts import ADAPTERS, Part, inner_of, parts
-from .weights import Weights
+from .parts import ADAPTERS, Part, inner_of, parts, pieces
 
+_version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 _get: Any = dict.get
+_values: Any = dict.values
 _unwrapped: list[int] = []
 """One entry for each time that an adapter left a model: it may have merged, past all counters."""
 
@@ -35,35 +39,99 @@ def listen() -> None:
 
 
 class Snapshot:
-    """What a model was when its plan was checked: its weights, and the settings that attention reads."""
+    """What a model was when its plan was checked: its weights, and the settings that attention reads.
+
+    Its weights are its own: parameters and buffers inside wrappers, not what adapters add and training changes. Every
+    pass asks whether they are the same, so it is all done by iterators, without a step of Python for each weight.
+
+    Attributes:
+        rooms, names, values: The dictionary of each setting, its name there, and its value.
+        adapted: Whether there are layers with adapters.
+        tensors, pointers: Its weights, and the memory address of each.
+        counted, versions: Those that count changes in place (tensors of `torch.inference_mode` do not), and counters.
+        holders, lengths: The dictionaries of parameters and children of all submodules and wrappers, and their sizes.
+        held: All the values of these, one dictionary after the other.
+        buffers: Dictionary, name and value of each buffer that no pass changes; others may come and go beside it.
+        order: Its weights in the order of the model, and whether each belongs to one of its layers.
+        inside: By attention module, the names of the weights that it holds.
+    """
 
     def __init__(self, trunk: nn.Module) -> None:
         inside = [*parts(trunk)]
         read = [part.module for part in inside if _read_by_attention(part)]
-        said: list[tuple[dict[str, Any], str]] = [(vars(one), "config") for one in read if "config" in vars(one)]
-        values = [room[name] for room, name in said]
+        settings: list[tuple[dict[str, Any], str]] = [(vars(one), "config") for one in read if "config" in vars(one)]
+        values = [room[name] for room, name in settings]
         owners = {id(config): config for part in inside if (config := getattr(part.module, "config", None)) is not None}
         for one in (*owners.values(), *read):
-            said += [(vars(one), name) for name in computes_by(one)]
-        self.values = values + [deepcopy(room[name]) for room, name in said[len(values) :]]
-        self.rooms, self.names = zip(*said, strict=True)
-        self.weights, self.unwrapped = Weights.of(trunk), len(_unwrapped)
+            settings += [(vars(one), name) for name in computes_by(one)]
+        self.values = values + [deepcopy(room[name]) for room, name in settings[len(values) :]]
+        self.rooms, self.names = [room for room, _ in settings], [name for _, name in settings]
         # what stands around a projection of attention may compute something else, though it holds no weights
-        self.names_inside = {
+        self.inside = {
             part.module: [inner.prefix + name for inner in parts(part.module) for name in inner.weights]
             for part in inside
             if hasattr(part.module, "is_causal")
         }
+        self.adapted = any(inner_of(one, ADAPTERS) is not None for part in inside for one in part.wrappers)
+        self.unwrapped = len(_unwrapped)
 
-    def covers(self, later: Snapshot) -> bool:
-        """Whether the weights of a later snapshot are these, so that they need not be read again."""
-        named = all(self.names_inside.get(module, names) == names for module, names in later.names_inside.items())
-        return named and self.unwrapped == later.unwrapped and self.weights.covers(later.weights)
+        self.holders: list[dict[str, Any]] = []
+        weights: list[torch.Tensor] = []
+        for part in inside:
+            own = {name: weight for name, weight in part.module._parameters.items() if weight is not None}
+            # accelerate offloads weights and brings them for each pass, FSDP makes them of its flat ones
+            if not any(weight.is_meta or hasattr(weight, "_fsdp_flattened") for weight in own.values()):
+                self.holders += [part.module._parameters] if part.module._parameters else []
+                weights += own.values()
+            elif (kept := getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)) is not None:
+                pairs = [(kept[name], kept[name]) for name, weight in own.items() if weight.is_meta]
+                weights += [one for one, again in pairs if one is again]  # from a disk they are read anew
+            self.holders += [held for one in (part.module, *part.wrappers) if (held := one._modules)]
+        steady = [(part.module._buffers, name, held) for part in inside for name, held in part.steady.items()]
+        self.buffers: Any = [*zip(*steady, strict=True)] or [(), (), ()]
+        self.tensors = [piece for weight in (*weights, *self.buffers[2]) for piece in pieces(weight)]
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self.versions, self.pointers = [*map(_version, self.counted)], [*map(_pointer, self.tensors)]
+        self.lengths, self.held = [*map(len, self.holders)], [*chain.from_iterable(map(_values, self.holders))]
+        self.order = [(weight, part.listed) for part in inside for weight in part.weights.values()]
 
     def same(self) -> bool:
-        """Whether nothing has changed; asked in every pass, so done by iterators."""
+        """Whether nothing has changed."""
         now = [*map(_get, self.rooms, self.names)]
-        return self.unwrapped == len(_unwrapped) and self.weights.same() and now == self.values
+        return self.unwrapped == len(_unwrapped) and self.same_weights() and now == self.values
+
+    def same_weights(self) -> bool:
+        """Whether no weight was modified in place, replaced, cast or wrapped."""
+        rooms, names, buffers = self.buffers
+        return (
+            self._unwritten()
+            and [*map(len, self.holders)] == self.lengths
+            and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.held))
+            and all(map(is_, map(_get, rooms, names), buffers))
+        )
+
+    def _unwritten(self) -> bool:
+        return [*map(_version, self.counted)] == self.versions and [*map(_pointer, self.tensors)] == self.pointers
+
+    def covers(self, later: Snapshot) -> bool:
+        """Whether the weights of a later snapshot are these, so that they need not be read again.
+
+        They may be in other containers, or a pipeline's stage of them. A stage keeps one run of them in their order. At
+        each end where it lacks layers, it lacks what stands between them and that end, too (embeddings, a last norm): a
+        model that only lost layers is no stage.
+        """
+        start = next((at for at, one in enumerate(self.order) if later.order and one[0] is later.order[0][0]), 0)
+        end = start + len(later.order)
+        lost = [listed for _, listed in (*self.order[:start], *self.order[end:])]
+        ends = [listed for _, listed in (*self.order[:start][:1], *self.order[end:][-1:])]
+        return (
+            self.unwrapped == later.unwrapped
+            and all(self.inside.get(module, names) == names for module, names in later.inside.items())
+            and self._unwritten()
+            and end <= len(self.order)
+            and all(one[0] is other[0] for one, other in zip(self.order[start:end], later.order, strict=False))
+            and (not lost or (any(lost) and not any(ends)))
+        )
 
 
 def _read_by_attention(part: Part) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import nn
 
-from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 
 from .attach import load_plan, remove_plan
 from .configured import computes_by, name_of_model
@@ -16,25 +17,6 @@ from .hashes import model_hash, weight_hash
 from .layers import attention_modules, number_layers
 from .parts import module_dtype
 from .positions import learned_positions, stated_positions
-
-
-@dataclass(frozen=True, eq=False)
-class Binding:
-    """The model that a plan is made for.
-
-    Attributes:
-        model_type: `config.model_type` of the model with the attention modules.
-        dtype: Dtype of the attention weights, `float32` and so on.
-        hashes: By layer: hash of the attention weights.
-        model_hash: Hash of all weights of the model.
-        configuration: The settings by which it computes.
-    """
-
-    model_type: str
-    dtype: str
-    hashes: Mapping[int, str]
-    model_hash: str
-    configuration: dict[str, Any]
 
 
 class Subject:
@@ -60,19 +42,32 @@ class Subject:
         known = (learned_positions(self.model), stated_positions(self.model.config))
         return min((count for count in known if count is not None), default=None)
 
-    def binding(self, indices: Sequence[int]) -> Binding:
-        """What a plan for these layers is bound to."""
+    def exact_plan(self, indices: Sequence[int]) -> Plan:
+        """A plan of this model that names these layers, and leaves each exact: what others are made from."""
         _, first = next(attention_modules(self.model), (0, None))
         if first is None:
             raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
         config: Any = first.config
         modules = dict(attention_modules(self.model, config.model_type))
-        return Binding(
+        return Plan(
+            format=PLAN_FORMAT,
             model_type=str(config.model_type),
-            dtype=module_dtype(modules[indices[0]]),
-            hashes={index: weight_hash(modules[index]) for index in indices},
-            model_hash=model_hash(self.model),
+            weight_hash=model_hash(self.model),
             configuration=computes_by(config),
+            dtype=module_dtype(modules[indices[0]]),
+            adaattn=version("adaattn-hf"),
+            torch=torch.__version__,
+            transformers=version("transformers"),
+            budget=0.0,
+            seed=0,
+            data_fingerprint="",
+            protocol={},
+            lengths=(),
+            layers=tuple(LayerPlan(index, weight_hash(modules[index]), (EXACT,)) for index in indices),
+            units=(),
+            verified=None,
+            tensors="",
+            attention_layers=tuple(indices),
         )
 
     def weight_hash(self) -> str:

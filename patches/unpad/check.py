@@ -28,27 +28,20 @@ _HALF_TOLERANCE = 0.05
 
 def unpadding_of(model: PreTrainedModel) -> tuple[Unpadding | None, list[str]]:
     """The hooks that remove a model's padding, not installed yet; None and every reason against them if they cannot."""
-    trunk = _trunk_of(model)
+    # the base model computes the hidden states; a model without a head is its own
+    trunk: Any = model.base_model
+    if trunk is model or not isinstance(trunk, PreTrainedModel):
+        inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+        trunk = inner[0] if len(inner) == 1 else model
+    unpadding = None
     reasons = _shown_by_code(model, trunk)
     if not reasons:
         unpadding = Unpadding(model, trunk)
         reasons = _shown_by_a_batch(unpadding)
-        if not reasons:
-            return unpadding, []
-    return None, reasons
-
-
-def _trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The base model, which computes the hidden states; the model itself if it has no head."""
-    trunk = model.base_model
-    if trunk is not model and isinstance(trunk, PreTrainedModel):
-        return trunk
-    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return inner[0] if len(inner) == 1 else model
+    return (None if reasons else unpadding), reasons
 
 
 def _shown_by_code(model: PreTrainedModel, trunk: PreTrainedModel) -> list[str]:
-    """Every reason that configuration and code show."""
     config, reasons = trunk.config, list[str]()
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder: cross-attention relates two paddings")
@@ -85,10 +78,7 @@ def _shown_by_code(model: PreTrainedModel, trunk: PreTrainedModel) -> list[str]:
 
 
 def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
-    """The outputs that differ between the padded and the packed form of a ragged batch.
-
-    The hooks are registered meanwhile, for the packed form. Training modes and the random state are restored.
-    """
+    # the hooks are registered meanwhile, for the packed form of a ragged batch; training modes are restored
     target = unpadding.top if unpadding.token_wise else unpadding.trunk
     embeddings: Any = target.get_input_embeddings()  # type: ignore[operator]
     # tensors for offloaded weights are sent where they belong by accelerate's hooks
@@ -114,20 +104,18 @@ def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
         for module, was in training.items():
             module.training = was
         unpadding.calls.clear()
-    outputs = {name: out for name, out in padded.items() if isinstance(out, Tensor) and out.is_floating_point()}
-    differences = {name: _difference(out, packed.get(name), mask) for name, out in outputs.items()}
-    return [
-        f"{name} of a test batch differs by {difference:.1e} of its largest value with and without padding"
-        for name, difference in differences.items()
-        if not difference <= _TOLERANCE.get(outputs[name].dtype, _HALF_TOLERANCE)  # true for NaN, too
-    ]
-
-
-def _difference(expected: Tensor, actual: Any, mask: Tensor) -> float:
-    """The largest difference relative to the largest value; outputs at padding are expected to be 0."""
-    if not isinstance(actual, Tensor) or actual.shape != expected.shape:
-        return float("inf")
-    difference = (actual - expected).abs()
-    if expected.shape[:2] == mask.shape:
-        difference = torch.where(mask.bool()[..., None], difference, actual.abs())
-    return float(difference.max() / expected.abs().max().clamp_min(1e-30))
+    reasons = []
+    for name, expected in padded.items():
+        if not isinstance(expected, Tensor) or not expected.is_floating_point():
+            continue
+        actual, difference = packed.get(name), float("inf")
+        if isinstance(actual, Tensor) and actual.shape == expected.shape:
+            apart = (actual - expected).abs()
+            if expected.shape[:2] == mask.shape:  # outputs at padding are expected to be 0
+                apart = torch.where(mask.bool()[..., None], apart, actual.abs())
+            difference = float(apart.max() / expected.abs().max().clamp_min(1e-30))
+        if not difference <= _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE):  # true for NaN, too
+            reasons.append(
+                f"{name} of a test batch differs by {difference:.1e} of its largest value with and without padding"
+            )
+    return reasons

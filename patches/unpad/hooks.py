@@ -23,7 +23,7 @@ from adaattn_hf.attention.tracing import tracing
 
 from ..models.cache_keyword import arguments_of, cache_keyword
 from .layout import PackedLayout, PackedPrefill
-from .packing import LEAST_STATES, NotPacked, has_cache, pack_call, position_rule, read_layout, scored_padding
+from .packing import FREE, LEAST_STATES, has_cache, pack_call, position_rule, read_layout, scored_padding
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -41,16 +41,14 @@ class PaddedCallError(RuntimeError):
 
 @dataclass
 class _Frame:
-    """A call of a hooked module that is under way, and the outputs that are padded already."""
-
+    # a call of a hooked module that is under way, and the outputs that are padded already
     module: nn.Module
     owner: Unpadding
     layout: PackedLayout | None = None
-    blocked: NotPacked | None = None
+    blocked: str | None = None
     padded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def pad(self, value: Any) -> Any:
-        """The padded form of what a module is given or returns."""
         layout = self.layout
         if layout is None:
             return value
@@ -139,7 +137,7 @@ class Unpadding:
             return self._packed(frame, None if outer is None else outer.blocked, args, kwargs)
         return None
 
-    def _packed(self, frame: _Frame, blocked: NotPacked | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _packed(self, frame: _Frame, blocked: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at_trunk = frame.module is self.trunk
         signature = self._signatures[at_trunk]
         arguments = arguments_of(signature, args, kwargs)
@@ -151,11 +149,20 @@ class Unpadding:
             if blocked or not self.token_wise or not whole:
                 return None
         layout = read_layout(arguments, self.config, self.pools, self.least)
-        if not isinstance(layout, NotPacked):
+        if not isinstance(layout, str):
             layout = blocked or layout
-        if isinstance(layout, NotPacked):
-            if at_trunk:
-                self._count(layout)
+        if isinstance(layout, str):
+            if not at_trunk:
+                return None
+            self.calls[layout] += 1
+            if layout not in FREE and self.on_padded == "raise":
+                raise PaddedCallError(
+                    f"{type(self.top).__name__}: this call cannot run without its padding: {layout}. "
+                    "Change the call, or prepare the model with on_padded='run'"
+                )
+            if layout not in FREE and layout not in self._said:
+                self._said.add(layout)
+                logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, layout)
             return None
         self.calls[UNPADDED] += 1
         frame.layout = layout
@@ -163,19 +170,6 @@ class Unpadding:
         return (), pack_call(
             frame.module, arguments, layout, self._rule, self.config, cache=cache, shifted_labels=shifted
         )
-
-    def _count(self, passed: NotPacked) -> None:
-        self.calls[passed.reason] += 1
-        if not passed.costs:
-            return
-        if self.on_padded == "raise":
-            raise PaddedCallError(
-                f"{type(self.top).__name__}: this call cannot run without its padding: {passed.reason}. "
-                "Change the call, or prepare the model with on_padded='run'"
-            )
-        if passed.reason not in self._said:
-            self._said.add(passed.reason)
-            logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, passed.reason)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Pads what a module returns; None where it failed, or leaves it as it is."""

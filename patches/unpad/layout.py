@@ -18,6 +18,8 @@ class PackedLayout:
         starts: Column of the first real token of each row, `length` where a row has none.
         index: `[tokens]` gather indices of the real tokens in the flattened padded form.
         cu_seq_lens: `[batch + 1]` int32, cumulative sums of `lengths` from 0.
+        tokens: Number of real tokens.
+        full: Whether there is no padding.
         contiguous: Whether no row has padding between real tokens.
     """
 
@@ -31,18 +33,10 @@ class PackedLayout:
         self.lengths: tuple[int, ...] = tuple(counts.tolist())
         self.starts: tuple[int, ...] = tuple(first.tolist())
         self.index = real.flatten().nonzero().flatten().to(mask.device)
+        self.tokens = len(self.index)
+        self.full = self.tokens == self.batch * self.length
         self.cu_seq_lens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(mask.device)
         self.contiguous = bool(((last - first + 1 == counts) | (counts == 0)).all())
-
-    @property
-    def tokens(self) -> int:
-        """Number of real tokens."""
-        return len(self.index)
-
-    @property
-    def full(self) -> bool:
-        """Whether there is no padding."""
-        return self.tokens == self.batch * self.length
 
     def pack(self, padded: Tensor) -> Tensor:
         """`[batch, length, ...]` to `[1, tokens, ...]`."""
@@ -53,10 +47,6 @@ class PackedLayout:
         flat = packed.new_zeros((self.batch * self.length, *packed.shape[2:]))
         flat = flat.index_copy_(0, self.index.to(packed.device), packed[0])
         return flat.view(self.batch, self.length, *packed.shape[2:])
-
-    def pad_heads(self, packed: Tensor) -> Tensor:
-        """`[1, heads, tokens, head_dim]` to `[batch, heads, length, head_dim]`; padding is zero."""
-        return self.pad(packed.transpose(1, 2)).transpose(1, 2)
 
     def is_packed(self, tensor: Tensor) -> bool:
         """Whether a tensor has this layout's packed shape `[1, tokens, features]`."""
@@ -82,7 +72,7 @@ class PackedPrefill(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Stores `[1, heads, tokens, head_dim]` in padded form and returns it unchanged."""
         if self.target is not None:
-            keys, values = self.layout.pad_heads(key_states), self.layout.pad_heads(value_states)
+            keys, values = (self.layout.pad(new.transpose(1, 2)).transpose(1, 2) for new in (key_states, value_states))
             self.target.update(keys, values, layer_idx, *args, **kwargs)
             layer: Any = self.target.layers[layer_idx]
             if getattr(layer, "spans", None):  # streaming heads need to know where each row begins

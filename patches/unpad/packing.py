@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,44 +32,40 @@ PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
 """(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
 
 
-class NotPacked(NamedTuple):
-    """Why a call is not packed. `costs`: its padding is (or may be) computed, then."""
+FREE = (
+    "no attention_mask", "one token per row", "already packed (cu_seq_lens_q)", "no padding",
+    "a batch this small takes a GPU no longer than its host, with padding or without",
+)  # fmt: skip
+"""Reasons for which a call is not packed and loses nothing by it: for any other its padding is (or may be) computed."""
 
-    reason: str
-    costs: bool = True
 
-
-def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: int) -> PackedLayout | NotPacked:
+def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: int) -> PackedLayout | str:
     """The layout of a call's real tokens, or why the call is not packed.
 
     `pools` is what a head reads of each row: its `first` place, the `last` one whose id is not that of padding, `all`.
     On a GPU a padded batch of fewer than `least` tokens stays as it is, and its mask is not looked at.
     """
+    none, step, packed, full, small = FREE
     mask, past, ids = arguments.get("attention_mask"), cache_in(arguments), arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if ids is None else ids
     if mask is None:
-        return NotPacked("no attention_mask", costs=False)
+        return none
     if inputs is None or inputs.ndim != (3 if ids is None else 2):
-        return NotPacked("inputs are not [batch, length]")
+        return "inputs are not [batch, length]"
     if inputs.shape[1] == 1:
-        return NotPacked("one token per row", costs=False)
+        return step
     flat = isinstance(mask, Tensor) and mask.ndim == 2
     if flat and arguments.get("cu_seq_lens_q") is not None:
-        return NotPacked("already packed (cu_seq_lens_q)", costs=False)
+        return packed
     if flat and past is not None and int(past.get_seq_length()) > 0:
-        return NotPacked("the cache holds tokens already")
+        return "the cache holds tokens already"
     if not flat or mask.shape != inputs.shape[:2]:
-        return NotPacked("attention_mask is not the 2-D mask of the padding")
+        return "attention_mask is not the 2-D mask of the padding"
     if inputs.device.type in QUEUED and inputs.shape[0] * inputs.shape[1] < least:
-        return NotPacked("a batch this small takes a GPU no longer than its host, with padding or without", costs=False)
+        return small
     layout = PackedLayout(mask)
     if layout.full:
-        return NotPacked("no padding", costs=False)
-    reason = _needs_padding(arguments, config, layout, pools)
-    return layout if reason is None else NotPacked(reason)
-
-
-def _needs_padding(arguments: Mapping[str, Any], config: Any, layout: PackedLayout, pools: str) -> str | None:
+        return full
     if layout.tokens == 0:
         return "nothing but padding"
     if not is_ours(getattr(config, "_attn_implementation", None)):
@@ -83,7 +79,7 @@ def _needs_padding(arguments: Mapping[str, Any], config: Any, layout: PackedLayo
             return f"{name} asks for what only the padded form has"
     if pools == "first" and any(layout.starts):
         return "a row does not begin with a real token, and its first place is pooled"
-    if pools == "all" or (pools == "last" and not _last_is_real(arguments, config)):
+    if pools == "all" or (pools == "last" and not _last_is_real(ids, mask, config.get_text_config().pad_token_id)):
         return "its head reads a place that the mask hides"
     if layout.tokens > getattr(config, "keep_window_size", layout.tokens):
         return "it chooses keys among those of all packed rows, where they are more than keep_window_size"
@@ -91,27 +87,26 @@ def _needs_padding(arguments: Mapping[str, Any], config: Any, layout: PackedLayo
     if not layout.contiguous and any(getattr(config, name, None) for name in windows):
         return "padding between real tokens, where a window counts columns"
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and not _known_shape(name, value, layout):
+        if not isinstance(value, Tensor):
+            continue
+        if name == "position_ids":
+            known = value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
+        else:
+            known = value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
+        if not known:
             return f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]"
-    return None
+    return layout
 
 
-def _last_is_real(arguments: Mapping[str, Any], config: Any) -> bool:
-    """Whether the mask shows the last token that Transformers' heads find: they look at ids and know no mask."""
-    ids, mask, pad = arguments.get("input_ids"), arguments["attention_mask"], config.get_text_config().pad_token_id
+def _last_is_real(ids: Tensor | None, mask: Tensor, pad: int | None) -> bool:
+    # whether the mask shows the last token that Transformers' heads find: they look at ids and know no mask
     if ids is None or pad is None:
         return bool(mask[:, -1].all())
     columns = torch.arange(ids.shape[1], device=ids.device)
     return bool(mask.gather(1, (columns * (ids != pad)).argmax(1, keepdim=True).to(mask.device)).all())
 
 
-def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
-    if name == "position_ids":
-        return value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
-    return value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
-
-
-def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> NotPacked | None:
+def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> str | None:
     """Why a call needs outputs at padding positions, which only the padded form has; None if it does not."""
     mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -119,9 +114,9 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> NotPacked 
     inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
     step = any(given.shape[1] == 1 for given in inputs)  # which looks at no data
     if not step and isinstance(keep, int) and keep and not bool(mask[:, -keep:].any(1).all()):
-        return NotPacked("all logits to keep of a row are at padding")
+        return "all logits to keep of a row are at padding"
     if arguments.get("start_positions") is not None:
-        return NotPacked("the loss of start_positions is over padding positions, too")
+        return "the loss of start_positions is over padding positions, too"
     pads = ~mask.bool()
     for name in ("labels", "shift_labels"):
         labels = arguments.get(name)
@@ -132,7 +127,7 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> NotPacked 
         if shifted and name == "labels":
             bad = bad[:, 1:] | (scored[:, 1:] & pads[:, :-1])
         if bool(torch.any(bad)):
-            return NotPacked("a label is scored at a padding position")
+            return "a label is scored at a padding position"
     return None
 
 
@@ -203,7 +198,7 @@ def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor
 
 
 def _after_padding_index(input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int) -> Tensor:
-    """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
+    # RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`
     if input_ids is None:
         return _columns(None, mask, like) + padding_index + 1
     real = input_ids.ne(padding_index).long()

@@ -13,6 +13,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from adaattn_hf._files import write_atomically
+
 LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "encodings", "distutils"}
 """Directories of tables and tests, and what not every version or distribution has."""
 SHORTEST = 2_000
@@ -22,13 +24,7 @@ EVERY = 5_000_000
 
 
 def documents(library: Path, pattern: str = "*.py", enough: int = EVERY) -> list[dict[str, str]]:
-    """Returns the files of a directory as records of name and text, up to `enough` characters.
-
-    Args:
-        library: The directory.
-        pattern: What the files' names match.
-        enough: Characters behind which no further file is read.
-    """
+    """Returns the files of a directory as records of name and text, up to `enough` characters."""
     found: list[dict[str, str]] = []
     size = 0
     for path in sorted(library.rglob(pattern)):
@@ -44,24 +40,13 @@ def documents(library: Path, pattern: str = "*.py", enough: int = EVERY) -> list
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes the files of a directory, or the modules of the Python that runs this."""
-    from adaattn_hf._files import write_atomically
-
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.budget.texts", description="Write the files of a directory as documents."
-    )
-    parser.add_argument("target", type=Path, help="the .jsonl that is written")
-    parser.add_argument(
-        "directory",
-        type=Path,
-        nargs="?",
-        default=sysconfig.get_path("stdlib"),
-        help="default: Python's modules",
-    )
-    parser.add_argument("pattern", nargs="?", default="*.py", help="what the files' names match; default: *.py")
-    given = parser.parse_args(argv)
-    records = documents(given.directory, given.pattern)
-    write_atomically(given.target, "".join(json.dumps(record) + "\n" for record in records))
-    print(f"{len(records)} documents, {sum(len(one['text']) for one in records)} characters: {given.target}")
+    parser = argparse.ArgumentParser(prog="python -m studies.budget.texts", description=__doc__)
+    for name, default in (("target.jsonl", None), ("directory", sysconfig.get_path("stdlib")), ("pattern", "*.py")):
+        parser.add_argument(name, nargs="?" if default else None, default=default)
+    target, directory, pattern = vars(parser.parse_args(argv)).values()
+    records = documents(Path(directory), pattern)
+    write_atomically(Path(target), "".join(json.dumps(record) + "\n" for record in records))
+    print(f"{len(records)} documents, {sum(len(one['text']) for one in records)} characters: {target}")
 
 
 if __name__ == "__main__":

@@ -73,21 +73,9 @@ SAYS = {
 
 
 def joined(results: Path, order: Mapping[str, str], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The report of all sections whose files lie in a directory: settings, peaks and cells by section.
-
-    Args:
-        results: The directory.
-        order: Titles by section, in the order of the page.
-        before: A report whose sections stay, with their setting, where none was measured anew.
-
-    Raises:
-        FileNotFoundError: No section's file is there.
-    """
-    found = {
-        name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in order
-        if (results / f"{name}.json").is_file()
-    }
+    """The report of the sections whose files lie in a directory (FileNotFoundError), of others what `before` says."""
+    files = {name: results / f"{name}.json" for name in order}
+    found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
     if not found:
         raise FileNotFoundError(
             f"{results}: got no file of a section, expected one of {', '.join(order)}; run `python -m studies.cuda run`"
@@ -96,17 +84,15 @@ def joined(results: Path, order: Mapping[str, str], before: Mapping[str, Any]) -
     for name, cells in before.get("sections", {}).items():
         if name in order and name not in found:
             own = before.get("settings", {}).get(name, before["setting"])
-            peaks = before.get("peaks", {}).get(name, {})
-            seconds = before.get("seconds", {}).get(name)
-            found[name] = {"setting": own, "peaks": peaks, "seconds": seconds, "cells": cells}
+            peaks, seconds = (before.get(part, {}).get(name) for part in ("peaks", "seconds"))
+            found[name] = {"setting": own, "peaks": peaks or {}, "seconds": seconds, "cells": cells}
     found = {name: found[name] for name in order if name in found}
+    own = {name: one["setting"] for name, one in found.items() if one["setting"] != first}
+    parts = {"peaks": "peaks", "seconds": "seconds", "sections": "cells"}
     return {
-        "setting": first,
-        "settings": {name: one["setting"] for name, one in found.items() if one["setting"] != first},
-        "peaks": {name: one["peaks"] for name, one in found.items()},
-        "seconds": {name: one["seconds"] for name, one in found.items()},
-        "sections": {name: one["cells"] for name, one in found.items()},
-    }
+        "setting": first, "settings": own,
+        **{part: {name: one[key] for name, one in found.items()} for part, key in parts.items()},
+    }  # fmt: skip
 
 
 def write(report: Mapping[str, Any], titles: Mapping[str, str], directory: Path) -> None:

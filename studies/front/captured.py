@@ -49,7 +49,7 @@ def planned(model: Any, tokens: int) -> Any:
     window = Choice.of(Window(min(WINDOW, tokens // 4), SINKS))
     choices = tuple(window if head % 2 else Choice.of() for head in range(config.num_key_value_heads))
     plan = Plan(
-        format=PLAN_FORMAT, model_type=config.model_type, weight_hash=model_hash(model),
+        format=PLAN_FORMAT, model_type=config.model_type, weight_hash=model_hash(model), attention_layers=(),
         configuration=computes_by(next(iter(modules.values())).config), dtype=str(model.dtype).removeprefix("torch."),
         adaattn=adaattn_hf.__version__, torch=torch.__version__, transformers=transformers.__version__, budget=1.0,
         seed=0, data_fingerprint="", protocol={}, lengths=(tokens,), units=(), verified=None, tensors="",

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
-from adaattn_cli.on_text import Verify
+from adaattn_cli.commands import VERIFY
 from adaattn_cli.place import Place
 from adaattn_cli.verify import prove
 from adaattn_hf.attention.call import AttentionCall
@@ -367,11 +367,11 @@ CASES: dict[str, tuple[Case, ...]] = {
          "in_place | got owner/name | expected the directory of a model that is yours | leave --in-place out"),
         ("set --output-dir to the directory of the model", lambda: Place(output_dir=Path()).directory(str(Path())),
          "output_dir | . is the model's own directory | expected one for the plan alone | --in-place"),
-        ("verify a plan without text", lambda: prove(Verify(model="model"), Console()),
+        ("verify a plan without text", lambda: prove(VERIFY(model="model"), Console()),
          "data | is absent | expected text | --data FILE"),
         ("verify a plan whose file is damaged",
          lambda: small_plan(protocol={"cache": {**INT8, "verified": "yes"}}),
-         "protocol.cache.verified | is str | expected a mapping of Verified fields | calibrate again"),
+         "protocol.cache.verified | got str | expected a mapping of Verified fields | calibrate again"),
     ),
 }  # fmt: skip
 """By part of the page: what you do, how, and what the message says: argument, what came, what was expected, remedy."""

@@ -34,14 +34,7 @@ def test_the_record_counts_each_test_of_a_gpu_and_says_why_it_was_skipped(tmp_pa
 
     found = {"passed": reports("test_a.py", 2), "failed": reports("test_b.py", 1), "deselected": [object()]}
     found["skipped"] = reports("test_b.py", 3, "Skipped: needs two CUDA devices")
-    made = {
-        "device": "a card",
-        "driver": "CUDA 1",
-        "cpu": "x",
-        "python": "3",
-        "versions": {"torch": "2"},
-        "commit": "a",
-    }
+    made = dict(device="a card", driver="CUDA 1", cpu="x", python="3", versions={"torch": "2"}, commit="a")
     gpu_record.write(found, made, tmp_path)
     kept = json.loads((tmp_path / "gpu_tests.json").read_text("utf-8"))
     assert kept["files"] == {"tests/gpu/test_a.py": {"passed": 2}, "tests/gpu/test_b.py": {"failed": 1, "skipped": 3}}

@@ -10,24 +10,15 @@ from ..support.source_tree import MAPPED, Module, arrows, read_modules
 
 P = "adaattn_hf"
 FLOORS: tuple[tuple[str, ...], ...] = (
-    # what is asked; settings, errors and files
-    (f"{P}.attention", f"{P}.config", f"{P}.errors", f"{P}._files"),
-    # how it is computed; measuring; named settings
-    (f"{P}.backends", f"{P}.stats", f"{P}.presets", f"{P}.configs"),
-    # what a layer does about a call
-    (f"{P}.plans",),
-    # deciding
-    (f"{P}.policy",),
-    # Transformers
-    (f"{P}.patches",),
-    # the face
-    (P,),
-    # a model over text: evidence
-    (f"{P}.eval",),
-    # making and verifying plans
-    (f"{P}.calibration",),
-    # the command line
-    ("adaattn_cli", f"{P}.__main__"),
+    (f"{P}.attention", f"{P}.config", f"{P}.errors", f"{P}._files"),  # what is asked; settings, errors and files
+    (f"{P}.backends", f"{P}.stats", f"{P}.presets", f"{P}.configs"),  # how it is computed; measuring; named settings
+    (f"{P}.plans",),  # what a layer does about a call
+    (f"{P}.policy",),  # deciding
+    (f"{P}.patches",),  # Transformers
+    (P,),  # the face
+    (f"{P}.eval",),  # a model over text: evidence
+    (f"{P}.calibration",),  # making and verifying plans
+    ("adaattn_cli", f"{P}.__main__"),  # the command line
 )
 """From the ground up. An entry is a room: a package with all that it holds, or a module at the root."""
 

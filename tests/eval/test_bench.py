@@ -14,7 +14,7 @@ import yaml
 from typer.testing import Result
 
 from adaattn_cli import bench as bench_module
-from adaattn_cli.commands import Bench
+from adaattn_cli.commands import BENCH
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench import ways as ways_module
@@ -22,8 +22,7 @@ from adaattn_hf.eval.bench.grid import read_grid
 from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.texts import cut
 from adaattn_hf.eval.bench.ways import KERNELS, ways
-from adaattn_hf.eval.bench.work import missing
-from adaattn_hf.eval.timing import measure, peak_bytes, spread
+from adaattn_hf.eval.timing import measure, spread
 from adaattn_hf.stats import stopwatch
 from adaattn_hf.stats.stopwatch import Elapsed
 
@@ -170,7 +169,7 @@ def test_what_a_cell_compiles_takes_nothing_from_the_next(monkeypatch: pytest.Mo
         work = partial(compiled, torch.ones(size))
         monkeypatch.setattr(bench_module, "ways", lambda cell, grid, device, work=work: lambda name: work)
         with torch._dynamo.config.patch(recompile_limit=1):
-            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, CPU, Bench(rounds=1, memory=False))
+            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, CPU, BENCH(rounds=1, memory=False))
         assert found["difference"] == {"sdpa": 0.0}
 
 
@@ -229,7 +228,7 @@ def test_a_cell_below_its_floor_is_measured_once_more_for_the_gate(
             return {name: {"wall": [s], "process": [s]} for name, s in zip(works, (2.0, next(theirs)), strict=True)}
 
         monkeypatch.setattr(bench_module, "measure", measured)
-        asked = Bench(rounds=1, memory=False, gate=gate)
+        asked = BENCH(rounds=1, memory=False, gate=gate)
         found = bench_module.run_cell(cell, ["adaattn", "sdpa"], read_grid(), CPU, asked)
         assert found["ratio_best"]["wall"]["median"] == ratio
 
@@ -305,6 +304,7 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     for wrong, words in (
         (("--grid", tmp_path / "none.yaml"), "none.yaml is no file"),
         (("--attn-implementation", "adatn"), "Did you mean 'adaattn'?"),
+        (("--attn-implementation", "adaattn_triton"), "expected what serves causal (float32): backend 'triton'"),
         (("--baseline", "eager,sdpaa"), "Did you mean 'sdpa'?"),
         (("--output", f"{__file__}/bench.json"), "cannot be made"),
     ):
@@ -322,17 +322,11 @@ def test_a_stock_implementation_that_refuses_is_reported(tmp_path: Path, monkeyp
     monkeypatch.setattr(bench_module, "ways", lambda cell, grid, device: make)
     monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
     grid = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8}))
-    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False))
+    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, BENCH(rounds=2, memory=False))
     assert found["refused"] == {"eager": "not this shape"}
     assert found["best"] == "sdpa"
     with pytest.raises(NotImplementedError):  # ours may not refuse
-        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False))
-
-
-def test_our_backend_that_cannot_serve_a_cell_is_a_sentence(tmp_path: Path) -> None:
-    grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
-    says = "attn_implementation: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'"
-    bench("--grid", grid, "--attn-implementation", "adaattn_triton", code=2, says=says)
+        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, CPU, BENCH(rounds=2, memory=False))
 
 
 def test_the_grid_of_the_package_covers_what_it_promises() -> None:
@@ -361,14 +355,6 @@ def test_slower_cells_are_listed_with_the_reason(tmp_path: Path) -> None:
         assert ("Because of it." in page) == listed
 
 
-def test_peak_memory_is_what_is_held_at_a_time() -> None:
-    def work() -> None:
-        for _ in range(3):
-            torch.zeros(1 << 18)  # 1 MiB, freed at once
-
-    assert peak_bytes(work, CPU)[0] == 1 << 20
-
-
 def test_samples_alternate_and_those_of_what_is_no_rival_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int]] = []
     seconds = {"ours": 1e-3, "near": 9e-3, "far": 11e-3}
@@ -383,11 +369,6 @@ def test_samples_alternate_and_those_of_what_is_no_rival_are_few(monkeypatch: py
     ours, near, far = ("ours", 10), ("near", 1), ("far", 1)
     assert order[6:] == [ours, near, far, far, near, ours, ours, near]
     assert spread([1.0, 2.0, 3.0]) == {"median": 2.0, "quartile_25": 1.5, "quartile_75": 2.5}
-
-
-def test_names_that_cannot_be_measured_here_say_why() -> None:
-    said = {"flash_attention_3": "runs on CUDA", "eagre": "Transformers does not know the name", "sdpa": None}
-    assert {name: missing(name, CPU) for name in said} == said
 
 
 def kept_reports() -> list[str]:

@@ -4,8 +4,6 @@ import errno
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from adaattn_hf.patches.checkpoint import resolve_dtype
 
 from ..support.command import adaattn
 from ..support.interrupting import failing
+from ..support.warm import WarmInterpreter
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -211,15 +210,15 @@ def test_programs_hear_of_unknown_words_as_well() -> None:
     assert unknown("x", "zzz", ["b", "a"]) == "x: got 'zzz', expected one of a, b."
 
 
-def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, texts: Path, tmp_path: Path) -> None:
+def test_the_script_in_the_checkout_is_the_command(
+    checkout: Path, llama: Path, texts: Path, tmp_path: Path, interpreter: WarmInterpreter
+) -> None:
     script = checkout / "eval" / "perplexity.py"
     if not script.exists():
         pytest.skip("runs from a checkout alone")
     data = ["--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", "1", "--output-dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(script), str(llama), *data, "--quiet"], capture_output=True, text=True, timeout=120,
-        check=False, cwd=tmp_path,
-    )  # fmt: skip
+    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = interpreter.run(code, tmp_path, str(llama), *data, "--quiet")
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path, "wikitext")["data"]["documents"] == 1
 

@@ -130,20 +130,17 @@ def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: 
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("{", "line 1 is not JSON"), ('{"body": "x"}', "field 'text'"), ("[1]", "text field 'text'")]
-)
-def test_rows_that_are_none(tmp_path: Path, line: str, says: str) -> None:
+    ("line", "says", "kind"),
+    [
+        ("{", "line 1 is not JSON", "lambada"), ('{"body": "x"}', "field 'text'", "lambada"),
+        ("[1]", "text field 'text'", "lambada"), ('{"body": "x"}', "'page' or 'text'", "wikitext"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_none(tmp_path: Path, line: str, says: str, kind: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
     with pytest.raises(DataUnavailable, match=says):
-        corpora.load(f"lambada:{path}")
-
-
-def test_rows_of_wikitext_without_a_page(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"body": "x"}\n', encoding="utf-8")
-    with pytest.raises(DataUnavailable, match="'page' or 'text'"):
-        corpora.load(f"wikitext:{path}")
+        corpora.load(f"{kind}:{path}")
 
 
 def test_a_directory_without_texts(tmp_path: Path) -> None:

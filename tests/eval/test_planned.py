@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 
+from adaattn_cli.run import models_that_load
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import report, runner, tasks
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
-from adaattn_hf.patches.plans import attach, everywhere, hashes
+from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
@@ -33,7 +34,7 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
     return Plan(
         PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), loaded.dtype, "0.1.0",
         "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
-        {}, (64, 128), (layer,), (), verified, "",
+        {}, (64, 128), (layer,), (), verified, "", (),
     )  # fmt: skip
 
 
@@ -133,12 +134,6 @@ def test_short_text_never_leaves_the_exact_path_and_the_rate_says_so(planned: ch
     assert report["quality"]["comparisons"][0]["kl_mean"] < 1e-9
 
 
-def test_stock_does_not_heed_the_plan(planned: checkpoint.Checkpoint) -> None:
-    report = runner.evaluate(planned, OWN_PAGES, Settings())
-    assert [plan and plan["role"] for plan in report["plans"]] == [None, "tested"]
-    assert report["activation"][0]["rate"] is None
-
-
 def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path, interpreter: WarmInterpreter) -> None:
     """`adaattn run --plan`: the program loads a model as it always does, which runs what `load_plan` would run."""
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
@@ -189,12 +184,9 @@ def test_a_program_is_not_started_with_a_plan_that_is_none(tmp_path: Path) -> No
 
 def test_a_model_that_is_loaded_under_the_command_is_bound_and_can_be_unbound(llama: Path, tmp_path: Path) -> None:
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
-    end = everywhere.bind_when_loaded(Plan.from_pretrained(plan))
-    try:
+    with models_that_load(Plan.from_pretrained(plan), None):
         one, other = (checkpoint.load(llama, device="cpu", implementation="adaattn").model for _ in range(2))
         stock = checkpoint.load(llama, device="cpu", implementation="sdpa").model
-    finally:
-        end()
     attach.remove_plan(one)
     with torch.no_grad():
         exact, planned = (model(torch.arange(60)[None]).logits for model in (one, other))
@@ -202,6 +194,35 @@ def test_a_model_that_is_loaded_under_the_command_is_bound_and_can_be_unbound(ll
     assert attach.plan_of(one) is attach.plan_of(stock) is None
     assert attach.plan_of(other) == Plan.from_pretrained(plan)
     assert attach.plan_of(checkpoint.load(llama, device="cpu", implementation="adaattn").model) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", [True, False])
+def test_an_engine_that_is_started_under_the_command_runs_the_plan(llama: Path, tmp_path: Path, given: bool) -> None:
+    """The program names no attention and opens no block; what it sets in the engine's configuration stays."""
+    plan = Plan.from_pretrained(kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW))
+    program = transformers.AutoModelForCausalLM
+    settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = transformers.ContinuousBatchingConfig(num_blocks=8, page_size=32, max_batch_tokens=64) if given else None
+    prompts = [list(range(3, 40)), list(range(50, 60))]
+    with models_that_load(plan, "adaattn"):
+        model = program.from_pretrained(llama).eval()
+        stock = program.from_pretrained(llama, attn_implementation="sdpa")
+        manager = model.init_continuous_batching(settings, sizes)
+        assert manager.continuous_batching_config.num_blocks == (8 if given else None)
+        manager.stop()
+        answers = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=sizes)
+        assert attach.plan_of(model) == plan
+        found = [answer.generated_tokens for answer in answers.values()]
+        right = [model.generate(torch.tensor([p]), generation_config=settings)[0, len(p) :].tolist() for p in prompts]
+    assert stock.config._attn_implementation == "sdpa"
+    assert found == right
+    exact = attach.remove_plan(model).generate(torch.tensor([prompts[0]]), generation_config=settings)
+    assert exact[0, len(prompts[0]) :].tolist() != right[0], "the plan changed nothing"
+
+
+def test_an_attention_of_no_such_name_is_refused() -> None:
+    adaattn("run", "--attention", "sdpa", "-m", "this", code=2, says="--attention: got 'sdpa', expected one of adaattn")
 
 
 def test_no_room_for_a_batch_is_a_sentence(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import level_here, library, missing
 from adaattn_hf.eval import activation, corpora, provenance, report, runner, showcase, timing
-from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
@@ -124,11 +124,16 @@ def test_processors_of_one_name_are_told_apart_by_their_instructions(reports: di
     assert provenance.processor(earlier) == source["cpu"]
 
 
-def test_the_commit_is_the_checkouts_or_said(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_the_one_that_is_said_or_the_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ADAATTN_COMMIT", raising=False)
-    if (checkout / ".git").exists():
-        assert re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", provenance.commit(checkout / "adaattn_hf") or "")
+    (tmp_path / "__init__.py").touch()
     assert provenance.commit(tmp_path) is None
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "one")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    assert re.fullmatch(r"[0-9a-f]{40}", provenance.commit(tmp_path) or "")
+    (tmp_path / "__init__.py").write_text("changed = True\n", encoding="utf-8")
+    assert re.fullmatch(r"[0-9a-f]{40}\+dirty", provenance.commit(tmp_path) or "")
     monkeypatch.setenv("ADAATTN_COMMIT", "newest")
     with pytest.raises(ValueError, match="ADAATTN_COMMIT: got 'newest', expected the digits of a commit"):
         provenance.commit(tmp_path)
@@ -190,7 +195,7 @@ def test_arms_take_turns_and_ratios_are_stock_over_arm() -> None:
 
 
 def test_the_rate_is_of_pairs_or_there_is_a_reason(reports: dict[str, dict[str, Any]]) -> None:
-    found = activation.rate("adaattn", True, [Counts(100, 10), None, Counts(300, 90)])
+    found = activation.rate("adaattn", True, [(100, 10), None, (300, 90)])
     assert (found["rate"], found["pairs"], found["batches"]) == (0.25, 400, 2)
     assert reports["pages"]["plans"] == [None] * 3
     exact = activation.rate("adaattn", False, [None])

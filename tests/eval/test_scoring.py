@@ -80,9 +80,9 @@ def test_perplexity_does_not_depend_on_the_batch_size(
 ) -> None:
     directory = request.getfixturevalue(kind)
     share = 0.2 if kind == "bert" else 1.0
-    alone = measured(directory, corpus, batch_size=1, mask_fraction=share).tokens.scores
+    alone = measured(directory, corpus, batch_size=1, mask_fraction=share).scores
     for batch_size in (2, 5):
-        batched = measured(directory, corpus, batch_size=batch_size, mask_fraction=share).tokens.scores
+        batched = measured(directory, corpus, batch_size=batch_size, mask_fraction=share).scores
         np.testing.assert_allclose(batched.nll, alone.nll, rtol=0, atol=2e-5)
         assert batched.nll.sum() == pytest.approx(alone.nll.sum(), rel=1e-7)
 
@@ -92,8 +92,8 @@ def test_perplexity_does_not_depend_on_the_batch_size(
 @pytest.mark.parametrize("impl", ["eager", "adaattn"])
 def test_padding_changes_no_number(request: pytest.FixtureRequest, kind: str, padding: str, impl: str) -> None:
     directory = request.getfixturevalue(kind)
-    alone = measured(directory, OWN_PASSAGES, attn_implementation=impl).tokens.scores
-    padded = measured(directory, OWN_PASSAGES, attn_implementation=impl, batch_size=4, padding=padding).tokens.scores
+    alone = measured(directory, OWN_PASSAGES, attn_implementation=impl).scores
+    padded = measured(directory, OWN_PASSAGES, attn_implementation=impl, batch_size=4, padding=padding).scores
     np.testing.assert_allclose(padded.nll, alone.nll, rtol=0, atol=5e-5)
 
 
@@ -119,8 +119,8 @@ def test_a_worse_arm_shows(loaded: checkpoint.Checkpoint) -> None:
     models = checkpoint.arms(loaded, ["sdpa", "sdpa"])
     models[1].model.layers[0].self_attn.v_proj = torch.nn.Linear(32, 16, bias=False)
     windows = [TokenWindow(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
-    inputs = scoring.collate(windows, torch.device("cpu"))
-    scores = scoring.score([scoring.forward(m, inputs) for m in models], windows, inputs.offsets)
+    keywords, offsets = scoring.collate(windows, torch.device("cpu"))
+    scores = scoring.score([scoring.forward(m, keywords) for m in models], windows, offsets)
     assert (scores.nll[0] != scores.nll[1]).all()
     assert scores.kl.min() > 0
     assert not scores.agree.all()
@@ -148,7 +148,7 @@ def test_strided_windows_are_the_loop_of_transformers(llama: Path, stride: int) 
         if end == ids.shape[1]:
             break
     assert sum(len(window.targets) for window in task.windows) == count > 40
-    found = measured(llama, corpus, windows="strided", context=context, stride=stride, add_bos=False).tokens.scores.nll
+    found = measured(llama, corpus, windows="strided", context=context, stride=stride, add_bos=False).scores.nll
     assert found.shape[1] == count
     for arm in found:
         assert arm.sum() == pytest.approx(total, rel=1e-6)

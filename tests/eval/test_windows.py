@@ -111,11 +111,6 @@ def test_what_does_not_fit_is_refused(context: int, stride: int, says: str) -> N
         windows.check(context, stride)
 
 
-def test_masked_refuses_a_context_without_room() -> None:
-    with pytest.raises(UsageError, match="more than the 2 special tokens"):
-        list(windows.masked([1, 2], 2, 0, [1], [2]))
-
-
 def test_a_last_word_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="at least the 4 tokens"):
         windows.continuation([1], [1, 2, 3, 4], 3)

@@ -26,7 +26,7 @@ if not is_serve_available():
     pytest.skip("the packages of transformers[serving] are not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PLANNED, FLASH = "adaattn/adaattn", "adaattn/flash-adaattn"
+PLANNED, FLASH, RUN = "adaattn/adaattn", "adaattn/flash-adaattn", "adaattn run"
 PROMPT = "It was a dark and stormy night, and the rain fell in torrents upon the town"
 PAGE = Path(__file__).parents[2] / "docs" / "hub_kernel.md"
 
@@ -63,9 +63,9 @@ def written(path: Path, prompt: dict[str, Any], planned: bool) -> Any:
     return found[0, prompt["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", [PLANNED, FLASH])
+@pytest.mark.parametrize("name", [PLANNED, FLASH, RUN])
 def test_the_server_answers(name: str, repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans run request by request; the engine of continuous batching takes names with "flash", which are exact."""
+    """Kernels run plans request by request, and requests together exact; `adaattn run` does both at once."""
     monkeypatch.setenv("LOCAL_KERNELS", f"{name}={repositories / name.partition('/')[2]}")
     tokenizer = tf.AutoTokenizer.from_pretrained(demo_model_path("llama"))
     model = tf.AutoModelForCausalLM.from_pretrained(demo_model_path("llama"), attn_implementation="adaattn")
@@ -79,11 +79,13 @@ def test_the_server_answers(name: str, repositories: Path, tmp_path: Path, monke
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     engine = ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64"]
-    command = ["serve", str(tmp_path), "--attn-implementation", name, "--device", "cpu"]
-    where = ["--port", str(port), *(engine if name == FLASH else [])]
+    attention = [] if name == RUN else ["--attn-implementation", name]
+    command = ["serve", str(tmp_path), *attention, "--device", "cpu"]
+    where = ["--port", str(port), *([] if name == PLANNED else engine)]
     body = {"model": str(tmp_path), "prompt": PROMPT, "max_tokens": 8, "temperature": 0.0}
     log = tmp_path / "server.log"
-    started = [sys.executable, "-m", "transformers.cli.transformers", *command, *where]
+    program = ["adaattn_hf", "run", "--attention", "adaattn", "-m"] if name == RUN else []
+    started = [sys.executable, "-m", *program, "transformers.cli.transformers", *command, *where]
     with log.open("w") as lines, subprocess.Popen(started, stdout=lines, stderr=lines) as server:
         try:
             waited = time.monotonic() + 120
@@ -94,5 +96,6 @@ def test_the_server_answers(name: str, repositories: Path, tmp_path: Path, monke
             server.terminate()
     right = tokenizer.decode(exact if name == FLASH else planned, skip_special_tokens=True)
     assert answer["choices"][0]["text"] == right
+    assert ("CB: True" in log.read_text()) == (name != PLANNED)
     if name == PLANNED:
         assert transcript(command, log.read_text(), body, answer) in PAGE.read_text(encoding="utf-8")

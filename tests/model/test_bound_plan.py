@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import adaattn_hf
 from adaattn_hf.patches.plans.bound import State, bound_plan
-from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
@@ -33,10 +32,6 @@ def exact() -> torch.Tensor:
     return logits(fresh_pair("llama", num_hidden_layers=3).ours)
 
 
-def layers(model: Any) -> list[BoundLayer | None]:
-    return [layer.self_attn.__dict__["adaattn_layer"] for layer in model.model.layers]
-
-
 def test_a_checkpoint_with_a_plan_is_exact_until_the_plan_is_bound(
     tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
@@ -50,17 +45,6 @@ def test_a_checkpoint_with_a_plan_is_exact_until_the_plan_is_bound(
     assert said(heard, "adaattn_hf.load_plan(model)") == 1
     assert torch.equal(logits(adaattn_hf.load_plan(loaded)), right)
     assert not torch.equal(right, exact())
-
-
-def test_a_plan_lies_on_the_trunk_and_its_parts_on_the_layers() -> None:
-    model = planned()
-    bound = model.model.adaattn_plan
-    assert bound is bound_plan(model)
-    assert [bound_layer is None for bound_layer in layers(model)] == [False, False, True]
-    assert bound.layers == {layer.self_attn: layer.self_attn.adaattn_layer for layer in model.model.layers}
-    assert all(bound_layer.owner() is bound for bound_layer in layers(model)[:2] if bound_layer is not None)
-    adaattn_hf.remove_plan(model)
-    assert not [name for part in model.modules() for name in vars(part) if name.startswith("adaattn")]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
@@ -107,15 +91,6 @@ def test_a_copy_of_a_trained_model_is_trained_with_checkpoints() -> None:
     assert bound.state is State.TRAINED
 
 
-def test_a_layer_without_its_model_is_refused() -> None:
-    model = planned()
-    layer = copy.deepcopy(model.model.layers[0])
-    hidden = torch.randn(1, 5, model.config.hidden_size)
-    at = model.model.rotary_emb(hidden, torch.arange(5)[None])
-    with pytest.raises(PlanError, match="layer 0 was taken from a model with a plan"):
-        layer(hidden, position_embeddings=at)
-
-
 def test_a_stage_of_a_pipeline_runs_its_layers_and_a_model_that_lost_some_does_not() -> None:
     model, rest = planned(), planned()
     model.model.layers = model.model.layers[:2]
@@ -136,25 +111,6 @@ def test_a_planned_model_that_runs_stock_attention_is_not_compared() -> None:
     model.set_attn_implementation("adaattn")
     with pytest.raises(PlanError, match="weights of the model are not those"):
         logits(model)
-
-
-def test_a_plan_that_is_set_by_hand_is_refused_in_words() -> None:
-    model = planned()
-    model.config.adaattn = {**model.config.adaattn, "plan": None}
-    with pytest.raises(PlanError, match=r"config.adaattn\['plan'\]: got another one .*load_plan\(model\).*remove_plan"):
-        logits(model)
-    adaattn_hf.remove_plan(model)
-    assert torch.equal(logits(model), exact())
-
-
-def test_settings_that_take_the_plan_away_unbind_it() -> None:
-    model = planned()
-    right = logits(model)
-    adaattn_hf.configure(model, "fast")
-    assert torch.equal(logits(model), right)
-    adaattn_hf.configure(model, "exact")
-    assert adaattn_hf.plan_of(model) is None
-    assert torch.equal(logits(model), exact())
 
 
 def test_a_block_of_the_models_own_plan_and_one_beside_it_share_a_door() -> None:

@@ -193,7 +193,7 @@ def test_a_mask_of_selected_blocks_is_read_per_group_of_heads() -> None:
     from types import SimpleNamespace
 
     from adaattn_hf.attention.structure import MaskStructure
-    from adaattn_hf.patches.call.arguments import with_selected_keys
+    from adaattn_hf.patches.mask.documents import with_selected_keys
 
     module: Any = SimpleNamespace(indexer=SimpleNamespace(block_size=3))
     blocks = torch.tensor([[[[0, -1], [1, 2]], [[2, 0], [-1, -1]]]])

@@ -10,7 +10,7 @@ import transformers as tf
 from packaging.version import Version
 
 import adaattn_hf
-from adaattn_hf.eval.scoring import Batch, forward
+from adaattn_hf.eval.scoring import forward
 from adaattn_hf.patches.models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword, with_cache
 
 from ..support.models import config_of, fresh_pair, padding, tokens
@@ -62,4 +62,4 @@ def test_nothing_of_ours_uses_a_name_that_this_version_deprecates() -> None:
             model(ids, attention_mask=padding("left"), use_cache=True)
         model.generate(ids, attention_mask=padding("left"), max_new_tokens=3, do_sample=False)
         adaattn_hf.restore(model)
-        forward(model, Batch({"input_ids": ids[:1]}, (0,)), cache="int8", piece=3)
+        forward(model, {"input_ids": ids[:1]}, cache="int8", piece=3)

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers as tf
 
 from adaattn_hf.calibration.inputs import OutOfTime
 from adaattn_hf.calibration.ladder import SHARES, TAMED
@@ -45,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def build(family: str, tokenizer: Any) -> PreTrainedModel:
+def build(family: str, tokenizer: Any) -> tf.PreTrainedModel:
     kinds = ["full_attention" if place % 6 == 5 else "sliding_attention" for place in range(6)]
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
@@ -55,13 +48,13 @@ def build(family: str, tokenizer: Any) -> PreTrainedModel:
     }  # fmt: skip
     if family == "gemma":
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
-        return Gemma3ForCausalLM(Gemma3TextConfig(**common, **heads, query_pre_attn_scalar=256))
+        return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**common, **heads, query_pre_attn_scalar=256))
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    return Qwen3ForCausalLM(Qwen3Config(**common, **heads, use_sliding_window=True))
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**common, **heads, use_sliding_window=True))
 
 
 def found(family: str, text: Path, settings: CalibrationSettings) -> Calibration:
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model_path("llama"))
+    tokenizer: Any = tf.AutoTokenizer.from_pretrained(demo_model_path("llama"))
     torch.manual_seed(0)
     model = build(family, tokenizer)
     model.set_attn_implementation("adaattn")

@@ -10,25 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertModel,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    DistilBertModel,
-    ElectraConfig,
-    ElectraForMaskedLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    OPTConfig,
-    OPTForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
+import transformers as tf
 
 import adaattn_hf
 from adaattn_hf.attention.listeners import tapping
@@ -43,6 +25,7 @@ from adaattn_hf.eval.windows import TokenWindow
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
+from adaattn_hf.plans.choices import Setting
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import candidates
@@ -72,7 +55,7 @@ def prices(**seconds: float) -> PriceTable:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo_model_path("bert"))
+    return tf.AutoTokenizer.from_pretrained(demo_model_path("bert"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +69,7 @@ def scoring(tokenizer: Any) -> MaskedTokens:
 
 
 def bert(implementation: str = "adaattn") -> Any:
-    return AutoModelForMaskedLM.from_pretrained(
+    return tf.AutoModelForMaskedLM.from_pretrained(
         demo_model_path("bert"), attn_implementation=implementation, dtype=torch.float32
     ).eval()
 
@@ -178,8 +161,8 @@ def test_a_head_that_transforms_is_reached_through_the_models_forward(family: st
     torch.manual_seed(0)
     made: Any = {
         "bert": bert,
-        "electra": lambda: ElectraForMaskedLM(ElectraConfig(**small, embedding_size=16)).eval(),
-        "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**small)).eval(),
+        "electra": lambda: tf.ElectraForMaskedLM(tf.ElectraConfig(**small, embedding_size=16)).eval(),
+        "roberta": lambda: tf.RobertaForMaskedLM(tf.RobertaConfig(**small)).eval(),
     }[family]()
     tokens = torch.randint(4, 40, (1, 30), generator=torch.Generator().manual_seed(0))
     arms = ModelArms(made)
@@ -219,22 +202,22 @@ def test_candidates_that_look_both_ways() -> None:
     assert MaskedTokens(4).spans(WINDOWS) == WINDOWS_BOTH_WAYS
     assert MaskedTokens(4).spans((40,)) == (40,)
     assert NextToken().spans(WINDOWS) == WINDOWS
-    found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
+    found = candidates(Setting(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False)).choices
     assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 32, 64, 128]
-    found = candidates(512, 32, "float32", ("window",), WINDOWS).choices
+    found = candidates(Setting(512, 32, "float32", ("window",), WINDOWS)).choices
     assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 128, 256]
 
 
 def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any, text: list[Path]) -> None:
     """Half of this model looks 16 tokens around: what a choice saves there is little, and a wider window nothing."""
     torch.manual_seed(0)
-    config = ModernBertConfig(
+    config = tf.ModernBertConfig(
         vocab_size=4096, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
         local_attention=32, global_attn_every_n_layers=2, pad_token_id=0, eos_token_id=3, bos_token_id=2,
         cls_token_id=2, sep_token_id=3, initializer_range=0.1,
     )  # fmt: skip
     config._attn_implementation = "adaattn"
-    hybrid = ModernBertForMaskedLM(config).eval()
+    hybrid = tf.ModernBertForMaskedLM(config).eval()
     cost = {"exact": 8.0, "bf16": 4.0, "w8+16": 2.0, "w8+16 bf16": 1.0, "w32+16": 3.0, "w32+16 bf16": 1.5}
     # its own window of 17 keys each way leaves as much to every choice
     row = cost | {f"{label} in 17": value / 8 for label, value in cost.items()}
@@ -341,10 +324,10 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
         wanted = expected.bert(tokens).last_hidden_state
         exact = bare.bert(tokens).last_hidden_state
         assert float((wanted - exact).abs().max()) > 1e-3
-        masked = load(AutoModelForMaskedLM, stored)
+        masked = load(tf.AutoModelForMaskedLM, stored)
         torch.testing.assert_close(masked(tokens).logits, expected(tokens).logits)
-        torch.testing.assert_close(load(AutoModel, stored)(tokens).last_hidden_state, wanted)
-        classifier = load(AutoModelForSequenceClassification, stored)
+        torch.testing.assert_close(load(tf.AutoModel, stored)(tokens).last_hidden_state, wanted)
+        classifier = load(tf.AutoModelForSequenceClassification, stored)
         torch.testing.assert_close(classifier.bert(tokens).last_hidden_state, wanted)
         assert adaattn_hf.plan_of(classifier) == result.plan
         classifier.bert.encoder.layer[1].attention.self.query.weight.mul_(1.01)
@@ -355,7 +338,7 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
 
 @torch.no_grad()
 def test_a_padded_batch_is_its_sequences_alone(stored: Path, ids: list[int]) -> None:
-    planned = load(AutoModelForMaskedLM, stored)
+    planned = load(tf.AutoModelForMaskedLM, stored)
     batch = torch.full((2, LENGTH), planned.config.pad_token_id)
     mask = torch.zeros_like(batch)
     for row, sequence in enumerate((ids, ids[40:200])):
@@ -395,12 +378,12 @@ def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
     text: list[Path], encode: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    config = DistilBertConfig(
+    config = tf.DistilBertConfig(
         vocab_size=4096, dim=64, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=LENGTH,
         initializer_range=0.1,
     )  # fmt: skip
     config._attn_implementation = "adaattn"
-    small = DistilBertForMaskedLM(config).eval()
+    small = tf.DistilBertForMaskedLM(config).eval()
     settings = replace(SETTINGS, families=("bf16",), held_out=2, budget=0.5)
     found = calibrate(small, encode, text, settings, scoring=MaskedTokens(4, (2,), (3,), count=1), prices=prices())
     assert found.met, found.sentence
@@ -411,13 +394,13 @@ def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
     save_plan(small, replace(found, plan=plan), tmp_path)  # type: ignore[type-var]
     small.save_pretrained(tmp_path)
     tokens = torch.randint(5, 500, (1, 100), generator=torch.Generator().manual_seed(0))
-    reloaded = load(DistilBertModel, tmp_path)
+    reloaded = load(tf.DistilBertModel, tmp_path)
     with torch.no_grad():
         planned = small.distilbert(tokens).last_hidden_state
         torch.testing.assert_close(reloaded(tokens).last_hidden_state, planned)
         adaattn_hf.remove_plan(reloaded)
         assert float((reloaded(tokens).last_hidden_state - planned).abs().max()) > 1e-4
-    tuned = load(DistilBertModel, tmp_path)
+    tuned = load(tf.DistilBertModel, tmp_path)
     with torch.no_grad():
         tuned.transformer.layer[0].attention.q_lin.weight.mul_(1.01)
         with pytest.raises(PlanError, match="weights of the model are not those"):
@@ -438,17 +421,17 @@ def test_a_table_without_the_prices_asked_for_is_refused(
     few = replace(SETTINGS, families=("int8",), sequences=1)
     with pytest.raises(ValueError, match="no prefill price of int8, expected one of every choice"):
         measure(open_inputs(model, encode, text, few, scoring=scoring), prices=prices())
-    gpt2 = AutoModelForCausalLM.from_pretrained(demo_model_path("gpt2"), attn_implementation="adaattn")
+    gpt2 = tf.AutoModelForCausalLM.from_pretrained(demo_model_path("gpt2"), attn_implementation="adaattn")
     with pytest.raises(ValueError, match="no decode price of exact, bf16"):
         measure(open_inputs(gpt2, encode, text, replace(few, families=("bf16",))), prices=prices())
 
 
 def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> None:
     small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = RobertaConfig(**small, intermediate_size=32, max_position_embeddings=66)
-    opt = OPTConfig(**small, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=32)
+    config = tf.RobertaConfig(**small, intermediate_size=32, max_position_embeddings=66)
+    opt = tf.OPTConfig(**small, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=32)
     assert trained_positions(config) == 64
-    for model in (RobertaForMaskedLM(config).eval(), OPTForCausalLM(opt).eval()):
+    for model in (tf.RobertaForMaskedLM(config).eval(), tf.OPTForCausalLM(opt).eval()):
         assert learned_positions(model) == 64
         with torch.no_grad():
             model(torch.full((1, 64), 5))
@@ -469,7 +452,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
         "plan", "show", directory, "--verbose",
         says=("scored on tokens at masked positions", "retrieval: does not apply"),
     )  # fmt: skip
-    plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory)))
+    plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(tf.AutoModelForMaskedLM, directory)))
     assert (plan.protocol["scoring"]["maskings"], plan.protocol["scoring"]["mask_share"]) == (3, 0.2)
     # without lengths: the model's positions, for which this table has no prices
     says = "measured at 256 to 256 tokens, expected prices around 512"
@@ -483,7 +466,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
 
 
 def test_the_command_refuses_an_encoder_without_its_head(tmp_path: Path, text: list[Path]) -> None:
-    BertModel.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
-    AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
+    tf.BertModel.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
+    tf.AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
     says = ("saved as BertModel without", "cls.predictions", "…ForMaskedLM", "load_plan(model, directory)")
     adaattn("calibrate", tmp_path / "bare", "--in-place", "--data", text[0], code=2, says=says)

@@ -85,7 +85,7 @@ def test_files_of_before_the_counts_of_needles_are_read() -> None:
     data = plan.to_dict()
     del data["verified"]["needles"], data["verified"]["needles_lost"]
     assert Plan.from_dict(data) == plan
-    with pytest.raises(PlanError, match=r"verified\.needles_lost is 9, expected a number that the shares"):
+    with pytest.raises(PlanError, match="needles_lost is 9, expected a number that the shares"):
         replace(PROVEN, needles=16, needles_lost=9, retrieval_stock=0.5, retrieval_plan=0.5)
 
 

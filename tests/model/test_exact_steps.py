@@ -176,9 +176,7 @@ def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
         assert lines == {label: pricing.line_through([3, 6], own) for label, own in given.items()}
 
 
-def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all(
-    call: AttentionCall,
-) -> None:
+def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all(call: AttentionCall) -> None:
     for on_cuda, batch, expected in (
         (False, 1, {1: (1, 1), 2: (1, 2)}),
         (False, 3, {1: (3, 1), 2: (3, 2)}),

@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-)
+import transformers as tf
 
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.infer import infer_structure
@@ -63,15 +52,15 @@ def planned(choice: Choice, family: str = "llama") -> Any:
     torch.manual_seed(0)
     heads = 2
     if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
     elif family == "mistral":
-        model = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=48))
+        model = tf.MistralForCausalLM(tf.MistralConfig(**LLAMA, sliding_window=48))
     elif family == "llama4":
         more = dict(num_local_experts=2, intermediate_size_mlp=64, head_dim=16, attention_chunk_size=48)
-        model = Llama4ForCausalLM(Llama4TextConfig(**LLAMA, **more))
+        model = tf.Llama4ForCausalLM(tf.Llama4TextConfig(**LLAMA, **more))
     else:
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=512, initializer_range=0.3)
+        model = tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=512, initializer_range=0.3)
         )
     model.eval().set_attn_implementation("adaattn")
     name = store.remember_tensors(bases(heads)) if choice.columns else ""
@@ -144,7 +133,7 @@ def test_compiled_steps_in_a_cache_equal_uncompiled_ones(family: str, kept: str)
     mask[1, :20] = 0
     logits = []
     for forward in (model, torch.compile(model, backend="eager", fullgraph=True)):
-        cache = StaticCache(config=model.config, max_cache_len=128) if kept == "static" else DynamicCache()
+        cache = tf.StaticCache(config=model.config, max_cache_len=128) if kept == "static" else tf.DynamicCache()
         forward(ids[:, :100], past_key_values=cache, use_cache=True, attention_mask=mask[:, :100])
         step = forward(ids[:, 100:], past_key_values=cache, use_cache=True, attention_mask=mask)
         logits.append(step.logits)

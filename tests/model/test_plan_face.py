@@ -34,6 +34,10 @@ def test_a_plan_is_executed_until_it_is_removed() -> None:
         planned = ours(input_ids=ids).logits
         assert_same(exact[:, :2], planned[:, :2])  # the window sees all that there is
         assert float((exact - planned)[:, 2:].abs().max()) > 1e-2
+        first, second = ours(input_ids=ids, output_attentions=True).attentions
+        assert float(first[:, :, 5, :4].min()) > 0
+        assert not second[:, :, 5, :4].any(), "weights are those of the plan"
+        assert_same(second.sum(-1), torch.ones_like(second.sum(-1)))
         adaattn_hf.remove_plan(ours)
         assert_same(exact, ours(input_ids=ids).logits)
     assert getattr(ours.config, "adaattn", None) is None

@@ -23,12 +23,13 @@ FORCED = ("adaattn_sdpa", "adaattn_eager", "adaattn_native")
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_forward_equals_eager(name: str, side: str) -> None:
+    """To 2e-6 of the largest logit in fp32; those of stock sdpa are up to 5e-7 away."""
     stock, ours = pair(name)
     ids, mask = tokens(), padding(side)
     with torch.no_grad():
         expected = main_output(stock(input_ids=ids, attention_mask=mask))
         actual = main_output(ours(input_ids=ids, attention_mask=mask))
-    assert_same(expected, actual, mask)
+    assert_same(expected, actual, mask, rtol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", ["adaattn", *FORCED])

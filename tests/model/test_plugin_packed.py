@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.prepare import prepare
 
-from ..property.test_memory import Largest
 from ..support.families import LISTED, models, sharing
 from ..support.models import Pair, assert_same, main_output, pair, tokens
+from ..support.operators import Largest
 from ..support.versions import needs_tracing
 
 BORDER = 4
@@ -36,7 +36,7 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
 def kept_apart(pair: Pair, ids: Tensor, **said: Any) -> None:
     with torch.no_grad():
         packed = main_output(pair.ours(input_ids=ids, **said))
-    assert_same(one_by_one(pair.stock, ids), packed)
+    assert_same(one_by_one(pair.stock, ids), packed, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert-local"])
@@ -221,14 +221,16 @@ def test_graphs_do_as_stock_does(name: str, how: str) -> None:
 
 
 @needs_tracing
-@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "graph"])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("Gemma4", False), ("Gemma4Unified", False), ("Gemma4", True)],
+    ids=lambda one: "graph" * one if isinstance(one, bool) else one,
+)  # fmt: skip
 def test_documents_where_shared_keys_leave_the_last_queries_alone(name: str, compiled: bool) -> None:
     """From the first layer that shares keys on, Gemma 4 computes the rows of `logits_to_keep` and no other."""
     stock, ours = sharing(name)
     ids, expected = tokens(batch=1), one_by_one(stock, tokens(batch=1))
     run = torch.compile(ours, backend="eager", fullgraph=True, dynamic=False) if compiled else ours
-    for keep in (0, 1, 3, 9, torch.tensor([2, 10])):
+    for keep in (0, 1, 3, 9, torch.tensor([2, 10]))[3 * compiled :]:  # each number is a graph of its own
         with torch.no_grad():
             found = run(input_ids=ids, position_ids=POSITIONS, **borders(), use_cache=False, logits_to_keep=keep).logits
         assert_same(expected[:, -keep:] if isinstance(keep, int) else expected[:, keep], found)

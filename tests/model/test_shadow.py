@@ -108,15 +108,6 @@ def test_a_nan_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
         run(model)
 
 
-def test_settings_set_in_place_are_heard() -> None:
-    model = fresh_pair("llama").ours
-    model.config.adaattn = {"backend": "sdpa"}
-    run(model)
-    model.config.adaattn["backend"] = "nonsense"
-    with pytest.raises(ValueError, match="backend: got 'nonsense'"):
-        run(model)
-
-
 @pytest.mark.parametrize(
     ("settings", "says"), [({"shadow": -1}, "how many calls"), ({"mismatch": "panic"}, "raise, warn")]
 )

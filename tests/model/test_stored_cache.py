@@ -14,8 +14,7 @@ from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends.select import refusals_of
 from adaattn_hf.patches.cache.caches import AdaAttnCache
-from adaattn_hf.patches.cache.carrier import StoredTensor
-from adaattn_hf.patches.cache.formats import SMOOTHED
+from adaattn_hf.patches.cache.formats import SMOOTHED, StoredTensor
 from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.cache.store import Room
 from studies.cache_speed import held_bytes
@@ -173,7 +172,7 @@ def test_a_file_of_a_model_of_another_kind_size_or_window_is_refused(tmp_path: P
     for made, asked, words in (
         (llama(), kind, "made for a model with model_type 'llama', expected model_type 'mistral' of"),
         (llama(), size, r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"),
-        (mistral(), mistral(sliding_window=30), "a layer 0 with a window of 24, expected 30"),
+        (mistral(), mistral(sliding_window=30), "a layer 0 with window 24, expected 30"),
     ):
         with pytest.raises(ValueError, match=words):
             adaattn_hf.load_cache(saved(made, tmp_path / "a"), asked)

@@ -21,7 +21,7 @@ from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
 from adaattn_hf.plans.plan import LayerPlan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
-from adaattn_hf.policy.candidates import candidates, refuse_unknown
+from adaattn_hf.policy.candidates import FAMILIES, candidates, refuse_unknown
 
 from ..support.calibration import calibrate, price_table, save_plan
 from ..support.letters import encode, lettered_llama, random_words
@@ -88,10 +88,12 @@ def result(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
 
 
 def test_it_is_a_candidate_and_crosses_with_precisions() -> None:
-    found = candidates(LENGTH, 32, "float32", ("every_second", "bf16")).choices
+    found = candidates(Setting(LENGTH, 32, "float32", ("every_second", "bf16"), ())).choices
     assert [choice.label for choice in found] == ["exact", "bf16", "e128", "e128 bf16", "e160", "e160 bf16"]
     refuse_unknown(("every_second",))
-    assert not any("e128" in choice.label for choice in candidates(LENGTH, 32, "float32").choices)
+    assert not any(
+        "e128" in choice.label for choice in candidates(Setting(LENGTH, 32, "float32", FAMILIES, ())).choices
+    )
 
 
 def test_calibration_chooses_and_proves_it(result: Calibration) -> None:

@@ -160,19 +160,16 @@ def test_calls_that_need_their_padding_raise_where_that_was_asked_for() -> None:
 
 
 REASONS: dict[str, dict[str, Any]] = {
-    "attention_mask is not the 2-D mask of the padding": {
-        "attention_mask": torch.ones(BATCH, 1, 11, 11, dtype=torch.bool).tril()
-    },
-    "already packed (cu_seq_lens_q)": {
-        "input_ids": tokens(batch=1),
-        "attention_mask": torch.tensor([[1] * 9 + [0] * 2]),
-        "cu_seq_lens_q": torch.tensor([0, 4, 11], dtype=torch.int32),
-    },
-    "nothing but padding": {"attention_mask": torch.zeros(BATCH, 11, dtype=torch.long)},
-    "position_ids has shape [3, 3, 11], which is not [batch, length, ...]": {
-        "position_ids": torch.arange(11).expand(3, BATCH, 11)
-    },
-}
+    "attention_mask is not the 2-D mask of the padding": dict(attention_mask=torch.ones(BATCH, 1, 11, 11).tril() > 0),
+    "already packed (cu_seq_lens_q)": dict(
+        input_ids=tokens(batch=1), attention_mask=torch.tensor([[1] * 9 + [0] * 2]),
+        cu_seq_lens_q=torch.tensor([0, 4, 11], dtype=torch.int32),
+    ),
+    "nothing but padding": dict(attention_mask=torch.zeros(BATCH, 11, dtype=torch.long)),
+    "position_ids has shape [3, 3, 11], which is not [batch, length, ...]": dict(
+        position_ids=torch.arange(11).expand(3, BATCH, 11)
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REASONS)

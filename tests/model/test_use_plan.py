@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import adaattn_hf
+from adaattn_hf.patches.observe.spans import spans
 from adaattn_hf.patches.plans.slots import BLOCKS, instead
 from adaattn_hf.plans.plan import Plan, PlanError
 
@@ -74,6 +75,15 @@ def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
     assert case.runs() == "wide"
     assert instead() is None
     assert not [module for module in model.modules() if BLOCKS in module.__dict__]
+
+
+def test_a_profile_names_the_plan_that_runs_and_not_settings(small: Case) -> None:
+    adaattn_hf.configure(small.model, adaattn_hf.AdaAttnConfig(backend="eager"))
+    for name, plan in small.plans.items():
+        with adaattn_hf.use_plan(small.model, plan, unverified=True), torch.profiler.profile() as seen, spans():
+            small.logits()
+        (span,) = {event.name for event in seen.events() if event.name.startswith("adaattn layer 0: eager")}
+        assert span.endswith(" plan") is (name != "exact")
 
 
 def test_threads_and_tasks_have_their_own(case: Case) -> None:

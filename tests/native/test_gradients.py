@@ -27,16 +27,13 @@ def gradients(asked: AttentionCall, dtype: torch.dtype, native: bool) -> list[to
     return list(torch.autograd.grad((out.double() * weight).sum(), list(leaves.values())))
 
 
+SINKS = {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
 EXTRAS = {
     "plain": {},
     "softcap": {"softcap": 2.0},
-    "sinks": {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "sinks": SINKS,
     "bias": {"bias": torch.randn(1, 4, 1, 100, generator=torch.Generator().manual_seed(1))},
-    "all": {
-        "softcap": 3.0,
-        "sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0]),
-        "bias": torch.randn(2, 1, 1, 100, generator=torch.Generator().manual_seed(1)),
-    },
+    "all": SINKS | {"softcap": 3.0, "bias": torch.randn(2, 1, 1, 100, generator=torch.Generator().manual_seed(1))},
 }
 
 

@@ -83,14 +83,8 @@ def test_every_file_gives_the_same_addresses() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     about = recipe()["about"]
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("!!python/name:", ""))
-    assert {
-        urls["Source"],
-        urls["Homepage"],
-        citation["repository-code"],
-        about["home"],
-        about["dev_url"],
-        site["repo_url"],
-    } == {urls["Source"]}
+    sources = {urls["Homepage"], citation["repository-code"], about["home"], about["dev_url"], site["repo_url"]}
+    assert sources == {urls["Source"]}
     assert {urls["Documentation"], citation["url"], about["doc_url"], site["site_url"]} == {urls["Documentation"]}
     assert f'REPOSITORY = "{urls["Source"]}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
     assert all(url.startswith(urls["Source"]) for name, url in urls.items() if name != "Documentation")

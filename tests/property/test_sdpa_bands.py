@@ -14,16 +14,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.sdpa import SdpaBackend, decode, dispatch, kernels, masked
 from adaattn_hf.backends.sdpa.masked import Band
 
-from ..support.calls import (
-    HALF,
-    assert_right,
-    assert_right_gradients,
-    attended,
-    calls,
-    generator,
-    gradchecked,
-    leaves,
-)
+from ..support.calls import HALF, assert_right, assert_right_gradients, attended, calls, generator, gradchecked, leaves
 
 BACKEND = SdpaBackend()
 BANDS = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300}

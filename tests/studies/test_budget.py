@@ -20,15 +20,6 @@ def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
     assert [json.loads(line)["name"] for line in lines] == ["a.py"]
 
 
-def test_help_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        texts.main(["--help"])
-    assert left.value.code == 0
-    assert "python -m studies.budget.texts" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("length", [5, 64])
 def test_fewer_pairs_are_those_that_rows_see(length: int) -> None:
     """Counted row by row; kept blocks depend on the data, and sinks may be more than what a window hides."""

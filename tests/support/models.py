@@ -208,6 +208,19 @@ def main_output(output: Any) -> Tensor:
     raise TypeError(f"output: got {type(output).__name__}, expected one with logits or a last hidden state")
 
 
+class InBuffers(nn.Module):
+    """A linear layer whose weights are buffers, as those of quantised layers."""
+
+    packed: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("packed", linear.weight.detach().clone())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.packed.t()
+
+
 class OfTensors(nn.Module):
     """A recipe's model as a function of token ids and their mask, as tracers want it."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_heads
+from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BackendRefusal

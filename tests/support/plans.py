@@ -8,7 +8,7 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.slicing import some_heads
+from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
@@ -40,7 +40,7 @@ def plan_for(
         configuration=computes_by(next(iter(modules.values())).config), dtype=str(model.dtype).removeprefix("torch."),
         adaattn="0.1.0", torch="2.13.0", transformers="5.17.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
         lengths=lengths, layers=tuple(LayerPlan(i, weight_hash(modules[i]), own) for i, own in chosen.items()),
-        units=(), verified=PROVEN, tensors="",
+        units=(), verified=PROVEN, tensors="", attention_layers=(),
     )  # fmt: skip
     return Plan(**given | fields)
 

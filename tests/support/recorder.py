@@ -9,14 +9,17 @@ from torch import nn
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import CallKind
 from adaattn_hf.attention.listeners import Listener
+from adaattn_hf.attention.structure import MaskStructure
 
 
 @dataclass(eq=False)
 class Recorder(Listener):
-    """Collects calls: the module, the kind of call and the backend that was asked for by name."""
+    """Collects calls: the module, the kind of call and the backend that was asked for by name; and their structures."""
 
     calls: list[tuple[nn.Module, CallKind, str | None]] = field(default_factory=list)
+    structures: list[MaskStructure] = field(default_factory=list)
 
     def before(self, module: nn.Module, call: AttentionCall) -> None:
         """Note a call."""
         self.calls.append((module, call.checked_kind(), call.backend))
+        self.structures.append(call.structure)

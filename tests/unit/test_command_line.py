@@ -24,18 +24,28 @@ from adaattn_hf.eval.demo import demo_model_path
 from adaattn_hf.patches.checkpoint import resolve_device
 
 from ..support.command import adaattn, leaves, options_of
+from ..support.warm import AS_A_MODULE, HERE, WarmInterpreter
 
 QUICK = "import adaattn_cli, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_cli.main()"
 LOADED = """
-import adaattn_cli, sys
-sys.argv = ["adaattn", *{words!r}]
-try:
-    adaattn_cli.main()
-except SystemExit as end:
-    assert (end.code or 0) == {code}, end.code
-heavy = sorted(set(sys.modules) & {{"torch", "transformers", "numpy", "adaattn_hf"}})
-assert not heavy, heavy
+import adaattn_cli, contextlib, io, json, sys
+told = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["adaattn", *words]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            adaattn_cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+    told.append([code, sorted(set(sys.modules) & {"torch", "transformers", "numpy", "adaattn_hf"})])
+print(json.dumps(told))
 """
+"""Runs command lines one after the other; prints the exit code of each, and what is loaded by then of heavy modules."""
+QUIET = [
+    ("--help", 0), ("--version", 0), ("", 2), ("calibrate --no-such-option", 2), ("plan --help", 0),
+    ("eval --windows none", 2), ("calibrate --lengths 4x", 2), ("bench --rounds 0", 2),
+    *((f"{words} --help", 0) for words in leaves()),
+]  # fmt: skip
 
 
 def fresh(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,31 +59,31 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return fresh("-c", code, **environment)
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["--help"], 0), (["--version"], 0), ([], 2), (["calibrate", "--no-such-option"], 2), (["plan", "--help"], 0),
-        (["eval", "--windows", "none"], 2), (["calibrate", "--lengths", "4x"], 2), (["bench", "--rounds", "0"], 2),
-        *(([*words.split(), "--help"], 0) for words in leaves()),
-    ],
-    ids=lambda words: " ".join(words) or "alone" if isinstance(words, list) else "",
-)  # fmt: skip
-def test_what_runs_no_command_loads_nothing(words: list[str], code: int) -> None:
-    """Of the package neither: importing it would import Transformers."""
-    done = python(LOADED.format(words=words, code=code))
+@pytest.fixture(scope="module")
+def quiet() -> list[list[Any]]:
+    """What each of `QUIET` ended with and had loaded, in one process."""
+    done = fresh("-c", LOADED, json.dumps([words.split() for words, _ in QUIET]))
     assert done.returncode == 0, done.stderr[-2000:]
+    found: list[list[Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(QUIET)), ids=[words or "alone" for words, _ in QUIET])
+def test_what_runs_no_command_loads_nothing(number: int, quiet: list[list[Any]]) -> None:
+    """Of the package neither: importing it would import Transformers."""
+    assert quiet[number] == [QUIET[number][1], []]
 
 
 def test_a_heavy_import_would_show() -> None:
-    assert python("import torch\n" + LOADED.format(words=["--version"], code=0)).returncode != 0
+    assert json.loads(fresh("-c", "import numpy\n" + LOADED, '[["--version"]]').stdout) == [[0, ["numpy"]]]
 
 
-def test_a_command_runs_after_its_options_were_read() -> None:
+def test_a_command_runs_after_its_options_were_read(interpreter: WarmInterpreter, tmp_path: Path) -> None:
     """And one of a group does."""
-    done = python(QUICK.format(words=["doctor", "--json"]))
+    done = interpreter.run(QUICK.format(words=["doctor", "--json"]), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {"adaattn-hf", "sdpa"} <= {finding["name"] for finding in json.loads(done.stdout)}
-    done = python(QUICK.format(words=["plan", "show", "no-such-plan"]))
+    done = interpreter.run(QUICK.format(words=["plan", "show", "no-such-plan"]), tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: no-such-plan"), done.stderr[-2000:]
 
@@ -165,16 +175,24 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_run_makes_the_name_known_and_hands_through_arguments_and_exit_code(program: str) -> None:
+def test_run_makes_the_name_known_and_hands_through_arguments_and_exit_code(
+    program: str, interpreter: WarmInterpreter
+) -> None:
+    """In a process of its own, and a module in a copy of one."""
     words = ["--attn_implementation", "adaattn", "--help"]
-    for command in ([program], ["-m", "program"]):
-        done = in_a_process("run", *command, *words, PYTHONPATH=str(Path(program).parent))
+    place = Path(program).parent
+    for done in (
+        in_a_process("run", program, *words),
+        interpreter.run(AS_A_MODULE, place, "run", "-m", "program", *words),
+    ):
         assert done.returncode == 7, done.stderr[-2000:]
         assert done.stdout.split() == ["adaattn", *words]
 
 
-def test_without_run_the_same_program_fails(program: str) -> None:
-    assert subprocess.run([sys.executable, program], capture_output=True, check=False).returncode == 1
+def test_without_run_the_same_program_fails(program: str, interpreter: WarmInterpreter) -> None:
+    done = interpreter.run(HERE + USES, Path(program).parent)
+    assert done.returncode == 1
+    assert "adaattn" in done.stderr
 
 
 def test_run_finds_the_programs_of_an_environment_that_is_not_activated() -> None:
@@ -189,7 +207,7 @@ def test_run_refuses_what_is_no_program() -> None:
 
 def test_an_encoding_that_lacks_a_sign_is_printed_to() -> None:
     """As of a pipe on Windows."""
-    done = in_a_process("run", "--help", PYTHONIOENCODING="ascii", COLUMNS="200")
+    done = python(QUICK.format(words=["run", "--help"]), PYTHONIOENCODING="ascii", COLUMNS="200")
     assert done.returncode == 0, done.stderr[-2000:]
     assert r"\u2026" in done.stdout
 
@@ -337,15 +355,6 @@ def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, mon
 
 
 # --- JSON
-
-
-def test_explain_prints_json() -> None:
-    words = ["explain", str(demo_model_path("llama")), "--device", "cpu", "--json"]
-    result = adaattn(*words)
-    read = json.loads(result.stdout)
-    assert read["implementation"] == "adaattn"
-    assert {layer["phase"] for layer in read["layers"]} == {"prefill", "padded", "decode"}
-    assert all(layer["backend"] in ("native", "sdpa", "eager") for layer in read["layers"])
 
 
 @pytest.mark.native

@@ -16,7 +16,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
-from adaattn_hf.backends.flash import Flash4Backend, fa4  # noqa: E402
+from adaattn_hf.backends.flash import Flash4Backend, variants  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
 from adaattn_hf.backends.triton import backward, forward, step, tables  # noqa: E402
@@ -116,7 +116,7 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest
         seen.append(devices.current)
         return AttentionResult(asked.query)
 
-    monkeypatch.setattr(fa4, "attend_runs", attend)
+    monkeypatch.setattr(variants, "attend_runs", attend)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
     attended(backend, call())
     assert (seen, devices.current, devices.entered) == ([1], current, [1] * (1 - current))

@@ -75,7 +75,7 @@ def check(structure: MaskStructure, windows: HeadWindows, groups: int, turned: b
     from adaattn_hf.backends.flash import fa4_lists
 
     asked = structure, CPU, windows, groups, structure.kv_len, structure.plain
-    rows, by_queries = rows_of(structure), fa4_lists.make_lists(*asked).lists
+    rows, by_queries = rows_of(structure), fa4_lists.make_lists(*asked)[0]
     by_keys = fa4_lists.turned_lists(*asked) if turned else None
     some, every = (expected(rows, structure.kv_len, structure.causal, windows, whole) for whole in (False, True))
     same(by_queries, some, every, groups)
@@ -202,7 +202,7 @@ def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(fa4_lists, "listing", Launches())
     structure = MaskStructure(3, 300, 300, causal)
     with NamedOperators() as noted:
-        made = fa4_lists.make_lists(structure, CPU, ((ALL, 0), (70, 16)), 2, 300, True)
+        _, tables, _ = fa4_lists.make_lists(structure, CPU, ((ALL, 0), (70, 16)), 2, 300, True)
     assert grids == [(3, 2, 1)]
     assert len(noted.names) + 1 <= 8, noted.names
-    assert all(t.shape[-1] <= 4 for t in made.tables)  # nothing as long as the queries
+    assert all(t.shape[-1] <= 4 for t in tables)  # nothing as long as the queries

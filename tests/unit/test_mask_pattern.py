@@ -25,13 +25,9 @@ TWICE = mu.and_masks(mu.causal_mask_function, mu.sliding_window_causal_mask_func
         (mu.padding_mask_function(PADDING), {"key_padding": PADDING}),
         (mu.packed_sequence_mask_function(DOCUMENTS), {"k_segments": DOCUMENTS}),
         (mu.blockwise_overlay(SPANS), {"spans": SPANS}),
-        (
-            mu.and_masks(
-                mu.sliding_window_causal_mask_function(4), mu.packed_sequence_mask_function(DOCUMENTS),
-                mu.padding_mask_function(PADDING),
-            ),
-            {"causal": True, "window": 4, "k_segments": DOCUMENTS, "key_padding": PADDING},
-        ),
+        (mu.and_masks(mu.sliding_window_causal_mask_function(4), mu.packed_sequence_mask_function(DOCUMENTS),
+                      mu.padding_mask_function(PADDING)),
+         {"causal": True, "window": 4, "k_segments": DOCUMENTS, "key_padding": PADDING}),
         (TWICE, {"causal": True, "window": 4}),
         (mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), {"causal": True, "spans": SPANS}),
         (mu.or_masks(mu.blockwise_overlay(SPANS), mu.causal_mask_function), {"causal": True, "spans": SPANS}),

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPTBigCodeConfig
 from transformers import masking_utils as mu
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -17,6 +16,8 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.mask import masks, structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
+
+from ..support.operators import NamedOperators
 
 MaskFunction = Callable[..., Any]
 
@@ -163,24 +164,12 @@ def test_a_traced_mask_keeps_the_padding_beside_it_where_a_model_has_settings(mo
     assert dropped.key_padding is None
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_padding_mask_of_other_rows_is_refused(rows: int) -> None:
-    padding = torch.tensor([[False, True, True, True]]).expand(rows, -1)
-    with pytest.raises(ValueError, match=f"attention_mask: got {rows} rows for a batch of 3"):
-        adaattn_mask(batch_size=3, q_length=4, kv_length=4, attention_mask=padding)
-
-
 # older versions of Transformers script functions when they are imported
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
     found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=GPTBigCodeConfig())
     assert type(found) is Tensor
     assert found.dtype == torch.bool
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def structure_of(mask: StructuredMask | Tensor) -> MaskStructure:
@@ -198,7 +187,7 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
         adaattn_mask(2, 5, 5, attention_mask=torch.tensor([[True] * 5, [False] + [True] * 4])),
     ]  # fmt: skip
     assert len({id(structure) for structure in [first, *map(structure_of, others)]}) == 6
-    with Watching():
+    with NamedOperators():
         assert structure_of(adaattn_mask(2, 5, 5)) is not first
 
 

@@ -1,10 +1,9 @@
-"""Options from the fields of a dataclass; and those of the commands, which say what the package says."""
+"""Options that typer reads; and those of the commands, which say what the package says."""
 
 import dataclasses
 import importlib
 import inspect
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -14,22 +13,19 @@ import typer
 from typer.testing import CliRunner
 
 from adaattn_cli import app as application
-from adaattn_cli.commands import COMMANDS
-from adaattn_cli.on_text import Calibrate, Eval, Verify
-from adaattn_cli.options import (
+from adaattn_cli.commands import (
     CACHES,
+    CALIBRATE,
+    COMMANDS,
     DTYPES,
-    FAMILIES,
+    EVAL,
     OBJECTIVES,
     OPTIMIZED,
     PADDINGS,
     RECIPES,
-    Done,
-    Options,
-    argument,
-    option,
-    words,
+    VERIFY,
 )  # fmt: skip
+from adaattn_cli.options import FAMILIES, Command, Done, Option, Options, argument, words
 from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.calibration import settings as calibration
 from adaattn_hf.eval import settings as evaluation
@@ -46,49 +42,51 @@ def _doubled(text: str, name: str) -> float:
         raise ValueError(f"{name} is {text!r}, expected a number") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Base(Options):
-    """What comes last."""
-
-    where: Path | None = option(None, "Where it goes.")
+def _refuse_13(options: Options) -> None:
+    if options.how_many == 13:
+        raise ValueError("how_many: got 13, expected another number")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted(Base):
-    """Print what was asked for."""
-
-    name: str = argument(..., "Whose.")
-    how_many: int = option(3, "How many.", least=1)
-    loud: bool = option(False, "Loudly.")
-    times: float = option(2.0, "How often: a number.", "--how-often", read=_doubled)
-    kind: str | None = option(None, "What kind.", choices=("a", "b8"))
-    named: tuple[str, ...] = option((), "Names.")
-
-    def __post_init__(self) -> None:
-        if self.how_many == 13:
-            raise ValueError("how_many: got 13, expected another number")
+LAST = {"where": Option(Path, None, "Where it goes.")}
+WANTED = Command(
+    "Print what was asked for.",
+    {},
+    _refuse_13,
+    name=argument(str, ..., "Whose."),
+    how_many=Option(int, 3, "How many.", least=1),
+    loud=Option(bool, False, "Loudly."),
+    times=Option(float, 2.0, "How often: a number.", "--how-often", read=_doubled),
+    kind=Option(str, None, "What kind.", choices=("a", "b8")),
+    named=Option(list[str], (), "Names."),
+    **LAST,
+)
 
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
-    def run(options: Wanted) -> Done:
+    def run(options: Options) -> Done:
         typer.echo(options)
         return Done(code=3)
 
     monkeypatch.setitem(sys.modules, "adaattn_cli.wanted", SimpleNamespace(run=run))
     made = application.group(add_completion=False)
     for name in ("wanted", "other"):
-        application.add(made, name, Wanted)
+        application.add(made, name, WANTED)
     return made
 
 
-def test_fields_are_options_with_their_defaults(app: typer.Typer) -> None:
-    assert CliRunner().invoke(app, ["wanted", "a"]).output == f"{Wanted(name='a')}\n"
+def test_options_are_typed_or_have_their_defaults(app: typer.Typer) -> None:
+    assert CliRunner().invoke(app, ["wanted", "a"]).output == f"{WANTED(name='a')}\n"
     typed = "wanted a --where here --how-many 5 --loud --how-often 4 --kind b8 --named x --named y"
     done = CliRunner().invoke(app, typed)
-    every = Wanted(name="a", where=Path("here"), how_many=5, loud=True, times=8.0, kind="b8", named=("x", "y"))
+    every = WANTED(name="a", where=Path("here"), how_many=5, loud=True, times=8.0, kind="b8", named=("x", "y"))
     assert done.output == f"{every}\n"
     assert done.exit_code == 3
+
+
+def test_an_option_that_a_command_does_not_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="options: got hwo_many, expected some of name, how_many"):
+        WANTED(hwo_many=5)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,7 @@ def test_a_help_page_says_what_each_takes(app: typer.Typer) -> None:
         "[default: 3]",
     )  # fmt: skip
     assert all(words in shown for words in helps)
-    assert shown.index("How many.") < shown.index("Where it goes"), "those of a base come last"
+    assert shown.index("How many.") < shown.index("Where it goes"), "in the order in which they are named"
 
 
 def test_words_are_split_at_commas_and_none_is_refused() -> None:
@@ -126,17 +124,17 @@ def test_every_option_has_a_help() -> None:
     assert not any(lacking.values()), lacking
 
 
-SETTINGS: list[tuple[type[Options], Any]] = [
-    (Eval, evaluation.Settings), (Calibrate, calibration.CalibrationSettings), (Calibrate, evaluation.Masking),
-    (Verify, calibration.Judged), (Verify, evaluation.Masking),
+SETTINGS: list[tuple[Command, Any]] = [
+    (EVAL, evaluation.Settings), (CALIBRATE, calibration.CalibrationSettings), (CALIBRATE, evaluation.Masking),
+    (VERIFY, calibration.Judged), (VERIFY, evaluation.Masking),
 ]  # fmt: skip
 BOUND_LAYERS = {"haystacks", "needles", "windows", "alpha", "rounds"}
 """Settings of a calibration that are no options."""
 
 
-def differing(options: Any, settings: Any) -> list[str]:
+def differing(command: Command, settings: Any) -> list[str]:
     """Settings that are no options, or whose default is not said by the option of that name."""
-    said = {one.name: one.default for one in dataclasses.fields(options)}
+    said = {name: one.default for name, one in command.options.items()}
     return [
         one.name
         for one in dataclasses.fields(settings)
@@ -144,14 +142,14 @@ def differing(options: Any, settings: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("options", "settings"), SETTINGS)
-def test_a_setting_is_an_option_with_the_same_default(options: Any, settings: Any) -> None:
-    assert differing(options, settings) == []
+@pytest.mark.parametrize(("command", "settings"), SETTINGS)
+def test_a_setting_is_an_option_with_the_same_default(command: Command, settings: Any) -> None:
+    assert differing(command, settings) == []
 
 
 def test_another_default_or_a_missing_option_would_show() -> None:
     other = dataclasses.make_dataclass("Other", [("seed", int, 1), ("absent", int, 0), ("plan", str | None, None)])
-    assert differing(Eval, other) == ["seed", "absent"]
+    assert differing(EVAL, other) == ["seed", "absent"]
 
 
 def test_the_words_of_options_are_those_that_the_package_knows() -> None:
@@ -163,7 +161,7 @@ def test_the_words_of_options_are_those_that_the_package_knows() -> None:
 
 
 def test_every_command_is_done_by_a_function() -> None:
-    for name, options in COMMANDS.items():
+    for name in COMMANDS:
         module, _, function = name.partition(" ")
         work = getattr(importlib.import_module(f"adaattn_cli.{module}"), function or "run")
-        assert next(iter(inspect.signature(work, eval_str=True).parameters.values())).annotation is options, name
+        assert next(iter(inspect.signature(work, eval_str=True).parameters.values())).annotation is Options, name

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask.documents import with_documents, with_restarts
-from adaattn_hf.patches.mask.packed_arguments import PackedArguments, caller_arguments
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 
@@ -110,10 +110,6 @@ def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() 
     assert with_restarts(MaskStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
-def test_nothing_is_told_where_no_model_asks_for_the_mask() -> None:
-    assert caller_arguments() == PackedArguments()
-
-
 @given(pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
 def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple[int, int]]) -> None:
     q_lengths, k_lengths = [q for q, _ in pairs], [k for _, k in pairs]
@@ -124,18 +120,11 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 
 
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
-    structure, borders = MaskStructure(1, 5, 5, causal=True), sums(2, 3)
-    mask = StructuredMask(structure, torch.device("cpu"))
-    first = mask.packed(structure, borders, borders)
-    assert mask.packed(structure, borders, borders) is first
-    others = sums(3, 2)
-    other = mask.packed(structure, others, others)
-    assert not torch.equal(other.visible(), first.visible())
-
-
-def test_several_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
-        bordered(MaskStructure(2, 5, 5), sums(2, 3))
+    mask, query = StructuredMask(MaskStructure(1, 5, 5, causal=True), torch.device("cpu")), torch.randn(1, 2, 5, 8)
+    for borders in (*[sums(2, 3)] * 2, sums(3, 2)):
+        attention_function()(nn.Module(), query, query, query, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+    (*_, first), (*_, other) = mask.packed.values()
+    assert not torch.equal(first.visible(), other.visible())
 
 
 @pytest.mark.parametrize("past", [0, 2])

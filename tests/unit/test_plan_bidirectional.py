@@ -79,30 +79,6 @@ def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
     assert documents[150, :100].max() == 0
 
 
-def test_no_row_feels_a_key_beyond_its_window() -> None:
-    call, bound_layer = request_of(STRUCTURES["full"]), program_of(WINDOW)
-    before = execute.attend(bound_layer, call).out
-    call.key[:, :, 150] += 3.0
-    call.value[:, :, 150] -= 3.0
-    moved = (execute.attend(bound_layer, call).out - before).abs().amax(-1)[0]
-    assert moved[:, 0].nonzero().flatten().tolist() == list(range(150 - 23, 150 + 24))
-    assert moved[:, 1].min() > 0
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
-def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
-    """A padded batch is what its sequences are alone: the sequence of 190 tokens beside one of 270."""
-    bound_layer = program_of(choice)
-    call = request_of(STRUCTURES["right padding"])
-    together = execute.attend(bound_layer, call).out[1, :190]
-    alone = AttentionCall(
-        *(tensor[1:, :, :190] for tensor in (call.query, call.key, call.value)),
-        MaskStructure(1, 190, 190), call.scaling,
-    )  # fmt: skip
-    tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
-    torch.testing.assert_close(together, execute.attend(bound_layer, alone).out[0], atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize(
     ("name", "limit", "planned"),
     [
@@ -122,12 +98,6 @@ def test_sequences_longer_than_the_plan_speaks_for_are_exact_as_a_whole(
     found = execute.attend(bound_layer, call).out
     mixed = torch.where(wanted[:, :, None, None], defined(program_of(WINDOW), call), reference.attention(call).out)
     torch.testing.assert_close(found.double(), mixed, atol=2e-5, rtol=2e-5)
-
-
-def test_a_single_sequence_is_planned_up_to_the_length() -> None:
-    whole = MaskStructure(2, N, N)
-    assert execute.rows_within(whole, N - 1, torch.device("cpu")) is False
-    assert execute.rows_within(whole, N, torch.device("cpu")) is True
 
 
 def test_documents_of_padded_rows_are_measured_without_padding() -> None:

@@ -264,17 +264,6 @@ def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.Monkey
             torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=2e-5)
 
 
-def test_length_is_counted_from_each_sequence() -> None:
-    padding = torch.ones(2, N, dtype=torch.bool)
-    padding[1, :80] = False
-    structure = MaskStructure(2, N, N, causal=True, key_padding=padding)
-    within = execute.rows_within(structure, 100, torch.device("cpu"))
-    assert isinstance(within, torch.Tensor)
-    assert within[0].tolist() == [place < 100 for place in range(N)]
-    assert within[1, 80:].tolist() == [place < 100 for place in range(N - 80)]
-    assert execute.rows_within(structure, N, torch.device("cpu")) is True
-
-
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
 def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
     query, key, value = _qkv()
@@ -302,21 +291,3 @@ def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
     wanted = torch.autograd.grad(defined(bound_layer, call), tensors, upstream)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-
-
-def test_rounding_refuses_gradients_when_they_are_asked_for() -> None:
-    query, key, value = _qkv()
-    bound_layer = _bound_layer(make_choice(precision="int8"))
-    with torch.no_grad():
-        quiet = _run(bound_layer, query, key, value)
-    found = _run(bound_layer, query.requires_grad_(), key, value)
-    assert torch.equal(found, quiet), "evaluation without no_grad computes the same"
-    with pytest.raises(ValueError, match="int8, which has no gradient"):
-        found.sum().backward()
-
-
-def test_a_plan_for_other_heads_is_refused() -> None:
-    query, key, value = _qkv()
-    bound_layer = BoundLayer(LayerPlan(0, "", (EXACT,) * 3), LayerTensors(), 10)
-    with pytest.raises(ValueError, match="made for 3 key/value heads"):
-        _run(bound_layer, query, key, value)

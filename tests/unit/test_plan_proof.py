@@ -43,7 +43,7 @@ def test_a_bound_above_the_budget_did_not_pass() -> None:
 )
 @pytest.mark.parametrize("value", [1e6, 1.0001, -0.1])
 def test_shares_lie_between_0_and_1(name: str, value: float) -> None:
-    with pytest.raises(PlanError, match=rf"verified\.{name} is .*, expected a number from 0 to 1"):
+    with pytest.raises(PlanError, match=rf"verified: {name} is .*, expected a number from 0 to 1"):
         verdict(**{name: value})
 
 
@@ -56,7 +56,7 @@ def test_shares_lie_between_0_and_1(name: str, value: float) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_verdict_that_no_measurement_gives_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=rf"verified\.({next(iter(changes))}|upper)"):
+    with pytest.raises(PlanError, match=rf"verified: ({next(iter(changes))}|upper)"):
         verdict(**changes)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from adaattn_hf.patches.plans.weights import Weights
+from adaattn_hf.patches.plans.snapshot import Snapshot
 
 
 def module() -> Any:
@@ -47,7 +47,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_noticed(change: str) -> None:
     changed = module()
-    weights = Weights.of(changed)
+    weights = Snapshot(changed)
     assert weights.same()
     CHANGES[change](changed)
     assert not weights.same()
@@ -55,7 +55,7 @@ def test_a_change_is_noticed(change: str) -> None:
 
 def test_a_pass_changes_nothing() -> None:
     used = module()
-    weights = Weights.of(used)
+    weights = Snapshot(used)
     used.q_proj(torch.ones(4)).sum().backward()
     assert weights.same()
 
@@ -83,7 +83,7 @@ CHANGES_OF_CODES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES_OF_CODES)
 def test_a_change_of_a_buffer_is_noticed(change: str) -> None:
     changed = quantised()
-    weights = Weights.of(changed)
+    weights = Snapshot(changed)
     changed.k_proj.passing = torch.zeros(1)
     assert weights.same()
     CHANGES_OF_CODES[change](changed.k_proj)
@@ -95,13 +95,13 @@ def test_what_an_adapter_trains_is_no_change_and_what_it_wraps_is() -> None:
     adapter: Any = nn.Module()
     adapter.base_layer, adapter.lora_A = used.k_proj, nn.Linear(4, 2)
     used.k_proj = adapter
-    weights = Weights.of(used)
+    weights = Snapshot(used)
     with torch.no_grad():
         adapter.lora_A.weight.add_(1.0)
         assert weights.same()
         adapter.base_layer.weight.add_(1.0)
     assert not weights.same()
-    weights = Weights.of(used)
+    weights = Snapshot(used)
     adapter.base_layer = nn.Linear(4, 4)
     assert not weights.same()
 
@@ -109,7 +109,7 @@ def test_what_an_adapter_trains_is_no_change_and_what_it_wraps_is() -> None:
 def test_tensors_of_inference_mode_are_watched_by_what_they_have() -> None:
     with torch.inference_mode():
         used = module()
-        weights = Weights.of(used)
+        weights = Snapshot(used)
         assert weights.same()
         used.k_proj.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
         assert not weights.same()
@@ -118,7 +118,7 @@ def test_tensors_of_inference_mode_are_watched_by_what_they_have() -> None:
 def test_tensors_of_tensors_are_watched_by_their_parts() -> None:
     used, second = nn.Module(), torch.ones(4, 4)
     used.register_buffer("weight", TwoTensor(torch.ones(4, 4), second))
-    weights = Weights.of(used)
+    weights = Snapshot(used)
     assert weights.same()
     second.add_(1.0)
     assert not weights.same()

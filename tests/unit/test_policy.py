@@ -20,10 +20,11 @@ from rich.console import Console
 
 from adaattn_hf.calibration.ladder import REHEARSED
 from adaattn_hf.calibration.state import CalibrationState
-from adaattn_hf.plans.choices import EXACT
+from adaattn_hf.plans.choices import EXACT, Setting
+from adaattn_hf.plans.choices.window import WINDOWS
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy import knapsack
-from adaattn_hf.policy.candidates import FAMILIES, candidates, offered
+from adaattn_hf.policy.candidates import FAMILIES, Candidates, candidates, offered
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.policy.silence import silenced
@@ -167,18 +168,21 @@ def test_a_table_of_what_are_no_prices_is_refused(prices: object, says: str) -> 
 
 
 def test_candidates_cross_kinds_with_precisions() -> None:
-    found = candidates(4096, 64, "float32")
+    def of(length: int, dtype: str = "float32", families: tuple[str, ...] = FAMILIES) -> Candidates:
+        return candidates(Setting(length, 64, dtype, families, WINDOWS))
+
+    found = of(4096)
     assert found.choices[0] == EXACT
     assert len(set(found.choices)) == len(found.choices)
     for choice, row in zip(found.choices, found.combine, strict=True):
         parts = [part for part, used in zip(found.parts, row, strict=True) if used]
         assert len(parts) == (choice.kind != "exact") + (precision_of(choice) != "model") + (choice.columns > 0)
-    assert not any(precision_of(choice) == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
-    assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 512
-    assert max(getattr(c.keys, "window", 0) for c in candidates(8192, 64, "float32").choices) == 5120
-    assert candidates(4096, 64, "float32", ("rank",)).choices == (EXACT, make_choice(rank=32), make_choice(rank=48))
+    assert not any(precision_of(choice) == "bf16" for choice in of(4096, "bfloat16").choices)
+    assert max(getattr(c.keys, "window", 0) for c in of(1024).choices) == 512
+    assert max(getattr(c.keys, "window", 0) for c in of(8192).choices) == 5120
+    assert of(4096, families=("rank",)).choices == (EXACT, make_choice(rank=32), make_choice(rank=48))
     with pytest.raises(ValueError, match="Did you mean 'window'"):
-        candidates(4096, 64, "float32", ("windows",))
+        of(4096, families=("windows",))
     # ranks are considered on a GPU where they are named
     assert offered(FAMILIES, on_cuda=False) == FAMILIES
     assert set(FAMILIES) - set(offered(FAMILIES, on_cuda=True)) == {"rank"}

@@ -90,9 +90,14 @@ def test_one_line_says_which_was_taken_and_why_not_the_others(
         assert part in line
 
 
-def test_nothing_is_logged_while_a_graph_is_traced(three: dict[str, Picky], caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_while_a_graph_is_traced(
+    three: dict[str, Picky], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = kind_with(COMPILING)
+    monkeypatch.setattr(AttentionCall, "checked_kind", lambda *_: kind)
     with caplog.at_level(logging.DEBUG, logger="adaattn_hf"):
-        select._made(kind_with(COMPILING), None, None)
+        select.attend(call())
+    assert three["willing"].asked == 1
     assert caplog.messages == []
 
 
@@ -106,11 +111,6 @@ def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, r
         assert part in str(refused.value)
     assert three["willing"].asked == 0
     assert select.choose(kind_with(), "willing") is three["willing"]
-
-
-def test_an_unknown_backend_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"backend: got 'spda', expected one of .*eager.*Did you mean 'sdpa'\?"):
-        select.refusals_of("spda", kind_with())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])

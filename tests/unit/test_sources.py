@@ -10,7 +10,7 @@ import pytest
 from adaattn_hf.calibration.inputs import _draw, _each
 from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.eval.texts import read_documents, refuse_repeats
+from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.eval.windows import RUN, TokenSequence, draw, refuse_copies
 
 from ..support.calibration import open_inputs
@@ -143,20 +143,3 @@ def test_text_that_one_length_is_proved_on_was_not_used_for_another(tmp_path: Pa
         assert len(set(longest)) == len(longest) >= 2
         for length in lengths:
             assert [one.tokens for one in getattr(samples[length], use)] == [one[:length] for one in longest]
-
-
-def test_lines_of_jsonl_may_be_empty_and_what_is_wrong_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one"}\n\n{"text": "two"}\n\n', encoding="utf-8")
-    (tmp_path / ".hidden").write_bytes(b"\0")
-    assert ["".join(pieces) for _, pieces in read_documents([tmp_path])] == ["one", "two"]
-    path.write_text('{"text": "one"}\n{"text": ', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is not JSON"):
-        list(read_documents([path]))
-
-
-def test_what_is_no_text_is_no_text_to_prove_a_plan_on(tmp_path: Path) -> None:
-    path = tmp_path / "book.bin"
-    path.write_bytes(b"PAR1\x15\x04\x00\x15")
-    with pytest.raises(ValueError, match=r"book\.bin is a binary file \(it holds zero bytes\), expected text in UTF-8"):
-        "".join(piece for _, pieces in read_documents([path]) for piece in pieces)

@@ -40,7 +40,7 @@ def test_a_graph_is_whole(sm: int, changes: dict[str, Any], taken: str | None, m
     names = tuple(select.BACKENDS)
 
     def place(x: torch.Tensor) -> torch.Tensor:
-        found = select.choose_or_none(kind)
+        found = select.find(kind)[0]
         return x + (-1 if found is None else names.index(found.name))
 
     torch._dynamo.reset()

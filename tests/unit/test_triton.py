@@ -2,11 +2,10 @@
 
 import gc
 import importlib.util
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.calls import attended
 from ..support.on_device import shifted
+from ..support.warm import WarmInterpreter
 
 OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
 interpreted = pytest.mark.skipif(
@@ -246,7 +246,7 @@ def test_very_many_documents_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @interpreted
-def test_heads_may_begin_beyond_what_32_bits_say() -> None:
+def test_heads_may_begin_beyond_what_32_bits_say(interpreter: WarmInterpreter, tmp_path: Path) -> None:
     """In a process of its own, which an offset of 32 bits would end."""
     code = """
 import torch
@@ -266,7 +266,7 @@ for structure in (MaskStructure(1, 20, 20, causal=True), MaskStructure(1, 1, 20)
         error = (kernel(call).out.double() - reference.attention(call).out).abs().amax()
         assert error < 4e-3, (structure, error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = interpreter.run(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -51,12 +51,11 @@ def compiled(sm: int, calls: tuple[str, ...], *more: str) -> subprocess.Complete
     )  # fmt: skip
 
 
-# those whose programs have least are compiled for the most
+# those whose programs have least: 89 has the instructions and the memory of 86, 120 its memory
 @pytest.mark.parametrize(
-    ("sm", "calls"),
-    [(86, CLOSEST + OTHERS), (120, CLOSEST + OTHERS), (80, CLOSEST), (89, CLOSEST), (90, CLOSEST)],
+    ("sm", "calls"), [(86, CLOSEST + OTHERS), (80, CLOSEST), (90, CLOSEST), (120, CLOSEST)],
     ids=lambda one: str(one) if isinstance(one, int) else "",
-)
+)  # fmt: skip
 def test_kernels_compile_and_fit(sm: int, calls: tuple[str, ...], checkout: object) -> None:
     done = compiled(sm, calls, "--lines")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -78,14 +78,11 @@ def test_devices_since_ampere_are_served(
     [
         ((13, 0), {}, "'forward' for heads of 128 channels in torch.bfloat16"),
         ((13, 0), {"features": GRAD}, "'of_queries'"),
-        (
-            (8, 6),
-            STEP | {"dtype": torch.float32, "groups": 71},
-            "'decode' for heads of 256 channels in torch.float32, 71 of which share keys,",
-        ),
+        ((8, 6), STEP | {"dtype": torch.float32, "groups": 71},
+         "'decode' for heads of 256 channels in torch.float32, 71 of which share keys,"),
         ((8, 6), CODES | {"value_dtype": torch.uint8, "groups": 64}, "'decode_codes 4'"),
     ],
-)
+)  # fmt: skip
 def test_what_no_tile_fits_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], changes: dict[str, Any], kernel: str
 ) -> None:
@@ -99,7 +96,7 @@ def test_what_no_tile_fits_is_refused_by_name(
 
 
 def test_auto_takes_another_backend_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_missing", lambda name: ("not here",) if name.startswith("fa") else ())
+    monkeypatch.setattr(select, "missing", lambda name: ("not here",) if name.startswith("fa") else ())
     packed = KIND._replace(shape="ragged", features=GRAD | LOOKED)
     for sm, name in (((8, 6), "triton"), ((13, 0), "sdpa")):
         monkeypatch.setattr(capability_module, "capability", lambda _, sm=sm: of_sm(sm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .fa4 import Flash4Backend
-from .variants import FA2, FA3, FA3_FWD, FlashBackend
+from .variants import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 
 __all__ = ["FA2", "FA3", "FA3_FWD", "Flash4Backend", "FlashBackend"]

@@ -5,8 +5,6 @@ flash-attn 4 reads them. Imported with the first such call, as it needs Triton.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -132,31 +130,20 @@ Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 """Counts and ascending indices of the blocks that need the mask, then of those that are seen whole, int32."""
 
 
-class BlockLists(NamedTuple):
-    """The blocks that queries see under the windows and sinks of their heads, and the tables of the mask for borders.
-
-    Bounds per block of queries stand for its rows: a block that is said to be seen in part may hold nothing, one that
-    is said to be seen whole is.
-
-    Attributes:
-        tables: Windows and sinks, int32 `[heads]`; then, of calls of runs, int32 `[batch, q_len]`: the first key of a
-            query's run, the one behind its last, the query's place among keys.
-        bounds: Of each block of queries, int32 `[6, batch, blocks of queries]`.
-        lists: For every block of queries the blocks of keys; counts `[batch, heads, blocks of queries]`, indices
-            `[..., blocks of keys]`, whose rest behind the count holds the other blocks. Batch 1 without runs.
-    """
-
-    tables: list[Tensor]
-    bounds: Tensor
-    lists: Lists
-
-
 def make_lists(
     structure: MaskStructure, device: torch.device, windows: HeadWindows, groups: int, kv_len: int, plain: bool
-) -> BlockLists:
-    """Lists the blocks by one launch: `kv_len` keys, of which each query sees all if `plain`, and `groups` share each.
+) -> tuple[Lists, list[Tensor], Tensor]:
+    """The blocks that queries see under the windows and sinks of their heads, the tables of a mask for borders, bounds.
 
-    Plain causal calls have the last query at the last key, others the first at the first.
+    By one launch: of `kv_len` keys, of which each query sees all if `plain`; `groups` query heads share each. Plain
+    causal calls have the last query at the last key, others the first at the first.
+
+    * Lists: for every block of queries the blocks of keys; counts `[batch, heads, blocks of queries]`, indices `[...,
+      blocks of keys]`, whose rest behind the count holds the other blocks. Batch 1 without runs.
+    * Tables: windows and sinks, int32 `[heads]`; then, of calls of runs, int32 `[batch, q_len]`: the first key of a
+      query's run, the one behind its last, the query's place among keys.
+    * Bounds, int32 `[6, batch, blocks of queries]`, stand for a block's rows: a block that is said to be seen in part
+      may hold nothing, one that is said to be seen whole is.
     """
     by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
     with torch.inference_mode(False):  # a later pass may want gradients
@@ -164,17 +151,17 @@ def make_lists(
         runs = None if plain else _runs(structure, device)
         bounds = table.new_empty((6, 1 if runs is None else structure.batch, -(-structure.q_len // BLOCK)))
         lists = _listed(structure, table, bounds, runs, groups, kv_len, turned=False)
-    return BlockLists([*table.unbind(0), *(() if runs is None else runs.unbind(0))], bounds, lists)
+    return lists, [*table.unbind(0), *(() if runs is None else runs.unbind(0))], bounds
 
 
 def turned_lists(
     structure: MaskStructure, device: torch.device, windows: HeadWindows, groups: int, kv_len: int, plain: bool
 ) -> Lists:
     """For every block of keys the blocks of queries; made when a gradient asks for them."""
-    made = derived_on(structure, device, make_lists, windows, groups, kv_len, plain)
+    _, tables, bounds = derived_on(structure, device, make_lists, windows, groups, kv_len, plain)
     with torch.inference_mode(False):
-        table = torch.stack(made.tables[:2])
-        return _listed(structure, table, made.bounds, None if plain else table, groups, kv_len, turned=True)
+        table = torch.stack(tables[:2])
+        return _listed(structure, table, bounds, None if plain else table, groups, kv_len, turned=True)
 
 
 def _listed(

@@ -1,22 +1,40 @@
-"""The flash-attn backends of versions 2 and 3, where one is installed; of these `fa3_fwd` alone has run on a device."""
+"""The flash-attn backends: of versions 2 and 3 `fa3_fwd` alone has run on a device; 4 compiles at the first call."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...attention.call import AttentionCall, AttentionResult
-from ...attention.kind import COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SOFTCAP, WINDOW, WINDOW_SINKS, CallKind
+from ...attention.kind import (
+    BEHIND,
+    COMPILING,
+    DROPOUT,
+    GRAD,
+    HEAD_BF16,
+    HEAD_WINDOWS,
+    LSE,
+    ONE_QUERY,
+    OPAQUE,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    WINDOW_SINKS,
+    CallKind,
+)
 from ...attention.structure import MaskStructure
-from ..base import Backend, Kernel, Supports, installed, run_refusals
+from ..base import Backend, Kernel, Supports, derived_on, installed
 
 if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
+    from ...attention.heads import HeadRules, HeadWindows
     from ...attention.packing import Packed
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.compiler.assume_constant_result
@@ -28,33 +46,31 @@ def _made_without(flags_module: str | None, feature: str) -> bool:
     return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
 
 
+@dataclass(eq=False)
 class FlashBackend(Backend):
-    """flash-attn's dense and variable-length kernels (CUDA, half precision), of one installable build."""
+    """flash-attn's dense and variable-length kernels (CUDA, half precision), of one installable build.
 
-    def __init__(
-        self,
-        name: str,
-        version: int,
-        module: str,
-        product: str,
-        devices: tuple[tuple[int, int], tuple[int, int]],
-        flags_module: str | None = None,
-    ) -> None:
-        """Takes what differs between builds.
+    Attributes:
+        version: 2 or 3; the keywords differ.
+        module: Python module that holds the functions.
+        product: What a user installs.
+        devices: Compute capabilities that it is built for, from the one to below the other.
+        flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
+    """
 
-        Args:
-            version: 2 or 3; the keywords differ.
-            module: Python module that holds the functions.
-            product: What a user installs.
-            devices: Compute capabilities that it is built for, from the one to below the other.
-            flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
-        """
-        self.name, self.version, self.module, self.product = name, version, module, product
-        self.devices, self.flags_module, self.package = devices, flags_module, module.partition(".")[0]
-        features = SOFTCAP | LSE | GRAD | COMPILING | OPAQUE | (DROPOUT if version == 2 else 0)
-        half = (torch.float16, torch.bfloat16)
+    name: str
+    version: int
+    module: str
+    product: str
+    devices: tuple[tuple[int, int], tuple[int, int]]
+    flags_module: str | None = None
+
+    def __post_init__(self) -> None:
+        """Says what it serves."""
+        self.package = self.module.partition(".")[0]
+        features = SOFTCAP | LSE | GRAD | COMPILING | OPAQUE | (DROPOUT if self.version == 2 else 0)
         self.supports = Supports(
-            "flash-attn's kernels", features, "cuda", half, widest=256, multiple=8, equal=True, dense=False
+            "flash-attn's kernels", features, "cuda", _HALF, widest=256, multiple=8, equal=True, dense=False
         )
 
     def missing(self) -> tuple[str, ...]:
@@ -78,9 +94,7 @@ class FlashBackend(Backend):
         ):
             if asked and _made_without(self.flags_module, feature):
                 reasons.append(f"{self.product} was built without {name}")
-        if kind.features & LSE and kind.shape == "ragged":
-            reasons.append("the log-sum-exp of packed segments is not put back in place")
-        reasons += run_refusals(kind, "flash-attn's packed kernels")
+        reasons += _packed_refusals(kind, "flash-attn's packed kernels")
         if kind.compiling and kind.shape == "ragged":
             reasons.append("the segments of a padded batch cannot be read while a graph is traced")
         return tuple(reasons)
@@ -88,26 +102,19 @@ class FlashBackend(Backend):
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
         kernels = importlib.import_module(self.module)
-        return lambda call: attend_runs(call, kernels, self._arguments(call))
 
-    def _arguments(self, call: AttentionCall) -> dict[str, Any]:
-        structure = call.structure
-        window = (-1, -1)
-        if structure.windowed and structure.window is not None:
-            window = (structure.window - 1, 0 if structure.causal else structure.window - 1)
-        arguments: dict[str, Any] = {
-            "softmax_scale": call.scaling,
-            "causal": structure.causal,
-            "window_size": window,
-            "softcap": call.softcap or 0.0,
-        }
-        if self.version == 2:
-            arguments["dropout_p"] = call.dropout
-        else:
-            arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
-        if call.need_lse:
-            arguments["return_attn_probs"] = True
-        return arguments
+        def attend(call: AttentionCall) -> AttentionResult:
+            structure = call.structure
+            arguments = _arguments(call, structure.window if structure.windowed else None, -1)
+            if self.version == 2:
+                arguments["dropout_p"] = call.dropout
+            else:
+                arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
+            if call.need_lse:
+                arguments["return_attn_probs"] = True
+            return attend_runs(call, kernels, arguments)
+
+        return attend
 
 
 # flash-attn 4 shares the first one's package name, but not this module
@@ -116,38 +123,156 @@ FA3 = FlashBackend("fa3", 3, "flash_attn_interface", "flash-attn 3", ((9, 0), (1
 FA3_FWD = FlashBackend("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", ((9, 0), (10, 0)), "fa3_fwd_config")
 
 
-def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:
-    """One dense call, or one variable-length call over the segments; `arguments` are keywords of both.
+_MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
+"""Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
+_COMPILER = "cutlass"
+"""Of several wheels: the directory alone may be there of one that holds libraries."""
 
-    Where the two functions of `kernels` answer with several tensors, these are the output and the log-sum-exp.
-    """
-    structure = call.structure
-    if structure.kind == "ragged":
-        return AttentionResult(attend_packed(call, kernels.flash_attn_varlen_func, arguments))
-    kv_len = structure.kv_len
-    if structure.causal:
-        # the kernels align causality to the last key: cut the keys behind the last query
+
+class Flash4Backend(Backend):
+    """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
+
+    name, package = "fa4", "flash_attn"
+    supports = Supports(
+        "flash-attn 4's kernels",
+        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE | HEAD_WINDOWS,
+        "cuda",
+        _HALF,
+        dense=False,
+        unless=(
+            (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
+            (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
+            (HEAD_WINDOWS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (WINDOW | WINDOW_SINKS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
+            (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
+        ),
+    )
+
+    def missing(self) -> tuple[str, ...]:
+        """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
+        for module in _MODULES:
+            if not installed(module, whole=module == _COMPILER):
+                what = "is not installed" if module.startswith("flash_attn") else "is not installed whole"
+                return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
+        return ()
+
+    def refusals(self, kind: CallKind) -> tuple[str, ...]:
+        """What flash-attn 4's kernels cannot compute."""
+        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+
+        asked = kind.features
+        same = kind._replace(features=asked & ~HEAD_BF16) if kind.dtype == torch.bfloat16 else kind
+        reasons = list(super().refusals(same))
+        device = capability(kind.device) if kind.device.type == "cuda" else None
+        if kind.device.type == "cuda" and (device is None or device.sm < (9, 0) or device.sm >= (12, 0)):
+            # what it offers other devices nobody has run here
+            reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
+        lists_needed = asked & HEAD_WINDOWS or (asked & WINDOW_SINKS and asked & WINDOW)
+        widest = max(kind.head_dim, kind.head_dim_v)
+        limit = 128 if lists_needed or kind.needs_grad else 256
+        if widest > limit or widest % 8 or kind.head_dim != kind.head_dim_v:
+            reasons.append(
+                f"flash-attn 4 serves this with equal head sizes of keys and values up to {limit} that are multiples "
+                f"of 8, got {kind.head_dim} and {kind.head_dim_v}"
+            )
+        if lists_needed and not installed("triton"):
+            reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
+        return (*reasons, *_packed_refusals(kind, "flash-attn 4's packed kernels"))
+
+    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+        """One launch: dense, over packed segments, or over lists of blocks."""
+        return attend
+
+
+def attend(call: AttentionCall) -> AttentionResult:
+    """By packed or dense kernels where one window serves all heads, else by lists of blocks."""
+    # its kernels and those that make lists are launched on the current device; see `triton.launch.Launcher`
+    device = call.query.get_device()
+    # `torch.cuda.current_device()` would first ask whether CUDA is set up, which a tensor there has answered
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return attend(call)
+    from ...attention.heads import ALL, head_windows
+
+    windows = head_windows(call.structure, call.per_head, call.key.shape[1])
+    if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
+        return _attend_by_lists(call, windows)
+    window = None if windows is None or windows[0][0] >= ALL else windows[0][0]
+    return attend_runs(call, importlib.import_module("flash_attn.cute"), _arguments_of_4(call, window))
+
+
+def _attend_by_lists(call: AttentionCall, windows: HeadWindows) -> AttentionResult:
+    """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
+    fa4_lists = importlib.import_module(f"{__package__}.fa4_lists")
+    structure, groups = call.structure, call.query.shape[1] // call.key.shape[1]
+    # where every query sees one run the mask needs no table, and the kernels align causality to the last key
+    plain, kv_len = structure.plain and (structure.causal or structure.offset() == 0), structure.kv_len
+    if plain and structure.causal:
         kv_len = min(kv_len, structure.offset() + structure.q_len)
-    answer = kernels.flash_attn_func(
+    lists, tables, _ = derived_on(structure, call.query.device, fa4_lists.make_lists, windows, groups, kv_len, plain)
+    grad = call.query.requires_grad or call.key.requires_grad or call.value.requires_grad
+    mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
+    blocks = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    size = fa4_lists.BLOCK, fa4_lists.BLOCK
+    more = {}
+    if grad:
+        by_keys = derived_on(structure, call.query.device, fa4_lists.turned_lists, windows, groups, kv_len, plain)
+        more["block_sparse_tensors_bwd"] = blocks(*by_keys, block_size=size)
+    out, lse = importlib.import_module("flash_attn.cute").flash_attn_func(
         call.query.transpose(1, 2),
         call.key[:, :, :kv_len].transpose(1, 2),
         call.value[:, :, :kv_len].transpose(1, 2),
-        **arguments,
+        mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
+        aux_tensors=tables,
+        block_sparse_tensors=blocks(*lists, block_size=size),
+        **_arguments_of_4(call, None) | {"causal": False, "pack_gqa": False} | more,
     )
-    out, lse = answer[:2] if isinstance(answer, tuple) else (answer, None)
     return AttentionResult(out, lse if call.need_lse else None)
 
 
-def attend_packed(
-    call: AttentionCall, kernel: Callable[..., Tensor | tuple[Tensor, ...]], arguments: dict[str, Any]
-) -> Tensor:
-    """Segments as one row of tokens; gathered unless they are the batch itself. Rows of no segment are zero.
+def _arguments_of_4(call: AttentionCall, window: int | None) -> dict[str, Any]:
+    return _arguments(call, window, None) | {"learnable_sink": call.sink_logits, "return_lse": call.need_lse}
 
-    Where the kernel answers with several tensors, the first is the output. Padding with holes is a ValueError.
+
+# ---------------- dense calls and packed runs, of every version
+def _packed_refusals(kind: CallKind, kernels: str) -> list[str]:
+    """Of packed kernels, which count windows from the last key of a run."""
+    reasons = []
+    if kind.shape == "ragged" and kind.features & LSE:
+        reasons.append(f"the log-sum-exp of {kernels} is not put back in place")
+    if kind.shape == "ragged" and not kind.compiling:
+        if kind.features & BEHIND and kind.features & (WINDOW | HEAD_WINDOWS):
+            reasons.append(f"{kernels} have no window for queries behind the last key of their run")
+        if kind.decode and kind.holes is None:
+            reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
+    return reasons
+
+
+def _arguments(call: AttentionCall, window: int | None, endless: int | None) -> dict[str, Any]:
+    """Keywords of every version's dense and packed kernel; `endless` stands for a side of a window without an end."""
+    causal, cap = call.structure.causal, call.softcap or 0.0
+    sides = (endless, endless) if window is None else (window - 1, 0 if causal else window - 1)
+    return {"softmax_scale": call.scaling, "causal": causal, "window_size": sides, "softcap": cap}
+
+
+def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) -> AttentionResult:
+    """One dense call, or segments as one row of tokens; `arguments` are keywords of both.
+
+    Where the two functions of `kernels` answer with several tensors, these are the output and the log-sum-exp. Tokens
+    are gathered unless they are the batch itself. Rows of no segment are zero; padding with holes is a ValueError.
     """
+    structure = call.structure
+    if structure.kind != "ragged":
+        kv_len = structure.kv_len
+        if structure.causal:
+            # the kernels align causality to the last key: cut the keys behind the last query
+            kv_len = min(kv_len, structure.offset() + structure.q_len)
+        key, value = call.key[:, :, :kv_len].transpose(1, 2), call.value[:, :, :kv_len].transpose(1, 2)
+        answer = kernels.flash_attn_func(call.query.transpose(1, 2), key, value, **arguments)
+        out, lse = answer[:2] if isinstance(answer, tuple) else (answer, None)
+        return AttentionResult(out, lse if call.need_lse else None)
     from ...attention.packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
 
-    structure = call.structure
     batch, heads, q_len, _ = call.query.shape
     segments = structure.segments()
     if segments is None:
@@ -157,10 +282,10 @@ def attend_packed(
         )
     shape = (batch, q_len, heads, call.value.shape[3])
     if not segments:
-        return call.query.new_zeros(shape)
+        return AttentionResult(call.query.new_zeros(shape))
     flat: Tensor | None = None
     for packed in structure.cached(packings_of, call.query.device):
-        answer = kernel(
+        answer = kernels.flash_attn_varlen_func(
             tokens_of(call.query, packed.queries),
             tokens_of(call.key, packed.keys),
             tokens_of(call.value, packed.keys),
@@ -172,11 +297,11 @@ def attend_packed(
         )
         out = answer[0] if isinstance(answer, tuple) else answer
         if packed.queries is None:
-            return out.view(shape)
+            return AttentionResult(out.view(shape))
         flat = out.new_zeros((batch * q_len, *out.shape[1:])) if flat is None else flat
         flat = flat.index_copy(0, packed.queries, out)
     assert flat is not None, "some run holds a query"
-    return flat.view(shape)
+    return AttentionResult(flat.view(shape))
 
 
 def packings_of(structure: MaskStructure, device: torch.device) -> list[Packed]:

@@ -54,7 +54,8 @@ class NativeBackend(Backend):
         """The library, where it was not built or cannot be loaded."""
         from .library import missing
 
-        return missing()
+        lacking: tuple[str, ...] = missing()
+        return lacking
 
     def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """Other devices and dtypes, dropout, and rules per head where gradients or a graph are wanted of them."""

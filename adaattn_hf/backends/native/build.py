@@ -48,10 +48,7 @@ def compiler() -> list[str] | None:
     if asked:
         command = shlex.split(asked)
         return command if shutil.which(command[0]) else None
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    return None
+    return next(([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
 
 def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
@@ -65,17 +62,15 @@ def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
         where = f"CXX={asked!r} names none" if asked else "none of c++, g++ and clang++ was found"
         report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
     else:
-        report["compiler"] = _version(command)
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
+        report["compiler"] = done.stdout.splitlines()[0] if done.stdout else " ".join(command)
         _compile(command, target, list(extra), report)
     if not report["built"]:
         (target / NAME).unlink(missing_ok=True)
-    _write(target / REPORT, json.dumps(report, indent=1) + "\n")
+    fresh = target / f"{REPORT}.{os.getpid()}"
+    fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, target / REPORT)
     return report
-
-
-def _version(command: list[str]) -> str:
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
-    return done.stdout.splitlines()[0] if done.stdout else " ".join(command)
 
 
 def _compile(command: list[str], target: Path, extra: list[str], report: dict[str, object]) -> None:
@@ -94,10 +89,8 @@ def _compile(command: list[str], target: Path, extra: list[str], report: dict[st
         objects = {name: str(Path(scratch) / f"{name}.o") for name in (*wanted, "dispatch")}
 
         def one(name: str) -> str:
-            if name == "dispatch":
-                return run(["-c", dispatch, "-o", objects[name]])
-            names = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}"]
-            return run([*wanted[name], *names, "-c", kernels, "-o", objects[name]])
+            names = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}", "-c", kernels]
+            return run([*(["-c", dispatch] if name == "dispatch" else wanted[name] + names), "-o", objects[name]])
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             errors = dict(zip(objects, pool.map(one, objects), strict=True))
@@ -116,12 +109,6 @@ def _compile(command: list[str], target: Path, extra: list[str], report: dict[st
             return
         os.replace(fresh, target / NAME)
         report["built"], report["levels"] = True, [name for name in wanted if not errors[name]]
-
-
-def _write(path: Path, text: str) -> None:
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
 
 
 def main() -> int:

@@ -36,18 +36,11 @@ def run(
     level: int,
     backward: bytes = NO_BACKWARD,
 ) -> None:
-    """Packs the argument structure of a call, and calls a function of the library by it.
+    """Packs the argument structure of a call, and calls `ada_forward` or `ada_backward`, the function, by it.
 
-    Args:
-        function: `ada_forward` or `ada_backward`.
-        tensors: Query, key and value, whose memory can be read and for which the rules were checked.
-        places: Their addresses.
-        outputs: Contiguous: `out` `[batch, q_len, heads, head_dim_v]` and, where it is computed, `lse` `[batch, heads,
-            q_len]`.
-        scaling: Factor on the scores.
-        rules: Everything else, packed; each tensor that it points to must outlive the call.
-        level: Number of an instruction set.
-        backward: What gradients are computed of and written to, packed.
+    `tensors` are query, key and value, which lie at `places` and for which the rules were checked. `outputs` are
+    contiguous: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`, where it is computed. What
+    `rules` and `backward` point to, packed, must outlive the call. `level` is the number of an instruction set.
     """
     (query, key, value), (out, lse) = tensors, outputs
     if type(out) is not Tensor:
@@ -81,22 +74,13 @@ def forward(
     need_lse: bool = False,
     level: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention without autograd: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`.
+    """Attention without autograd: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`, in nats.
 
-    Its tensors are those of an `AttentionCall` that asks for something.
-
-    Args:
-        q: `[batch, heads, q_len, head_dim]`, any strides.
-        k: `[batch, num_kv_heads, kv_len, head_dim]`, in the query's dtype or int8.
-        v: `[batch, num_kv_heads, kv_len, head_dim_v]`; beside int8 keys also uint8 with half the channels, two values
-            of four bits to a byte.
-        scaling: Factor on the scores.
-        rules: Everything else.
-        need_lse: Also return the log-sum-exp, in nats; good to 1e-4 with bfloat16 products, to 1e-5 else.
-        level: Number of an instruction set, for tests; the library's own choice when None.
-
-    Raises:
-        RuntimeError: The library is missing or refuses the call.
+    The tensors, of any strides, are those of an `AttentionCall` that asks for something: `q` `[batch, heads, q_len,
+    head_dim]`; `k` `[batch, num_kv_heads, kv_len, head_dim]`, in the query's dtype or int8; `v` alike, beside int8 keys
+    also uint8 with half the channels, two values of four bits to a byte. `lse` is good to 1e-4 with bfloat16 products,
+    to 1e-5 else, and None without `need_lse`. `level` is the number of an instruction set, for tests, else the
+    library's choice. RuntimeError: the library is missing or refuses the call.
     """
     native = loaded()
     q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
@@ -117,14 +101,13 @@ def backward(
     scaling: float,
     rules: Rules = NO_RULES,
     *,
-    need_bias: bool = False,
+    bias: Tensor | None = None,
     level: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias; the same numbers every time, for any number of threads.
 
-    `grad` has any strides; `saved` are query, key and value, which are not int8, and what `forward` returned. The
-    gradient of the bias is fp32 `[batch, heads, q_len, kv_len]`, None without `need_bias`. A library that is missing or
-    refuses the call is a RuntimeError.
+    `grad` has any strides; `saved` are query, key and value, which are not int8, and what `forward` returned; `bias` is
+    one that wants a gradient, as the call has it. A library that is missing or refuses the call is a RuntimeError.
     """
     native = loaded()
     q, k, v, out, lse, grad = (
@@ -140,7 +123,7 @@ def backward(
     dq = make(q.shape, dtype=q.dtype, device="cpu")
     dk = torch.zeros(k.shape, dtype=k.dtype, device="cpu")
     dv = torch.zeros(v.shape, dtype=v.dtype, device="cpu")
-    dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32, device="cpu") if need_bias else None
+    dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32, device="cpu") if bias is not None else None
     g = grad.transpose(1, 2)
     tail = BACKWARD.pack(
         g.data_ptr(), *g.stride(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
@@ -151,4 +134,4 @@ def backward(
     level = native.level if level is None else level
     places = q.data_ptr(), k.data_ptr(), v.data_ptr()
     run(native.handle.ada_backward, (q, k, v), places, (out, lse), scaling, rules.packed(), level, tail)
-    return dq, dk, dv, dbias
+    return dq, dk, dv, None if bias is None or dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...attention.tracing import holds_no_memory
 
-Form = Literal["contiguous", "strided", "broadcast"]
+Form = Literal["contiguous", "rows", "strided", "broadcast"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OFFSETS = 1 << 40
 """An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
@@ -56,8 +56,8 @@ def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.d
     """Refuse a tensor of the rules that does not cover the call; the ValueError says what it has and should have.
 
     An extent of -1 stands for how many segments there are, which the kernels check themselves; a `dtype` of None for
-    any floating-point one of theirs. A `form` is `contiguous`, `strided` (any strides), or `broadcast`: any strides,
-    and 1 may stand for an extent.
+    any floating-point one of theirs. A `form` is `contiguous`, `rows` (each of which is), `strided` (any strides), or
+    `broadcast`: any strides, and 1 may stand for an extent.
     """
     shape = tuple(tensor.shape)
     fits = shape == tuple(extents) or (
@@ -67,7 +67,11 @@ def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.d
             for size, extent in zip(shape, extents, strict=True)
         )
     )
-    if not fits or (form == "contiguous" and not tensor.is_contiguous()):
+    if form == "contiguous":
+        fits = fits and tensor.is_contiguous()
+    elif form == "rows":
+        fits = fits and tensor.stride(-1) == 1
+    if not fits:
         expected = tuple("n" if extent < 0 else extent for extent in extents)
         raise ValueError(f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}")
     if not lies(tensor) and readable(tensor, name) is not tensor:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...attention.call import AttentionCall, AttentionResult, narrowed
-from ...attention.heads import HeadRules
+from ...attention.gradients import first_order, sink_gradient
+from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallKind
-from ...attention.slicing import joined_heads, some_heads
 from ...attention.structure import MaskStructure
 from ..base import Kernel
 from . import entry
-from .autograd import Differentiable
 from .guard import FLOATS, OFFSETS
 from .library import HEADS, loaded
 from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules
@@ -30,10 +29,9 @@ _EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
     """Calls of one kind as one call of the library each, without a gradient; one for each precision of their heads."""
     groups = [] if rules is None else groups_of(rules, kind.dtype)
-    if len(groups) > 1 or (groups and groups[0].key_mean is not None):
-        return lambda call: by_groups(call, groups)
-    if kind.features & _EXTRAS:
-        return (lambda call: by_groups(call, groups)) if groups else computed
+    in_full: Kernel = (lambda call: by_groups(call, groups)) if groups else computed
+    if kind.features & _EXTRAS or len(groups) > 1 or (groups and groups[0].key_mean is not None):
+        return in_full
     native, of_heads = loaded(), groups[0].packed if groups else ALL_ALIKE
     heads, dim_v, sinks = kind.heads, kind.head_dim_v, rules is not None and any(rules.sinks)
 
@@ -55,7 +53,7 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
         if end is None or not readable or not at_runs:
             # tensors that must be written out first, and masks
             call.check()
-            return by_groups(call, groups) if groups else computed(call)
+            return in_full(call)
         out = query.new_empty(structure.batch, structure.q_len, heads, dim_v)
         packed = seen.visible + of_heads + end
         entry.run(
@@ -69,26 +67,21 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
 def asked_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
     """All that a call asks for beside its tensors; `rules` stand for those of its structure."""
     rules = call.structure.cached(find_rules) if rules is None else rules
-    stored, bias, sink_logits = call.stored, call.bias, call.sink_logits
+    stored, bias, changes = call.stored, call.bias, dict[str, Any]()
     if stored is not None:
-        rules = replace(
-            rules,
-            key_scale=stored.key_scale,
-            value_scale=stored.value_scale,
-            key_mean=stored.key_mean,
-            first_key=stored.first_key,
-            rotated=3 if stored.rotated else 0,
-        )
-    if bias is None and sink_logits is None and call.softcap is None:
-        return rules
+        changes = dict(
+            key_scale=stored.key_scale, value_scale=stored.value_scale, key_mean=stored.key_mean,
+            first_key=stored.first_key, rotated=3 if stored.rotated else 0,
+        )  # fmt: skip
     if bias is not None:
         bias = bias.detach()
         bias = (bias if bias.dtype in FLOATS else narrowed(bias, torch.float32)).resolve_neg()
-        if bias.shape[3] == 1:
-            bias = bias.expand(*bias.shape[:3], call.key.shape[2])
-    if sink_logits is not None:
-        sink_logits = sink_logits.detach().float().resolve_neg().contiguous()
-    return replace(rules, bias=bias, sink_logits=sink_logits, softcap=call.softcap or 0.0)
+        changes["bias"] = bias.expand(*bias.shape[:3], call.key.shape[2]) if bias.shape[3] == 1 else bias
+    if call.sink_logits is not None:
+        changes["sink_logits"] = call.sink_logits.detach().float().resolve_neg().contiguous()
+    if call.softcap is not None:
+        changes["softcap"] = call.softcap
+    return replace(rules, **changes) if changes else rules
 
 
 def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult:
@@ -97,10 +90,35 @@ def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult
     return AttentionResult(*entry.forward(*tensors, call.scaling, asked, need_lse=call.need_lse))
 
 
+class _Differentiable(torch.autograd.Function):
+    """The kernels with their own backward, which makes the weights again from the log-sum-exp; that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Computes the output and the log-sum-exp; the rules, which come last, already hold bias and learned sinks."""
+        q, k, v, bias, sinks, scaling, rules = inputs
+        out, lse = entry.forward(q, k, v, scaling, rules, need_lse=True)
+        assert lse is not None
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.scaling, ctx.rules = scaling, rules
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key, value, bias and learned sinks."""
+        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
+        wanted, need_sinks = bias if ctx.needs_input_grad[3] else None, ctx.needs_input_grad[4]
+        dq, dk, dv, dbias = entry.backward(grad, (q, k, v, out, lse), ctx.scaling, ctx.rules, bias=wanted)
+        dsinks = sink_gradient(grad, out, lse, sinks) if need_sinks else None
+        return dq, dk, dv, dbias, dsinks, None, None
+
+
 def differentiated(call: AttentionCall) -> AttentionResult:
     """The same with gradients."""
     inputs = call.query, call.key, call.value, call.bias, call.sink_logits
-    return AttentionResult(*Differentiable.apply(*inputs, call.scaling, asked_of(call)))  # type: ignore[no-untyped-call]
+    return AttentionResult(*_Differentiable.apply(*inputs, call.scaling, asked_of(call)))  # type: ignore[no-untyped-call]
 
 
 class Group(NamedTuple):

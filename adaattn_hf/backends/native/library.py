@@ -42,17 +42,9 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon", "amx")
 """Instruction sets by their number in the C interface."""
 
 FUNCTIONS = (
-    "abi_version",
-    "args_size",
-    "store_size",
-    "best_level",
-    "has_level",
-    "peak_bytes",
-    "set_parallel",
-    "forward",
-    "backward",
-    "store",
-)
+    "abi_version", "args_size", "store_size", "best_level", "has_level", "peak_bytes", "set_parallel", "forward",
+    "backward", "store",
+)  # fmt: skip
 """What the library exports, each with `ada_` before it."""
 
 LEVEL_VARIABLE = "ADAATTN_NATIVE_LEVEL"
@@ -86,40 +78,51 @@ class Library:
         return bool(self.handle.ada_has_level(LEVELS.index(name)))
 
 
-def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
-    """The library that lies in a directory, or None with all the reasons why it cannot be used.
+def load(directory: Path) -> Library | str:
+    """The library that lies in a directory, or the reason why it cannot be used.
 
     UsageError: ADAATTN_NATIVE_LEVEL names an instruction set that is none, or none of this machine.
     """
     from_environment(LEVEL_VARIABLE, LEVELS, "")  # what is no name anywhere is said without a library, too
     path = directory / NAME
     if not path.is_file():
-        return None, (f"the native library {NAME} is not installed: {_why_not_built(directory)}",)
+        rebuild = "run `python -m adaattn_hf.backends.native`"
+        try:
+            report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+            reason = report.get("reason") if isinstance(report, dict) else ""
+        except FileNotFoundError:
+            reason = f"it was never built here; {rebuild}"
+        except (OSError, ValueError) as error:
+            reason = f"the report of its build cannot be read ({error}); {rebuild}"
+        reason = reason or f"the report of its build says nothing; {rebuild}"
+        return f"the native library {NAME} is not installed: {reason}"
     try:
-        cut = _is_cut_off(path)
-        handle = None if cut else ctypes.CDLL(str(path))
+        if _is_cut_off(path):
+            return f"the native library {path} ends before its own table of sections; reinstall adaattn-hf"
+        handle = ctypes.CDLL(str(path))
     except OSError as error:
-        return None, (f"the native library cannot be loaded: {error}; reinstall adaattn-hf on this machine",)
-    if handle is None:
-        return None, (f"the native library {path} ends before its own table of sections; reinstall adaattn-hf",)
+        return f"the native library cannot be loaded: {error}; reinstall adaattn-hf on this machine"
     try:
-        _declare(handle)
+        for function in FUNCTIONS:
+            getattr(handle, f"ada_{function}").restype = ctypes.c_int64
     except AttributeError as error:
-        return None, (f"the native library lacks a function of its interface ({error}); reinstall adaattn-hf",)
+        return f"the native library lacks a function of its interface ({error}); reinstall adaattn-hf"
+    handle.ada_has_level.argtypes = handle.ada_peak_bytes.argtypes = [ctypes.c_int64]
+    handle.ada_set_parallel.restype = None
+    handle.ada_set_parallel.argtypes = [ctypes.c_void_p]
+    handle.ada_forward.argtypes = handle.ada_backward.argtypes = handle.ada_store.argtypes = [ctypes.c_char_p]
     version, sizes = handle.ada_abi_version(), (handle.ada_args_size(), handle.ada_store_size())
     if (version, sizes) != (ABI_VERSION, SIZES):
-        return None, (
+        return (
             f"the native library speaks interface {version} with {sizes} bytes of arguments, this package speaks "
-            f"{ABI_VERSION} with {SIZES}; reinstall adaattn-hf",
+            f"{ABI_VERSION} with {SIZES}; reinstall adaattn-hf"
         )
     best = int(handle.ada_best_level())
     if not 0 <= best < len(LEVELS):
-        return None, (
-            f"the native library names instruction set {best}, expected one below {len(LEVELS)}; reinstall adaattn-hf",
-        )
+        return f"the native library names instruction set {best}, expected 0 to {len(LEVELS) - 1}; reinstall adaattn-hf"
     here = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
     level = LEVELS.index(from_environment(LEVEL_VARIABLE, here, LEVELS[best]))
-    return Library(handle, handle.ada_forward, path, level, _share_threads(handle)), ()
+    return Library(handle, handle.ada_forward, path, level, _share_threads(handle))
 
 
 def _is_cut_off(path: Path) -> bool:
@@ -133,17 +136,6 @@ def _is_cut_off(path: Path) -> bool:
         (table,) = struct.unpack_from("<Q", header, 40)
         entry_size, entries = struct.unpack_from("<2H", header, 58)
         return file.seek(0, os.SEEK_END) < int(table + entry_size * entries)
-
-
-def _declare(handle: ctypes.CDLL) -> None:
-    for function in FUNCTIONS:
-        getattr(handle, f"ada_{function}").restype = ctypes.c_int64
-    handle.ada_has_level.argtypes = handle.ada_peak_bytes.argtypes = [ctypes.c_int64]
-    handle.ada_set_parallel.restype = None
-    handle.ada_set_parallel.argtypes = [ctypes.c_void_p]
-    handle.ada_forward.argtypes = [ctypes.c_char_p]
-    handle.ada_backward.argtypes = [ctypes.c_char_p]
-    handle.ada_store.argtypes = [ctypes.c_char_p]
 
 
 def _share_threads(handle: ctypes.CDLL) -> str:
@@ -160,38 +152,21 @@ def _share_threads(handle: ctypes.CDLL) -> str:
     return "threads of the OpenMP runtime that torch has loaded"
 
 
-def _why_not_built(directory: Path) -> str:
-    rebuild = "run `python -m adaattn_hf.backends.native`"
-    try:
-        report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"it was never built here; {rebuild}"
-    except (OSError, ValueError) as error:
-        return f"the report of its build cannot be read ({error}); {rebuild}"
-    reason = report.get("reason") if isinstance(report, dict) else None
-    return str(reason) if reason else f"the report of its build says nothing; {rebuild}"
-
-
-_library: Library | None = None
-_missing: tuple[str, ...] | None = None  # None until it was looked for
+_opened: Library | str | None = None  # None until it was looked for; a text says why there is none
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _open() -> tuple[str, ...]:
-    global _library, _missing
-    if _missing is None:
-        _library, _missing = load(Path(__file__).parent)
-    return _missing
-
-
 def missing() -> tuple[str, ...]:
     """All that stands in the way of the native kernels here; empty if nothing does."""
-    return _open() if _missing is None else _missing
+    global _opened
+    if _opened is None:
+        _opened = load(Path(__file__).parent)
+    return (_opened,) if isinstance(_opened, str) else ()
 
 
 def library() -> Library | None:
     """The loaded library, or None; `missing` says why."""
-    return None if missing() else _library
+    return None if missing() or not isinstance(_opened, Library) else _opened
 
 
 def loaded() -> Library:

@@ -60,12 +60,10 @@ def backward_op(
     from . import entry
     from .launch import asked_of
 
-    call, bias = _call(inputs), inputs[3]
+    call, bias = _call(inputs), inputs[3] if need_bias else None
     saved = call.query, call.key, call.value, out, lse
-    dq, dk, dv, dbias = entry.backward(grad, saved, call.scaling, asked_of(call), need_bias=need_bias)
-    if bias is None or dbias is None:
-        return dq, dk, dv, grad.new_empty(0)
-    return dq, dk, dv, dbias.sum_to_size(bias.shape).to(bias.dtype)
+    dq, dk, dv, dbias = entry.backward(grad, saved, call.scaling, asked_of(call), bias=bias)
+    return dq, dk, dv, grad.new_empty(0) if dbias is None else dbias
 
 
 @backward_op.register_fake
@@ -103,14 +101,6 @@ attend_op.register_autograd(_gradients, setup_context=_save)
 
 def traced(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The call as one operator, for a graph that is being traced."""
-    out, lse = attend_op(
-        call.query,
-        call.key,
-        call.value,
-        call.bias,
-        call.sink_logits,
-        call.scaling,
-        call.softcap,
-        *call.structure.operands(),
-    )
+    tensors, operands = (call.query, call.key, call.value, call.bias, call.sink_logits), call.structure.operands()
+    out, lse = attend_op(*tensors, call.scaling, call.softcap, *operands)
     return out, lse

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...attention.structure import MaskStructure
-from .guard import Form, check_rule, lies
+from .guard import check_rule, lies
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
 if TYPE_CHECKING:
@@ -27,42 +27,24 @@ NOTHING_ELSE = bytes(SCORES.size + STORED.size)
 """What it is told of scores that nothing changes, of keys and values that are numbers."""
 _FAR = 1 << 40  # further than any key: a window or sinks beyond it hide and exempt the same keys
 
-_COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
-    "segments": ("n6", torch.int64, "contiguous"),
-    "head_windows": ("g", torch.int64, "contiguous"),
-    "head_sinks": ("g", torch.int64, "contiguous"),
-    "sink_logits": ("h", torch.float32, "contiguous"),
-    "bias": ("bhqk", None, "broadcast"),
-    "mask": ("bhqk", torch.bool, "broadcast"),
-    "key_scale": ("bgk", torch.uint8, "strided"),
-    "value_scale": ("bgk", torch.uint8, "strided"),
-    "key_mean": ("bgd", torch.float32, "contiguous"),
-    "first_key": ("bgd", torch.float32, "contiguous"),
-}
-"""Of each rule in a tensor its extents (batch, heads, key/value heads g, queries, keys, size d, any number n), dtype
-and form."""
 
-
-# Not frozen: a frozen dataclass costs microseconds to make, and one is made for every padded batch.
+# Not frozen: a frozen dataclass costs microseconds to make, and one is made for every padded batch. A rule in a tensor
+# covers extents (batch, heads, key/value heads g, queries, keys, size d, any number n), in a dtype and a form.
 @dataclass(eq=False, slots=True)
 class Rules:
     """What a call asks for beyond its tensors; see `src/adaattn.h`. Nobody changes one.
 
     Attributes:
         causal, window, sinks, offset: As in `MaskStructure`; a window below 0 is none.
-        segments: int64 `[n, 6]` of (row, q_start, q_len, k_start, k_len, offset), or None for one segment per row.
-        head_windows, head_sinks: int64 `[num_kv_heads]`: narrower windows, below 0 for none, and their sinks, which
-            count where there is no `window`.
+        segments: Rows of (row, q_start, q_len, k_start, k_len, offset), or None for one segment per row.
+        head_windows, head_sinks: Narrower windows, below 0 for none, and their sinks, which count where there is no
+            `window`.
         softcap: 0 for none.
-        sink_logits: fp32 `[heads]`.
-        bias: Float, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
-        mask: Bool, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
-        key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), in the
-            eight bits of `StoredKV`.
+        key_scale, value_scale: Of int8 keys and values (or values of four bits), in the eight bits of `StoredKV`.
         compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16 or amx.
-        key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
-            to int8, here or by whoever stored them.
-        first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous; stands for the first of the stored keys.
+        key_mean: Of the batch, or of each row; subtracted from keys before they are rounded to int8, here or by whoever
+            stored them.
+        first_key: Stands for the first of the stored keys.
         sinks_at_runs: That of the structure.
         rotated: 1 where stored keys, 2 where stored values are those of vectors rotated by `hadamard`, 3 for both.
         visible: What queries see, packed once by `find_rules`, as the layers of a pass share it; else empty.
@@ -72,18 +54,18 @@ class Rules:
     window: int = -1
     sinks: int = 0
     offset: int = 0
-    segments: Tensor | None = None
-    head_windows: Tensor | None = None
-    head_sinks: Tensor | None = None
+    segments: Tensor | None = field(default=None, metadata={"covers": ("n6", torch.int64, "contiguous")})
+    head_windows: Tensor | None = field(default=None, metadata={"covers": ("g", torch.int64, "contiguous")})
+    head_sinks: Tensor | None = field(default=None, metadata={"covers": ("g", torch.int64, "contiguous")})
     softcap: float = 0.0
-    sink_logits: Tensor | None = None
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
+    sink_logits: Tensor | None = field(default=None, metadata={"covers": ("h", torch.float32, "contiguous")})
+    bias: Tensor | None = field(default=None, metadata={"covers": ("bhqk", None, "broadcast")})
+    mask: Tensor | None = field(default=None, metadata={"covers": ("bhqk", torch.bool, "broadcast")})
+    key_scale: Tensor | None = field(default=None, metadata={"covers": ("bgk", torch.uint8, "strided")})
+    value_scale: Tensor | None = field(default=None, metadata={"covers": ("bgk", torch.uint8, "strided")})
     compute: str = "model"
-    key_mean: Tensor | None = None
-    first_key: Tensor | None = None
+    key_mean: Tensor | None = field(default=None, metadata={"covers": ("bgd", torch.float32, "contiguous")})
+    first_key: Tensor | None = field(default=None, metadata={"covers": ("bgd", torch.float32, "contiguous")})
     rotated: int = 0
     sinks_at_runs: bool = True
     visible: bytes = b""
@@ -91,7 +73,7 @@ class Rules:
     def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
         """Refuse tensors that do not fit a call of these extents (ValueError)."""
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
-        for name, (extents, dtype, form) in _COVERS.items():
+        for name, (extents, dtype, form) in _COVERS:
             tensor: Tensor | None = getattr(self, name)
             if tensor is None or (self.visible and name == "segments"):
                 continue  # the table of `find_rules` was made as the library reads them
@@ -137,26 +119,22 @@ def _broadcast(t: Tensor) -> tuple[int, ...]:
 
 
 NO_RULES = Rules()
+_COVERS = tuple((one.name, one.metadata["covers"]) for one in fields(Rules) if one.metadata)
 
 
 def find_rules(structure: MaskStructure) -> Rules:
     """The rules of a structure; `structure.cached(find_rules)` makes them once for the layers of a pass."""
-    rules = _rules_of(structure)
+    window = -1 if structure.window is None else min(structure.window, _FAR)
+    rules = Rules(structure.causal, window, min(structure.sinks, _FAR), sinks_at_runs=structure.sinks_at_runs)
+    if structure.one_run_a_row and structure.key_padding is None:
+        rules.offset = structure.offset()
+    # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
+    elif (structure.chunk is None or not structure.sinks) and (runs := structure.segments()):
+        rules.segments = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
+    else:  # no runs could be told, or no query sees any key: an empty table would say that there are no borders
+        rules = Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
     rules.visible = rules.see()
     return rules
-
-
-def _rules_of(structure: MaskStructure) -> Rules:
-    window = -1 if structure.window is None else min(structure.window, _FAR)
-    sinks = min(structure.sinks, _FAR)
-    if structure.one_run_a_row and structure.key_padding is None:
-        return Rules(structure.causal, window, sinks, structure.offset())
-    # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
-    runs = None if structure.chunk is not None and structure.sinks else structure.segments()
-    if not runs:  # none could be told, or no query sees any key: an empty table would say that there are no borders
-        return Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
-    table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
-    return Rules(structure.causal, window, sinks, segments=table, sinks_at_runs=structure.sinks_at_runs)
 
 
 def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:

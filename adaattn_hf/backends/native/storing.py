@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from .entry import error_of
-from .guard import FLOATS, lies
+from .guard import FLOATS, check_rule
 from .library import DTYPES, STORE, library, loaded
-
-_CODES = (torch.int8, torch.uint8)
 
 
 def serves(x: Tensor) -> bool:
@@ -30,63 +28,40 @@ def store(
 ) -> None:
     """Write the codes and scales of tokens where they belong, as `adaattn_hf.attention.stored.quantise` defines them.
 
-    Args:
-        x: `[batch, heads, n, head_dim]`, any strides.
-        codes: int8 `[batch, heads, room, head_dim]`, or codes of four bits: uint8 with half the channels.
-        scale: uint8 `[batch, heads, room]`.
-        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
-        along: The same of length 1, the direction along which the errors of int8 codes cancel.
-        rotated: Turn by `hadamard(head_dim)` first.
-        level: Number of an instruction set, for tests; the library's own choice when None.
-        at: Place in the room of the first of the tokens.
+    `x` is `[batch, heads, n, head_dim]`, of any strides; from place `at` on belong its `codes`, int8 `[batch, heads,
+    room, head_dim]`, or uint8 with half the channels, four bits each, and its `scale`, uint8 `[batch, heads, room]`.
+    Vectors are turned by `hadamard(head_dim)` where they are `rotated`; then a `mean` is taken off, fp32 `[batch,
+    heads, head_dim]`. `along`, alike and of length 1, is the direction along which the errors of int8 codes cancel.
+    `level` is the number of an instruction set, for tests, else the library's choice.
 
     Raises:
         RuntimeError: The library is missing, or values of four bits do not come in groups of 32 channels.
-        ValueError: Codes, scales or the mean do not fit the tokens.
+        ValueError: Codes, scales, the mean or the direction do not fit the tokens, or have no memory to read.
     """
-    shape, room, dim = x.shape, scale.shape, x.shape[-1] if x.dim() else 0
-    fits = len(shape) == 4 and len(room) == 3 and 0 <= at <= room[2] - shape[2]
-    if fits:
-        beside = *shape[:2], dim
-        fits = (
-            room[:2] == shape[:2]
-            and codes.shape == (*room, dim // 2 if codes.dtype is torch.uint8 else dim)
-            and codes.dtype in _CODES
-            and codes.stride(3) == 1
-            and scale.dtype is torch.uint8
-            and x.dtype in FLOATS
-            and (mean is None or _belongs(mean, beside))
-            and (along is None or _belongs(along, beside))
-        )
-    if not fits or not all(_in_memory(t) for t in (x, codes, scale)):
-        tensors = [t for t in (x, codes, scale, mean, along) if t is not None]
+    if x.dim() != 4 or scale.dim() != 3 or not 0 <= at <= scale.shape[2] - x.shape[2]:
         raise ValueError(
-            f"codes, scale, mean: got {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]} for tokens first, "
-            f"and place {at}, expected codes and scales with room for every token, and a contiguous mean in fp32, in "
-            "the memory of the CPU"
+            f"scale: got shape {tuple(scale.shape)} for tokens {tuple(x.shape)} at place {at}, expected codes and "
+            "scales with room for every token, [batch, heads, room, …] for [batch, heads, n, head_dim]"
         )
+    *rows, _, dim = x.shape
+    room = *rows, scale.shape[2]
+    width, dtype = (dim // 2, torch.uint8) if codes.dtype is torch.uint8 else (dim, torch.int8)
+    check_rule("x", x, x.shape, None, "strided")
+    check_rule("codes", codes, (*room, width), dtype, "rows")
+    check_rule("scale", scale, room, torch.uint8, "strided")
+    for name, vector in (("mean", mean), ("along", along)):
+        if vector is not None:
+            check_rule(name, vector, (*rows, dim), torch.float32, "contiguous")
     native = loaded()
     x_at, codes_at, scale_at = x.data_ptr(), codes.data_ptr(), scale.data_ptr()
     steps, scale_steps = codes.stride(), scale.stride()
     status = native.handle.ada_store(
         STORE.pack(
             x_at, codes_at + at * steps[2], scale_at + at * scale_steps[2], 0 if mean is None else mean.data_ptr(),
-            DTYPES[x.dtype], DTYPES[codes.dtype], rotated, *shape, *x.stride(), *steps, *scale_steps,
+            DTYPES[x.dtype], DTYPES[codes.dtype], rotated, *x.shape, *x.stride(), *steps, *scale_steps,
             torch.get_num_threads(), native.level if level is None else level,
             0 if along is None else along.data_ptr(),
         )
     )  # fmt: skip
     if status:
         raise error_of(status)
-
-
-def _belongs(t: Tensor, extents: tuple[int, ...]) -> bool:
-    return t.shape == extents and t.dtype is torch.float32 and t.is_contiguous() and _in_memory(t)
-
-
-def _in_memory(t: Tensor) -> bool:
-    if lies(t):
-        return True
-    plain = type(t) is Tensor and t.layout == torch.strided and t.is_cpu
-    plain = plain and not (t.is_neg() or t._is_zerotensor())
-    return plain and bool(not t.numel() or t.untyped_storage().data_ptr())

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ...attention.call import AttentionCall
 from ...attention.structure import MaskStructure
-from .kernels import additive, operator, wants_gradient
+from .kernels import operator, wants_gradient
+from .masked import additive_mask
 
 # Sizes from which another way of calling torch's operator is faster, measured on two AVX-512 cores.
 SHORT_KEYS = 128
@@ -49,7 +50,16 @@ def attend_few(call: AttentionCall) -> Tensor | None:
     if lone:
         # half-precision products with a single row miss the fast kernel; a repeated row does not
         folded = folded.expand(batch, kv_heads, 2, dim)
-    out = _folded(structure, folded, key, value, scaling, spans)
+    total, most = sum(b - a for a, b in spans), batch * (high - low)
+    if total < (1 - PADDING_SHARE) * most and high - low >= SHORT_KEYS:
+        out = folded.new_zeros(folded.shape)
+        for row, (a, b) in enumerate(spans):
+            if b > a:
+                one = slice(row, row + 1)
+                out[one] = operator(folded[one], key[one, :, a:b], value[one, :, a:b], scaling)
+    else:
+        mask = None if total == most else structure.cached(additive_mask, query.dtype, query.device, low, high)
+        out = operator(folded, key[:, :, low:high], value[:, :, low:high], scaling, mask)
     return (out[:, :, :1] if lone else out).reshape(batch, 1, heads, dim)
 
 
@@ -68,22 +78,6 @@ def _two_products(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
     rest = torch.baddbmm(coarse, query, key.transpose(1, 2), beta=-1)
     weights = torch.softmax(torch.add(coarse.float(), rest).mul_(scaling), dim=2)
     return torch.bmm(weights.to(value.dtype), value).view(batch, 1, heads, dim)
-
-
-def _folded(
-    structure: MaskStructure, folded: Tensor, key: Tensor, value: Tensor, scaling: float, spans: list[tuple[int, int]]
-) -> Tensor:
-    low, high = min(a for a, _ in spans), max(b for _, b in spans)
-    total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
-    if total < (1 - PADDING_SHARE) * most and high - low >= SHORT_KEYS:
-        out = folded.new_zeros(folded.shape)
-        for row, (a, b) in enumerate(spans):
-            if b > a:
-                one = slice(row, row + 1)
-                out[one] = operator(folded[one], key[one, :, a:b], value[one, :, a:b], scaling)
-        return out
-    mask = None if total == most else structure.cached(_mask, low, high, folded.dtype)
-    return operator(folded, key[:, :, low:high], value[:, :, low:high], scaling, mask)
 
 
 def _ranges(structure: MaskStructure) -> list[tuple[int, int]] | None:
@@ -112,7 +106,3 @@ def _ranges(structure: MaskStructure) -> list[tuple[int, int]] | None:
         return None
     # a row that sees nothing is zero: it takes part as an empty range at a place inside
     return [span if span[1] > span[0] else (seen[0][0], seen[0][0]) for span in spans]
-
-
-def _mask(structure: MaskStructure, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    return additive(structure.visible()[..., low:high], dtype)

@@ -44,9 +44,7 @@ def kernel_of(kind: CallKind) -> Kernel:
 
 def _positive(call: AttentionCall) -> AttentionCall:
     """torch's causal CPU kernel hides keys by an infinity times the factor, which must be above 0."""
-    query, scaling = call.query, call.scaling
-    query, scaling = (-query, -scaling) if scaling < 0 else (query * 0.0, 1.0)
-    return replace(call, query=query, scaling=scaling)
+    return replace(call, query=call.query * (-1.0 if call.scaling else 0.0), scaling=-call.scaling or 1.0)
 
 
 def _traced(call: AttentionCall) -> AttentionResult:
@@ -86,7 +84,15 @@ def way_of(kind: CallKind) -> Way:
         return attend_few
     if kind.light_training or (kind.shape == "ragged" and kind.holes is None and not kind.decode):
         return _masked
-    return _over_runs(walks_runs(kind.device, kind.dtype, kind.head_dim, kind.head_dim_v))
+    fused = walks_runs(kind.device, kind.dtype, kind.head_dim, kind.head_dim_v)
+
+    def runs(call: AttentionCall) -> Tensor | None:
+        layout = call.structure.cached(layout_of, call.query.device)
+        if layout is None or not (fused or layout.rule <= FROM_FIRST):
+            return None
+        return packed_attention(call.query, call.key, call.value, layout, call.scaling)
+
+    return runs
 
 
 def _step(kind: CallKind) -> Way:
@@ -95,8 +101,7 @@ def _step(kind: CallKind) -> Way:
     folds = cpu and not (kind.groups == 1 and kind.dtype == torch.float32)
 
     def step(call: AttentionCall) -> Tensor | None:
-        query, key, value, structure = call.query, call.key, call.value, call.structure
-        kv_len = structure.kv_len
+        query, key, value, structure, kv_len = call.query, call.key, call.value, call.structure, call.structure.kv_len
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
         if stop < 1:
             return None
@@ -118,13 +123,3 @@ def _masked(call: AttentionCall) -> Tensor:
     query = call.query
     mask = call.structure.cached(additive_mask, query.dtype, query.device)
     return operator(query, call.key, call.value, call.scaling, mask).transpose(1, 2)
-
-
-def _over_runs(fused: bool) -> Way:
-    def runs(call: AttentionCall) -> Tensor | None:
-        layout = call.structure.cached(layout_of, call.query.device)
-        if layout is None or not (fused or layout.rule <= FROM_FIRST):
-            return None
-        return packed_attention(call.query, call.key, call.value, layout, call.scaling)
-
-    return runs

@@ -37,7 +37,14 @@ def operator(
     size, dim = value.shape[3], query.shape[3]
     by_name = query.is_cuda and not dropout and suits_efficient(query.dtype, dim, size)
     if mask is not None and by_name and not mask.requires_grad:
-        return _efficient(query, key, value, scaling, mask)
+        # by torch's memory-efficient kernel, which plans nothing anew for another number of keys
+        mask = aligned(mask.expand(*mask.shape[:-1], key.shape[2])).expand(*query.shape[:3], key.shape[2])
+        key, value = repeated(key, query), repeated(value, query)
+        kept = wants_gradient(query, key, value)
+        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, kept, scale=scaling
+        )[0]
+        return out
     if query.is_cpu and mask is None and key.shape[2] < VECTOR_KEYS:
         # with fewer keys than a vector holds the kernel drops rows of not-a-numbers, unless it is given a mask
         later = query.new_full((query.shape[2] if causal else 1, key.shape[2]), float("-inf"))
@@ -60,19 +67,14 @@ def bare_operator(
 ) -> Tensor:
     """As `operator`, for tensors of which nothing but the number of heads may be looked at."""
     grouped = bool(query.shape[1] != key.shape[1])
-    if grouped and not takes_groups(query, value, mask is not None):
-        key, value, grouped = repeated(key, query), repeated(value, query), False
+    if grouped:
+        # Left grouped where no fused kernel takes that, several queries go to unfused operations, which write the whole
+        # score matrix and keep it for the backward: on CUDA 2.25 GiB a layer for 9 float32 heads and 8,192 tokens.
+        flash = query.dtype != torch.float32 and query.shape[3] == value.shape[3]
+        elsewhere = not query.is_cpu and mask is None and (flash or query.shape[2] == 1 or not query.is_cuda)
+        if not (_GROUPED_ON_CPU if query.is_cpu else elsewhere):
+            key, value, grouped = repeated(key, query), repeated(value, query), False
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped)
-
-
-def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor) -> Tensor:
-    """A masked call by torch's memory-efficient kernel, which plans nothing anew for another number of keys."""
-    mask = aligned(mask.expand(*mask.shape[:-1], key.shape[2])).expand(*query.shape[:3], key.shape[2])
-    key, value = repeated(key, query), repeated(value, query)
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, wants_gradient(query, key, value), scale=scaling
-    )[0]
-    return out
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
@@ -109,18 +111,6 @@ def steps_by_flash(kind: CallKind) -> bool:
     fits = kind.head_dim == kind.head_dim_v <= 256 and kind.head_dim % 8 == 0
     ours = kind.device.type == "cuda" and half and fits and not kind.needs_grad
     return ours and _cudnn_comes_first(kind.device.index)
-
-
-def takes_groups(query: Tensor, value: Tensor, masked: bool) -> bool:
-    """Whether a fused kernel takes grouped heads.
-
-    Left grouped where none does, several queries go to unfused operations, which write the whole score matrix and keep
-    it for the backward: on CUDA 2.25 GiB a layer for 9 float32 heads and 8,192 tokens.
-    """
-    if query.is_cpu:
-        return _GROUPED_ON_CPU
-    flash = query.dtype != torch.float32 and query.shape[3] == value.shape[3]
-    return not masked and (flash or query.shape[2] == 1 or not query.is_cuda)
 
 
 def repeated(t: Tensor, query: Tensor) -> Tensor:

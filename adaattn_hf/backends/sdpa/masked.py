@@ -26,9 +26,11 @@ KEPT_BYTES = 1 << 28
 """Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
 
 
-def additive_mask(structure: MaskStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`."""
-    return additive(structure.visible(device=device), dtype)
+def additive_mask(
+    structure: MaskStructure, dtype: torch.dtype, device: torch.device, low: int = 0, high: int | None = None
+) -> Tensor:
+    """The additive mask of the keys from `low` to before `high`, `[batch or 1, heads or 1, q_len, keys]`."""
+    return additive(structure.visible(device=device)[..., low:high], dtype)
 
 
 def added(bias: Tensor, query: Tensor) -> Tensor:
@@ -101,12 +103,18 @@ def in_bands(call: AttentionCall) -> Tensor:
     kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= KEPT_BYTES
     asked = rows if structure.window is None else min(rows, WINDOW_ROWS), query.dtype, query.device
     bands = structure.cached(_all_bands, *asked) if kept else _bands(structure, *asked)
-    pieces = [piece for band in bands for piece in _pieces(band, call)]
-    if all(piece is None for _, piece in pieces):
-        return zero_output(call).out
-    size = call.value.shape[3]
-    whole = [query.new_zeros(*query.shape[:2], n, size) if piece is None else piece for n, piece in pieces]
-    return torch.cat(whole, dim=2).transpose(1, 2)
+    pieces, nothing_seen = list[Tensor](), True
+    for band in bands:
+        if not band.sinks + band.keys:
+            pieces.append(query.new_zeros(*query.shape[:2], band.rows * band.count, call.value.shape[3]))
+            continue
+        nothing_seen = False
+        if band.count > 1 and bias is None:
+            pieces.append(_repeated_band(band, call))
+        else:
+            for away in range(0, band.count * band.rows, band.rows):
+                pieces.append(_one_band(band._replace(start=band.start + away, low=band.low + away), call))
+    return zero_output(call).out if nothing_seen else torch.cat(pieces, dim=2).transpose(1, 2)
 
 
 def _all_bands(structure: MaskStructure, step: int, dtype: torch.dtype, device: torch.device) -> tuple[Band, ...]:
@@ -125,7 +133,13 @@ def _bands(structure: MaskStructure, step: int, dtype: torch.dtype, device: torc
         if not structure.plain:
             mask = additive(structure.visible(start, start + rows, device=device)[..., low:high], dtype)
         elif before is None or place != last:
-            mask = _mask_of_place(structure, *place, dtype, device)
+            visible = structure.with_changes(
+                batch=1, q_len=rows, kv_len=high - low, q_offset=place[2], sinks=0 if sinks else structure.sinks
+            ).visible()
+            mask = None
+            if not bool(visible.all()):
+                visible = F.pad(visible, (sinks, 0), value=True).to(device, non_blocking=True)
+                mask = additive(visible, dtype)
         elif not sinks:
             before = before._replace(count=before.count + 1)
             continue
@@ -153,32 +167,6 @@ def _reach(structure: MaskStructure, start: int, rows: int) -> tuple[int, int, i
     if low <= sinks:
         return 0, max(high, 0), 0
     return min(low, high), high, sinks
-
-
-def _mask_of_place(
-    structure: MaskStructure, rows: int, keys: int, offset: int, sinks: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """The mask of a band whose first query stands at one of its keys; None where all keys are seen."""
-    own = structure.with_changes(
-        batch=1, q_len=rows, kv_len=keys, q_offset=offset, sinks=0 if sinks else structure.sinks
-    )
-    visible = own.visible()
-    if bool(visible.all()):
-        return None
-    visible = F.pad(visible, (sinks, 0), value=True)
-    return additive(visible.to(device, non_blocking=True), dtype)
-
-
-def _pieces(band: Band, call: AttentionCall) -> Iterator[tuple[int, Tensor | None]]:
-    if not band.sinks + band.keys:
-        yield band.rows * band.count, None
-    elif band.count == 1:
-        yield band.rows, _one_band(band, call)
-    elif call.bias is None:
-        yield band.rows * band.count, _repeated_band(band, call)
-    else:
-        for away in range(0, band.count * band.rows, band.rows):
-            yield band.rows, _one_band(band._replace(start=band.start + away, low=band.low + away), call)
 
 
 def _one_band(band: Band, call: AttentionCall) -> Tensor:

@@ -54,10 +54,19 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Packed, 
     """`[batch, q_len, heads, head_dim_v]` of `[batch, heads, length, …]`; queries outside of every run are zero."""
     batch, heads, q_len, _ = query.shape
     q, k, v = tokens_of(query, layout.queries), tokens_of(key, layout.keys), tokens_of(value, layout.keys)
-    run = _one_by_one
-    if walks_runs(query.device, query.dtype, query.shape[3], value.shape[3]):
-        run = _flash if _suits_flash(q, v, layout) else _efficient
-    out = run(q, k, v, layout, scaling)
+    out: Tensor
+    if not walks_runs(query.device, query.dtype, query.shape[3], value.shape[3]):
+        parts = q.split(layout.q_lengths), k.split(layout.k_lengths), v.split(layout.k_lengths)
+        runs = ([t.transpose(0, 1)[None] for t in run] for run in zip(*parts, strict=True))
+        causal = layout.rule != FULL
+        out = torch.cat([operator(a, b, c, scaling, causal=causal)[0].transpose(0, 1) for a, b, c in runs])
+    elif _suits_flash(q, v, layout):
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, layout.q_borders, layout.k_borders, layout.q_longest, layout.k_longest,
+            0.0, layout.rule != FULL, False, scale=scaling,
+        )[0]  # fmt: skip
+    else:
+        out = _efficient(q, k, v, layout, scaling)
     if layout.queries is not None:
         out = out.new_zeros((batch * q_len, *out.shape[1:])).index_copy_(0, layout.queries, out)
     return out.view(batch, q_len, heads, -1)
@@ -66,12 +75,6 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Packed, 
 def walks_runs(device: torch.device | str, dtype: torch.dtype, *sizes: int) -> bool:
     """Whether torch has a kernel that walks packed rows there; nobody has run those of AMD's, which are CUDA, too."""
     return torch.device(device).type == "cuda" and torch.version.hip is None and suits_efficient(dtype, *sizes)
-
-
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    parts = query.split(layout.q_lengths), key.split(layout.k_lengths), value.split(layout.k_lengths)
-    runs = ([t.transpose(0, 1)[None] for t in run] for run in zip(*parts, strict=True))
-    return torch.cat([operator(q, k, v, scaling, causal=layout.rule != FULL)[0].transpose(0, 1) for q, k, v in runs])
 
 
 def _suits_flash(query: Tensor, value: Tensor, layout: Packed) -> bool:
@@ -91,14 +94,6 @@ def _suits_flash(query: Tensor, value: Tensor, layout: Packed) -> bool:
 def _has_flash(device: torch.device) -> bool:
     facts = capability(device)
     return torch.backends.cuda.is_flash_attention_available() and facts is not None and facts.bf16
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, layout.q_borders, layout.k_borders, layout.q_longest, layout.k_longest,
-        0.0, layout.rule != FULL, False, scale=scaling,
-    )[0]  # fmt: skip
-    return out
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, layout: Packed, scaling: float) -> Tensor:

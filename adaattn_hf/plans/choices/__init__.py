@@ -7,19 +7,6 @@ from .rank import Rank
 from .window import Window
 
 __all__ = [
-    "EXACT",
-    "KINDS",
-    "MIN_PREFILL_ROWS",
-    "Choice",
-    "Colour",
-    "Keys",
-    "Operands",
-    "Part",
-    "Precision",
-    "Rank",
-    "Setting",
-    "Window",
-    "all_keys",
-    "all_operands",
-    "register",
-]
+    "EXACT", "KINDS", "MIN_PREFILL_ROWS", "Choice", "Colour", "Keys", "Operands", "Part", "Precision", "Rank",
+    "Setting", "Window", "all_keys", "all_operands", "register",
+]  # fmt: skip

@@ -122,7 +122,7 @@ class Choice:
         """Returns the call whose exact attention is what the choice computes for these key/value heads.
 
         It may hold a dense mask, and serves tests, `output_attentions` and calibration. The call is of these heads
-        alone (`attention.slicing.some_heads`); `heads` are their indices in `layer`.
+        alone (`attention.heads.some_heads`); `heads` are their indices in `layer`.
         """
         changed = call
         for part in self.operands:
@@ -150,10 +150,10 @@ class Choice:
         return data
 
     @classmethod
-    def from_dict(cls, data: Any, where: str = "choice") -> Choice:
+    def from_dict(cls, data: Any) -> Choice:
         """Returns the choice written by `to_dict`; PlanError for an unknown kind or key, or a value out of range."""
         if not isinstance(data, Mapping):
-            raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
+            raise PlanError(f"got {type(data).__name__}, expected a mapping of Choice fields")
         kinds: dict[str, Any] = {"exact": None, **{kind.name: kind for kind in all_keys()}}
         name = data.get("kind", "exact")
         if not isinstance(name, str) or name not in kinds:
@@ -161,8 +161,7 @@ class Choice:
         names = [] if kinds[name] is None else [field.name for field in fields(kinds[name])]
         operands = all_operands()
         blank = {**_FORMAT_1, **{kind.name: kind.blank for kind in operands}}
-        optional = {key: blank[key] for key in blank.keys() - _FORMAT_1.keys() - {*names}}
-        values = checked_keys({*blank, *names}, {**optional, **data}, where)
+        values = {**blank, **checked_keys({*blank, *names}, data, blank.keys() - _FORMAT_1.keys() - {*names})}
         for key in {"window", "sinks"} - set(names):
             if values[key] != blank[key] or isinstance(values[key], bool):
                 raise PlanError(f"{key} is {values[key]!r} with kind {name!r}, which has none; expected {blank[key]!r}")

@@ -53,7 +53,7 @@ class Setting:
     dtype: str
     families: tuple[str, ...]
     windows: tuple[int, ...]
-    causal: bool
+    causal: bool = True
     memory: bool = False
 
 

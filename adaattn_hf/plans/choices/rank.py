@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from ...attention.call import AttentionCall
-from ..record import whole
+from ..record import read_fields
 from ..tensors import LayerTensors
 from .part import Colour, Operands, Setting, is_decode, register
 
@@ -19,7 +20,7 @@ from .part import Colour, Operands, Setting, is_decode, register
 class Rank(Operands):
     """Queries and keys projected onto `rank` columns; see `stats.spectrum.score_factors`."""
 
-    rank: int
+    rank: Annotated[int, (1, 1 << 16)]
 
     name = "rank"
     aspect = "rank"
@@ -30,8 +31,7 @@ class Rank(Operands):
     crosses = False
 
     def __post_init__(self) -> None:
-        """Refuse ranks that keep nothing."""
-        whole(self.rank, "rank", least=1, most=1 << 16)
+        read_fields(self)
 
     @property
     def label(self) -> str:

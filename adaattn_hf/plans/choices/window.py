@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from ...attention.call import AttentionCall
 from ...attention.structure import MaskStructure
-from ..record import whole
+from ..record import LARGEST, read_fields
 from .part import Colour, Keys, Setting, register
 
 WINDOWS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
@@ -26,7 +26,7 @@ class Window(Keys):
     Where attention looks both ways, as many behind it. Layers with a window of their own keep their own sinks instead.
     """
 
-    window: int
+    window: Annotated[int, (1, LARGEST)]
     sinks: int = 0
 
     name = "window"
@@ -35,9 +35,7 @@ class Window(Keys):
     for_quantised_cache = "kept"
 
     def __post_init__(self) -> None:
-        """Refuse extents out of bounds."""
-        whole(self.window, "window", least=1)
-        whole(self.sinks, "sinks")
+        read_fields(self)
 
     @property
     def label(self) -> str:

@@ -1,6 +1,6 @@
 """Perplexity of texts under a model, with an attention implementation and with the one that it replaces.
 
-A metric for the package `evaluate`, loaded from this directory (see `adaattn_hf.eval.metric.path`), offline.
+A metric for the package `evaluate`, loaded offline from this directory (`adaattn_hf.eval.metric_compute.metric_path`).
 """
 
 from __future__ import annotations

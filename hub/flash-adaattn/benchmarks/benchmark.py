@@ -50,11 +50,7 @@ class FlashAdaattn(Benchmark):
 
     def setup_window(self) -> None:
         """One sequence of 4,096 tokens, 16 heads of 64 over 4, a window of 512."""
-        self.q, self.k, self.v = (
-            self._draw(1, 4096, 16, 64),
-            self._draw(1, 4096, 4, 64),
-            self._draw(1, 4096, 4, 64),
-        )
+        self.q, self.k, self.v = (self._draw(1, 4096, 16, 64), self._draw(1, 4096, 4, 64), self._draw(1, 4096, 4, 64))
 
     def benchmark_window(self) -> None:
         """Window and grouped heads in one call."""

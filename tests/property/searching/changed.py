@@ -21,7 +21,7 @@ from adaattn_hf.plans.choices import Choice, Precision, Window
 from adaattn_hf.plans.plan import PlanError
 from tests.support.calls import generator
 from tests.support.families import models
-from tests.support.models import tokens
+from tests.support.models import InBuffers, tokens
 from tests.support.plans import plan_for
 
 WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
@@ -62,19 +62,6 @@ LISTS: dict[str, Callable[[nn.ModuleList, int, int], Any]] = {
 IGNORED_KEYWORDS = ("nothing", "adapter")
 ASKED_BY_LOAD = ("columns unseen", "settings", "dtype")
 """Changes that no forward pass sees: in the weights' data, or of a model that was loaded anew and is not bound yet."""
-
-
-class InBuffers(nn.Module):
-    """A linear layer whose weights are buffers, as those of quantised layers."""
-
-    packed: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.register_buffer("packed", linear.weight.detach().clone())
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.packed.t()
 
 
 @dataclass

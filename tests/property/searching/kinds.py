@@ -85,7 +85,7 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None = None) -> dict
     from adaattn_hf.backends.native import library as native
 
     if library is not None:
-        native._library, native._missing = native.load(library)
+        native._opened = native.load(library)
     if native.missing():
         raise SystemExit("; ".join(native.missing()))
     torch.set_num_threads(1)

@@ -44,7 +44,7 @@ def layer_by(module: nn.Module, data: Mapping[str, Any]) -> BoundLayer | None:
                 f"{type(module).__name__}: runs outside of a model, whose plan is one of all its layers; "
                 "call the model, or delete config.adaattn"
             )
-        found, trunk = ConfiguredPlan(model, Plan.from_dict(data)), base_of(model)
+        found, trunk = ConfiguredPlan.of(model, Plan.from_dict(data)), base_of(model)
         found.data = data
         unbind(model)
         trunk.__dict__[PLAN] = found

@@ -7,20 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention.call import AttentionCall, check_tensors
+from .attention.call import AttentionCall, check_tensors, one_dtype, restored
 from .attention.structure import MaskStructure
 from .attention.tracing import transform_at_work
 from .backends import select
 from .bind import layer_by
 from .config import settings_in
 from .mask import structure_of
-from .patches.call.arguments import one_dtype, restored, with_selected_keys
 from .patches.call.refusals import check_call, check_dense, check_paged, check_square, check_transform, with_bias
-from .patches.mask.documents import with_documents
+from .patches.mask.documents import with_documents, with_selected_keys
 from .plans import execute
 from .plans.plan import PlanError
-
-__all__ = ["flash_attn_forward"]
 
 
 def flash_attn_forward(
@@ -87,7 +84,7 @@ def flash_attn_forward(
         check_transform("native" if backend == "native" else None, transform, query, key)
         backend = backend or "eager"
     out_dtype = query.dtype
-    query, key, value = one_dtype(module, query, key, value)
+    query, key, value = one_dtype(query, key, value, bool(module.__dict__.get("reorder_and_upcast_attn")))
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     bias = position_bias
     batch, heads, q_len, head_dim = query.shape

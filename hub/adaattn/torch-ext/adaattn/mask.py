@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .attention.structure import MaskStructure
 
-__all__ = ["structure_of"]
-
 _KNOWN = "_adaattn_structure"
 
 
@@ -31,21 +29,17 @@ def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: in
     known: tuple[tuple[object, ...], MaskStructure] | None = getattr(mask, _KNOWN, None)
     if known is not None and known[0] == asked:
         return known[1]
-    found = _find(mask[..., :kv_len], batch, causal, window)
+    found, q_len, held = None, mask.shape[2], mask[..., :kv_len].bool()
+    if mask.shape[1] == 1 and mask.shape[0] in (1, batch) and q_len and kv_len:
+        rows = held[:, 0].expand(batch, -1, -1)
+        for structure in _guesses(rows, causal, window):
+            if torch.equal(structure.visible(device=mask.device)[:, 0].expand(batch, -1, -1), rows):
+                found = structure.simplified()
+                break
+    if found is None:
+        found = MaskStructure(batch, q_len, kv_len, mask=held)
     setattr(mask, _KNOWN, (asked, found))
     return found
-
-
-def _find(mask: Tensor, batch: int, causal: bool, window: int | None) -> MaskStructure:
-    q_len, kv_len = mask.shape[-2:]
-    dense = MaskStructure(batch, q_len, kv_len, mask=mask.bool())
-    if mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or not q_len or not kv_len:
-        return dense
-    rows = mask[:, 0].bool().expand(batch, -1, -1)
-    for structure in _guesses(rows, causal, window):
-        if torch.equal(structure.visible(device=mask.device)[:, 0].expand(batch, -1, -1), rows):
-            return structure.simplified()
-    return dense
 
 
 def _guesses(rows: Tensor, causal: bool, window: int | None) -> list[MaskStructure]:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Options", "check_tensors", "options"]
-
 
 class Options(NamedTuple):
     """The keywords of one call, read.
@@ -73,24 +71,16 @@ def options(
     heads, head_dim = query.shape[-2:]
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"s_aux: got shape {tuple(sinks.shape)}, expected one learned sink per query head ({heads},)")
-    causal, window = _band(causal, window_size)
     scaling = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    return Options(causal, window, scaling, softcap or None, sinks)
-
-
-def _band(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]:
-    """Causality and window `W` of FlashAttention's inclusive `(left, right)`; -1 is no bound."""
-    left, right = window_size
+    left, right = window_size  # inclusive; -1 is no bound
     if causal or right == 0:
-        return True, None if left < 0 else left + 1
-    if left < 0 and right < 0:
-        return False, None
-    if left != right:
+        return Options(True, None if left < 0 else left + 1, scaling, softcap or None, sinks)
+    if left != right and (left >= 0 or right >= 0):
         raise ValueError(
             f"window_size: got {tuple(window_size)} without causality, expected equal bounds, (-1, -1) or a right "
             "bound of 0"
         )
-    return False, left + 1
+    return Options(False, None if left < 0 else left + 1, scaling, softcap or None, sinks)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, dims: int) -> None:

@@ -13,9 +13,7 @@ from .attention.runs import Runs
 from .attention.structure import Segment
 from .paged import attend_pages, gathered, write_pages
 from .patches.call.refusals import check_untransformed
-from .run import attend, lse_of, packed_runs
-
-__all__ = ["flash_attn_with_kvcache"]
+from .run import attend, packed_runs
 
 
 def flash_attn_with_kvcache(
@@ -70,18 +68,36 @@ def flash_attn_with_kvcache(
         "cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     check_untransformed("flash_attn_with_kvcache")
-    asked = options(
-        q, causal, window_size, softmax_scale, softcap, s_aux, learnable_sink, refused=refused
-    )  # fmt: skip
+    asked = options(q, causal, window_size, softmax_scale, softcap, s_aux, learnable_sink, refused=refused)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise ValueError(
             "flash_attn_with_kvcache: got tensors that need gradients; decode under torch.no_grad(), or train with "
             "flash_attn_func"
         )
     table = block_table if block_table is not None else page_table
-    _check(q, k_cache, v_cache, k, v, table)
+    if (k is None) != (v is None):
+        raise ValueError("k, v: got one of them, expected both or none")
     sequences, q_len = q.shape[:2]
-    held = _lengths(cache_seqlens, sequences, k_cache.shape[1] if table is None else None)
+    check_tensors(q if table is None else q[:1].expand(k_cache.shape[0], -1, -1, -1), k_cache, v_cache, 4)
+    if table is not None and (table.ndim != 2 or table.shape[0] != sequences):
+        raise ValueError(
+            f"block_table: got shape {tuple(table.shape)}, expected [sequences, pages] with {sequences} sequences"
+        )
+    for name, fresh, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        expected = (sequences, *cache.shape[2:])
+        if fresh is not None and ((fresh.shape[0], *fresh.shape[2:]) != expected or fresh.dtype != cache.dtype):
+            raise ValueError(
+                f"{name}: got shape {tuple(fresh.shape)} in {fresh.dtype}, expected [sequences, new, *{expected[1:]}] "
+                f"with {expected[0]} sequences in {cache.dtype}, as in the cache"
+            )
+    if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.shape != (sequences,):
+            raise ValueError(f"cache_seqlens: got shape {tuple(cache_seqlens.shape)}, expected ({sequences},)")
+        held: list[int] = cache_seqlens.tolist()
+    else:
+        if cache_seqlens is None and table is not None:
+            raise ValueError("cache_seqlens: got None with a block table, expected the length of each sequence")
+        held = [k_cache.shape[1] if cache_seqlens is None else cache_seqlens] * sequences
     new = 0 if k is None else k.shape[1]
     lengths = [length + new if length >= 0 else 0 for length in held]
     if table is not None:
@@ -98,42 +114,8 @@ def flash_attn_with_kvcache(
             _write(v_cache, v, held)
         structure = _cached_runs(tuple(lengths), q_len, k_cache.shape[1], asked.causal, asked.window)
         query, key, value = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
-        result = attend(structure, query, key, value, asked, need_lse=True)
-        out, lse = result.out, lse_of(result)
+        out, lse = attend(structure, query, key, value, asked, need_lse=True)
     return (out, lse) if return_softmax_lse else out
-
-
-def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, table: Tensor | None
-) -> None:
-    """Refuses tensors that do not belong together."""
-    if (k is None) != (v is None):
-        raise ValueError("k, v: got one of them, expected both or none")
-    rows = q[:1].expand(k_cache.shape[0], -1, -1, -1) if table is not None else q
-    check_tensors(rows, k_cache, v_cache, 4)
-    if table is not None and (table.ndim != 2 or table.shape[0] != q.shape[0]):
-        raise ValueError(
-            f"block_table: got shape {tuple(table.shape)}, expected [sequences, pages] with {q.shape[0]} sequences"
-        )
-    for name, fresh, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        expected = (q.shape[0], *cache.shape[2:])
-        if fresh is not None and ((fresh.shape[0], *fresh.shape[2:]) != expected or fresh.dtype != cache.dtype):
-            raise ValueError(
-                f"{name}: got shape {tuple(fresh.shape)} in {fresh.dtype}, expected [sequences, new, *{expected[1:]}] "
-                f"with {expected[0]} sequences in {cache.dtype}, as in the cache"
-            )
-
-
-def _lengths(cache_seqlens: int | Tensor | None, sequences: int, room: int | None) -> list[int]:
-    """Tokens that the cache holds of each sequence."""
-    if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.shape != (sequences,):
-            raise ValueError(f"cache_seqlens: got shape {tuple(cache_seqlens.shape)}, expected ({sequences},)")
-        lengths: list[int] = cache_seqlens.tolist()
-        return lengths
-    if cache_seqlens is None and room is None:
-        raise ValueError("cache_seqlens: got None with a block table, expected the length of each sequence")
-    return [room if cache_seqlens is None else cache_seqlens] * sequences  # type: ignore[list-item]
 
 
 def _write(cache: Tensor, fresh: Tensor, held: Sequence[int]) -> None:
@@ -158,9 +140,8 @@ def _attend_gathered(
     cu_q = tuple(range(0, (sequences + 1) * q_len, q_len))
     structure = packed_runs(cu_q, tuple(cu_k), sequences * q_len, cu_k[-1], asked.causal, asked.window)
     query, key, value = (t.unsqueeze(0).transpose(1, 2) for t in (q.flatten(0, 1), key, value))
-    result = attend(structure, query, key, value, asked, need_lse=True)
-    lse = lse_of(result).view(heads, sequences, q_len).transpose(0, 1)
-    return result.out.view(sequences, q_len, heads, -1), lse
+    out, lse = attend(structure, query, key, value, asked, need_lse=True)
+    return out.view(sequences, q_len, heads, -1), lse.view(heads, sequences, q_len).transpose(0, 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,9 +11,7 @@ from .arguments import check_tensors, options
 from .attention.structure import MaskStructure
 from .attention.tracing import transform_at_work
 from .operators import within
-from .run import attend, lse_of
-
-__all__ = ["flash_attn_func"]
+from .run import attend
 
 
 def flash_attn_func(
@@ -71,7 +69,7 @@ def flash_attn_func(
         structure = MaskStructure(batch, q_len, kv_len, mask=mask[None, None])
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     result = attend(structure, query, key, value, asked, need_lse=return_attn_probs)
-    return (result.out, lse_of(result), None) if return_attn_probs else result.out
+    return (result.out, result.lse, None) if return_attn_probs else result.out
 
 
 def _structure(batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> MaskStructure:

@@ -18,8 +18,6 @@ from .backends.native.launch import asked_of, computed
 from .backends.native.library import missing
 from .run import packed_runs
 
-__all__ = ["traced_varlen"]
-
 # Kernels of several names or versions may be loaded beside one another: each registers under its own.
 _NAMESPACE = __name__.partition(".")[0]
 
@@ -156,7 +154,14 @@ def masked_varlen(
     need_lse: bool = False,
 ) -> AttentionResult:
     """Packed attention by a mask made of operations on tensors alone, so that whoever traces sees all of them."""
-    mask = _mask(cu_q, cu_k, q.shape[0], k.shape[0], asked)
+    i, j = torch.arange(q.shape[0], device=cu_q.device), torch.arange(k.shape[0], device=cu_k.device)
+    last = cu_q.shape[0] - 1
+    of_i, of_j = torch.searchsorted(cu_q, i, right=True), torch.searchsorted(cu_k, j, right=True)
+    # where each query stands in the keys: the ends of its sequence lie on one another
+    end = of_i.clamp(max=last)
+    p = (i - cu_q[end] + cu_k[end])[:, None]
+    together = (of_i[:, None] == of_j[None]) & (of_i <= last)[:, None]
+    mask = (together & within(p, j[None], asked))[None, None]
     structure = MaskStructure(1, q.shape[0], k.shape[0], mask=mask)
     query, key, value = map(_heads_first, (q, k, v))
     call = AttentionCall(
@@ -171,19 +176,6 @@ def masked_varlen(
 def _native_is_here() -> bool:
     """A traced graph cannot look for a library, and need not."""
     return not missing()
-
-
-def _mask(cu_q: Tensor, cu_k: Tensor, q_total: int, k_total: int, asked: Options) -> Tensor:
-    """Boolean `[1, 1, q_total, k_total]`, made of operations on tensors alone."""
-    i = torch.arange(q_total, device=cu_q.device)
-    j = torch.arange(k_total, device=cu_k.device)
-    last = cu_q.shape[0] - 1
-    of_i, of_j = torch.searchsorted(cu_q, i, right=True), torch.searchsorted(cu_k, j, right=True)
-    # where each query stands in the keys: the ends of its sequence lie on one another
-    end = of_i.clamp(max=last)
-    p = (i - cu_q[end] + cu_k[end])[:, None]
-    together = (of_i[:, None] == of_j[None]) & (of_i <= last)[:, None]
-    return (together & within(p, j[None], asked))[None, None]
 
 
 def within(p: Tensor, j: Tensor, asked: Options) -> Tensor:

@@ -12,9 +12,7 @@ from torch import Tensor
 from .arguments import Options
 from .attention.runs import Runs
 from .attention.structure import Segment
-from .run import attend, lse_of
-
-__all__ = ["attend_pages", "gathered", "write_pages"]
+from .run import attend
 
 
 def gathered(k_pages: Tensor, v_pages: Tensor, table: Tensor, cu_k: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -107,7 +105,7 @@ def attend_pages(
     bare = asked._replace(sink_logits=None)
     part = attend(structure, repeated.transpose(1, 2), key, value, bare, need_lse=True)
     out = part.out.view(sequences, most, heads, -1)
-    lse = lse_of(part).view(heads, sequences, most).permute(1, 2, 0)
+    lse = part.lse.view(heads, sequences, most).permute(1, 2, 0)
     sinks = None if asked.sink_logits is None else asked.sink_logits.float().expand(sequences, 1, heads)
     columns = lse if sinks is None else torch.cat([lse, sinks], dim=1)
     total = torch.logsumexp(columns, dim=1, keepdim=True)
@@ -118,12 +116,7 @@ def attend_pages(
 
 @functools.lru_cache(maxsize=16)
 def _page_runs(
-    table: tuple[tuple[int, ...], ...],
-    lengths: tuple[int, ...],
-    size: int,
-    pages: int,
-    most: int,
-    window: int | None,
+    table: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], size: int, pages: int, most: int, window: int | None
 ) -> Runs:
     """One run for each page that a sequence's query sees anything of; the pages are one long row of keys."""
     runs = []

@@ -15,17 +15,9 @@ from .attention.tracing import transform_at_work
 from .backends import select
 from .patches.call.refusals import check_transform
 
-__all__ = ["attend", "lse_of", "packed_runs"]
-
 
 def attend(
-    structure: MaskStructure,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: Options,
-    *,
-    need_lse: bool = False,
+    structure: MaskStructure, query: Tensor, key: Tensor, value: Tensor, asked: Options, *, need_lse: bool = False
 ) -> AttentionResult:
     """Attention `[batch, q_len, heads, head_dim_v]` of heads-first tensors, with the log-sum-exp where asked for.
 
@@ -43,21 +35,13 @@ def attend(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
     )  # fmt: skip
-    if transform is None:
-        return select.attend(call)
-    check_transform(None, transform, query, key)
-    return select.attend(call, "eager")  # of torch's own operations, which transforms see
-
-
-def lse_of(result: AttentionResult) -> Tensor:
-    """The log-sum-exp of a result that was to have one.
-
-    Raises:
-        RuntimeError: It has none.
-    """
-    if result.lse is None:
+    if transform is not None:
+        check_transform(None, transform, query, key)
+    # torch's own operations, where transforms are to see them
+    result = select.attend(call, None if transform is None else "eager")
+    if need_lse and result.lse is None:
         raise RuntimeError("lse: the backend that serves this call returned none; do not ask for it")
-    return result.lse
+    return result
 
 
 @functools.lru_cache(maxsize=64)

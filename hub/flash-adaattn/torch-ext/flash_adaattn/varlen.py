@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import Options, check_tensors, options
-from .attention.call import AttentionResult
+from .arguments import check_tensors, options
 from .attention.tracing import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered
 from .patches.call.refusals import check_transform, check_untransformed
-from .run import attend, lse_of, packed_runs
-
-__all__ = ["flash_attn_varlen_func"]
+from .run import attend, packed_runs
 
 
 def flash_attn_varlen_func(
@@ -67,29 +64,16 @@ def flash_attn_varlen_func(
         {"alibi_slopes": alibi_slopes},
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        traced = traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
-        return (traced.out, lse_of(traced), None) if return_attn_probs else traced.out
-    if (transform := transform_at_work()) is not None:
+        out, lse = traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
+    elif (transform := transform_at_work()) is not None:
         check_transform(None, transform, q, k)
-        seen = masked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, "eager", need_lse=return_attn_probs)
-        return (seen.out, lse_of(seen), None) if return_attn_probs else seen.out
-    result = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, return_attn_probs)
-    out = result.out.squeeze(0)
-    return (out, lse_of(result).squeeze(0), None) if return_attn_probs else out
-
-
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, asked: Options, need_lse: bool
-) -> AttentionResult:
-    """The packed sequences as one batch row, `[1, q_tokens, heads, head_dim_v]` and `[1, heads, q_tokens]`."""
-    sums = tuple(cu_q.tolist())
-    structure = packed_runs(
-        sums,
-        sums if cu_k is cu_q else tuple(cu_k.tolist()),
-        q.shape[0],
-        k.shape[0],
-        asked.causal,
-        asked.window,
-    )
-    query, key, value = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
-    return attend(structure, query, key, value, asked, need_lse=need_lse)
+        out, lse = masked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, "eager", need_lse=return_attn_probs)
+    else:
+        # the packed sequences as one batch row
+        sums = tuple(cu_seqlens_q.tolist())
+        sums_k = sums if cu_seqlens_k is cu_seqlens_q else tuple(cu_seqlens_k.tolist())
+        structure = packed_runs(sums, sums_k, q.shape[0], k.shape[0], asked.causal, asked.window)
+        query, key, value = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
+        row = attend(structure, query, key, value, asked, need_lse=return_attn_probs)
+        out, lse = row.out.squeeze(0), None if row.lse is None else row.lse.squeeze(0)
+    return (out, lse, None) if return_attn_probs else out
