@@ -42,7 +42,7 @@ class Process:
         told = os.environ | {"OMP_NUM_THREADS": str(task["threads"])}
         with self.log.open("wb") as log:
             self.child: Any = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, text=True, env=told)  # noqa: S603
-        weakref.finalize(self, lambda child: (child.kill(), child.communicate()), self.child)
+        weakref.finalize(self, lambda child: [end() for end in (child.kill, child.communicate)], self.child)
         self.runs = self.ask(json.dumps(task))
 
     def ask(self, line: str) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def process_works(cell: Cell, grid: Grid) -> Callable[[str], Process]:
     return works
 
 
-def error_of_processes(make: Callable[[str], Process]) -> Callable[[Tensor], float]:
+def error_of_processes(make: Callable[[str], Callable[[], Tensor]]) -> Callable[[Tensor], float]:
     """Gives an error: one minus the least cosine of a text to stock's in float32, or the correlation of scores."""
     truth = make(REFERENCE)()
 
     def error(out: Tensor) -> float:
-        pair = [one.double() if one.shape[1] > 1 else (one.double() - one.double().mean()).T for one in (truth, out)]
-        return max(0.0, 1 - float(torch.nn.functional.cosine_similarity(*pair).min()))
+        ours, theirs = (one.double() if one.shape[1] > 1 else (one - one.mean()).double().T for one in (out, truth))
+        return max(0.0, 1 - float(torch.nn.functional.cosine_similarity(ours, theirs).min()))
 
     return error

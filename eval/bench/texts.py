@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import transformers
 from .grid import Cell
 
 
-def texts_of(cell: Cell, known: dict[str, Any], files: Path) -> list[list[int]]:
+def texts_of(cell: Cell, known: Mapping[str, Any], files: Path) -> list[list[int]]:
     """Tokens of each text: of the model's own `text` between its marks, or random."""
     lengths = cell.lengths or [cell.keys] * cell.batch
     if "text" not in known:

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import some_rows
+from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.observe.spans import spans
 
 from .grid import Cell, Grid
@@ -36,6 +37,8 @@ _ROWS = 16
 
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     """Makes of a way's name the work of a cell."""
+    if cell.arms and device.type != "cpu":
+        raise UsageError(f"device: got {device}, expected cpu: the arms of {cell.title} run there")
     if cell.arms:
         return process_works(cell, grid)
     made = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)

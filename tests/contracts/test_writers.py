@@ -99,7 +99,7 @@ ELSEWHERE = {
     "adaattn_hf/calibration/pricing.py": "the table stands in its docstring",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
-    "eval/showcase.py": "models and texts of the package",
+    "eval/showcase.py": "models and texts of the package", "eval/bench/processes.py": "JSON for a process",
 }  # fmt: skip
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
