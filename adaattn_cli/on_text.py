@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from .options import (
+    AIMS,
     CACHES,
     DEMO_DIRECTORY,
     DTYPES,
     FAMILIES,
-    OPTIMIZED,
     PADDINGS,
     PLAN_DIRECTORY,
     RECIPES,
@@ -168,11 +168,12 @@ class Calibrate(Source, Judged, Threads, Json):
     """
 
     panels: ClassVar = {
-        "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
+        "Basic": (
+            "data", "budget", "aim", "lengths", "batch", "verify_data", "output_dir", "dtype", "device", "resume",
+        ),
         "Verification": ("held_out", "top1", "max_kl", "needles_lost"),
         "Search": (
-            "optimize", "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices",
-            "decode_tokens", "batch", "captured",
+            "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices", "captured",
         ),
     }  # fmt: skip
 
@@ -211,8 +212,15 @@ class Calibrate(Source, Judged, Threads, Json):
         f"Directory for the plan. Default: {PLAN_DIRECTORY} (without MODEL {DEMO_DIRECTORY}). MODEL stays.",
     )
     in_place: bool = option(False, "Write the plan into MODEL, a directory, whose config.json then carries it.")
-    optimize: str = option("time", "memory: the smallest cache inside the budget, windows alone.", choices=OPTIMIZED)
-    kv_bytes: float | None = option(None, "Cache at the longest length, as a share of the model's (0.4x).", read=share)
+    aim: str = option(
+        "prompt",
+        "What the plan is for: prompts of --lengths tokens, one decode step behind so many keys, or the smallest cache "
+        "inside the budget; the last two by windows alone.",
+        choices=AIMS,
+    )
+    kv_bytes: float | None = option(
+        None, "With --aim memory: cache at the longest length, as a share of the model's (0.4x).", read=share
+    )
     families: tuple[str, ...] = option(
         (),
         f"Kinds of choices by commas, some of {', '.join(FAMILIES)}. Default: all that need not be named, on a GPU "
@@ -222,8 +230,7 @@ class Calibrate(Source, Judged, Threads, Json):
     minutes: float | None = option(None, "End after so many minutes, with the best plan that is verified by then.")
     rows: int = option(256, "Query rows sampled per sequence.")
     labels: int = option(2, "Label draws per sequence, one backward pass each.")
-    decode_tokens: int = option(64, "Decode steps per prefill, for the prices.")
-    batch: int = option(1, "Sequences at once, for the prices and for whole passes.", "--batch-size")
+    batch: int = option(1, "Sequences at once: rows of prompts or of a step, as they are timed.", "--batch-size")
     captured: bool = option(
         False, "Price decode steps as in captured CUDA graphs (a static cache): by the device's time alone."
     )

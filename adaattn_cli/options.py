@@ -29,11 +29,11 @@ PLAN_DIRECTORY = "adaattn-plan"
 """Where a plan goes, and where commands look for one, if nothing is said."""
 DEMO_DIRECTORY = "adaattn-plan-demo"
 """Where that of the packaged model goes: commands do not take it for the plan of another model."""
+AIMS = ("prompt", "step", "memory")
 CACHES = ("model", "int8", "k8v4")
 DTYPES = ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")
 FAMILIES = ("window", "bf16", "int8", "rank")
 OBJECTIVES = ("auto", "causal", "masked")
-OPTIMIZED = ("time", "memory")
 PADDINGS = ("none", "right", "left")
 RECIPES = ("rolling", "strided")
 

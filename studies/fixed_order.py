@@ -71,7 +71,7 @@ def measured() -> dict[str, Any]:
     inputs = open_inputs(Subject(loaded.model), loaded.encode, data, SETTINGS, verify_data=held, run=Run())
     measurement = measure(inputs)
     stock, length = stock_distance(inputs), SETTINGS.lengths[0]
-    found = ladder(JointPasses(measurement, stock.kl), [], Gates(SETTINGS.budget), stock, [])
+    found = ladder(JointPasses(measurement, stock.kl), {}, Gates(SETTINGS.budget), stock, [])
     losses = []
     for one in found.candidates:
         tap = plan_tap(bound_layers(measurement, one.way.allocation.picks))
@@ -88,29 +88,34 @@ def returned(losses: Losses, budget: float, stops: bool = True) -> int:
     tokens = SETTINGS.lengths[0] - 1
     names = [str(at) for at in range(losses.shape[1])]
 
-    def evidence(measurement: Any, bound: Any, *_: Any) -> Evidence:
-        sums = (losses[bound["at"]] * tokens).tolist()
+    def evidence(inputs: Any, at: Any, *_: Any) -> Evidence:
+        sums = (losses[at] * tokens).tolist()
         return Evidence(names, sums, [tokens] * len(sums), [np.zeros(1)], [""] * len(sums), tokens * len(sums))
 
     def rung(at: int) -> Any:
         way = SimpleNamespace(cost=-at, stored="model", allocation=SimpleNamespace(picks=at))
         return SimpleNamespace(way=way, predicted={SETTINGS.lengths[0]: 0.0}, budget=None)
 
-    scoring = SimpleNamespace(causal=True)
-    inputs = SimpleNamespace(settings=SETTINGS, pace=None, run=Run(), scoring=scoring)
+    scoring = SimpleNamespace(causal=True, generates=False)
+    samples = {SETTINGS.lengths[0]: SimpleNamespace(held_out=())}
+    inputs = SimpleNamespace(
+        settings=SETTINGS, pace=None, run=Run(), scoring=scoring, samples=samples, other_source=False,
+        refuse_late=lambda: None,
+    )  # fmt: skip
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs, layers=SimpleNamespace(units=())))
     rungs = [tuple(map(rung, range(len(losses))))] if stops else [(rung(at),) for at in range(len(losses))]
     best, gates = -1, Gates(budget, rounding=1.0)
     with (
         mock.patch.object(proof, "bound_layers", lambda _, picks: {"at": picks}),
         mock.patch.object(proof, "activation", return_value=(1.0, 1.0)),
-        mock.patch.object(proof, "_evidence", evidence),
+        mock.patch.object(proof, "stored_tap", lambda bound, stored: bound["at"]),
+        mock.patch.object(proof, "gather", evidence),
     ):
         for candidates in rungs:
             steps = Ladder(candidates, gates, False)
             with mock.patch.object(calibrate, "ladder", return_value=steps):
-                out = calibrate.Sequential(passes, StockDistance(0.0, 0.0)).outcome(gates, ())
-            best = best if out.passed is None else int(out.passed[0].way.allocation.picks)
+                _, passed, _ = calibrate.judged(passes, StockDistance(0.0, 0.0), gates, (), [])
+            best = best if passed is None else int(passed[0].way.allocation.picks)
     return best
 
 

@@ -107,8 +107,7 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
     exact = np.zeros(len(table.units), dtype=np.int64)
     base = evaluate(exact, table.prices, table.risks, table.launches)
     stops = [_solved("exact", table, base, base.price)]
-    settings = plan.protocol.get("settings", {})
-    smallest = settings.get("optimize") == "memory" or settings.get("kv_bytes") is not None
+    smallest = plan.protocol.get("settings", {}).get("aim") == "memory"
     for budget in BUDGETS:
         picks = table.solve(budget, smallest).picks
         solved = evaluate(picks, table.prices, table.risks, table.launches)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,9 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.capability import cpu_name
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.layers import steps_stay_exact, unit_prices
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.patches.observe.explain import explain
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans import execute
@@ -23,9 +27,9 @@ from adaattn_hf.plans.plan import EXACT, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 
-from ..support.calibration import calibrate
+from ..support.calibration import calibrate, open_inputs
 from ..support.choices import make_choice
-from ..support.letters import LENGTH, SETTINGS, encode, letter_prices, lettered_llama
+from ..support.letters import CHOICES, LENGTH, SETTINGS, encode, letter_prices, lettered_llama
 
 
 def _dear_steps(**cheaper: float) -> PriceTable:
@@ -75,19 +79,49 @@ def call() -> AttentionCall:
 
 def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
     known = dict(enumerate(windows))
-    return SimpleNamespace(candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known)
+    units = [(layer, head) for layer in known for head in range(2)]
+    found = SimpleNamespace(choices=choices)
+    return SimpleNamespace(candidates=found, kv_heads=2, windows=known, kinds=known, units=units)
 
 
-def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
-    table = _dear_steps(**{"w32+16": 0.9})
-    found = calibrate(lettered_llama(), encode, text, SETTINGS, prices=table)
+def test_a_plan_whose_steps_are_faster_runs_in_them_too(text: list[Path]) -> None:
+    cheap = {label: 0.1 for label in CHOICES if label.startswith("w")}
+    found = calibrate(lettered_llama(), encode, text, SETTINGS, prices=_dear_steps(**cheap))
+    assert found.met
     assert not found.plan.exact_steps
 
-    layers = layers_of([EXACT, make_choice("window", 32, 16)], None)
-    assert not pricing.steps_stay_exact(table, layers, [LENGTH])
-    assert pricing.steps_stay_exact(_dear_steps(), layers, [LENGTH])
-    assert not pricing.steps_stay_exact(table, layers_of([EXACT], None), [LENGTH])
-    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), layers, [LENGTH]), "noise"
+    layers, picks = layers_of([EXACT, make_choice("window", 32, 16)], None), np.array([0, 1])
+
+    def stay(table: PriceTable) -> bool:
+        return steps_stay_exact(table, layers, [LENGTH], picks)
+
+    assert stay(_dear_steps())
+    assert not stay(_dear_steps(**{"w32+16": 0.8}))
+    assert stay(_dear_steps(**{"w32+16": 0.92})), "noise: half of the heads, so 4 % of the whole"
+
+
+def test_a_plan_for_steps_is_priced_by_them_alone(text: list[Path]) -> None:
+    """Windows that save nothing of a prompt and much of a step, and the other way round; precision saves none."""
+    row = dict.fromkeys(CHOICES, 1.0) | {"w32+16": 0.1, "w96+16": 0.4, "w64+16": 0.2}
+    table = PriceTable("a table", {}, {"decode": {LENGTH: {label: Price(0.0, cost) for label, cost in row.items()}}})
+    step = replace(SETTINGS, aim="step")
+    measurement = measure(open_inputs(lettered_llama(), encode, text, step), prices=table)
+    assert [choice.label for choice in measurement.layers.candidates.choices] == ["exact", "w32+16", "w64+16"]
+    assert measurement.prices.tolist() == [[1.0, 0.1, 0.2]] * 4
+    found = choose_and_verify(measurement)
+    assert found.met, found.sentence
+    assert not found.plan.exact_steps
+    assert found.report["price_exact_seconds"] > found.report["price_plan_seconds"]
+    with pytest.raises(ValueError, match="expected those that the measurement was made with"):
+        choose_and_verify(measurement, SETTINGS)
+    with pytest.raises(ValueError, match="the table has no prefill price"):
+        measure(open_inputs(lettered_llama(), encode, text, SETTINGS), prices=table)
+    flat = {"decode": {LENGTH: dict.fromkeys(row, Price(0.0, 1.0))}}
+    none = choose_and_verify(replace(measurement, **dict(zip(("prices", "launches"), unit_prices(
+        PriceTable("a table", {}, flat), measurement.layers, [LENGTH], "decode"), strict=True))))  # fmt: skip
+    assert (none.met, none.plan.is_exact) == (False, True)
+    assert "no candidate saves time in a step of one row on this machine; longer --lengths" in none.sentence
+    assert "more rows (--batch-size, now 1)" in none.sentence
 
 
 def test_prices_are_measured_with_the_batch_that_is_asked_for(
@@ -190,16 +224,18 @@ def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one
         assert all(part.structure.batch == part.key.shape[0] for part in parts.values())
 
 
-def test_layers_of_every_kind_are_asked_whether_a_choice_is_faster_in_decode() -> None:
-    """A window that is no narrower than a layer's own is no choice there, however little it seems to take."""
+def test_steps_count_layers_of_every_kind() -> None:
+    """By prices of their own; a window that is no narrower than a layer's own is no choice there."""
     choices = [EXACT, make_choice("window", 32, 16), make_choice("window", 64, 16)]
+    layers = layers_of(choices, None, 48)
 
     def stay(narrow: float, wide: float) -> bool:
         row = dict.fromkeys(("exact", "w32+16", "w64+16", "exact in 48"), Price(0.0, 1.0))
         row |= {"w32+16 in 48": Price(0.0, narrow), "w64+16 in 48": Price(0.0, wide)}
         table = PriceTable("a table", {}, {"decode": {LENGTH: row}})
-        return pricing.steps_stay_exact(table, layers_of(choices, None, 48), [LENGTH])
+        prices, _ = unit_prices(table, layers, [LENGTH], "decode")
+        assert prices[2:, 2].tolist() == [np.inf] * 2
+        return steps_stay_exact(table, layers, [LENGTH], np.array([0, 0, 1, 1]))
 
-    assert stay(1.0, 1.0)
+    assert stay(1.0, 0.1)
     assert not stay(0.5, 1.0)
-    assert stay(1.0, 0.5)

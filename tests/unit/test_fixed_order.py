@@ -57,7 +57,7 @@ def climbed(
     known = {"lengths": (LENGTH,), "with_cache": False, "kv_bytes": None, **settings}
     inputs = SimpleNamespace(settings=SimpleNamespace(**known), run=Run(), refuse_late=lambda: None)
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
-    return ladder(passes, [], gates, StockDistance(0.0, gates.rounding), [])
+    return ladder(passes, {}, gates, StockDistance(0.0, gates.rounding), [])
 
 
 @pytest.mark.parametrize("slope", [0.2, 1.0, 5.0])

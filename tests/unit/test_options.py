@@ -17,11 +17,11 @@ from adaattn_cli import app as application
 from adaattn_cli.commands import COMMANDS
 from adaattn_cli.on_text import Calibrate, Eval, Verify
 from adaattn_cli.options import (
+    AIMS,
     CACHES,
     DTYPES,
     FAMILIES,
     OBJECTIVES,
-    OPTIMIZED,
     PADDINGS,
     RECIPES,
     Done,
@@ -158,7 +158,7 @@ def test_the_words_of_options_are_those_that_the_package_knows() -> None:
     assert ("model", *FORMATS) == CACHES
     assert set(FAMILIES) == set(known_families())
     assert set(DTYPES) == {*checkpoint.DTYPES, "auto"}
-    assert (PADDINGS, RECIPES, OPTIMIZED) == (evaluation.PADDINGS, evaluation.RECIPES, calibration.OPTIMIZED)
+    assert (PADDINGS, RECIPES, AIMS) == (evaluation.PADDINGS, evaluation.RECIPES, calibration.AIMS)
     assert ("auto", *get_args(checkpoint.Objective)) == OBJECTIVES
 
 
