@@ -82,9 +82,9 @@ def gains(passes: Sequence[Benefit], settings: CalibrationSettings, positions: i
     longer = ["longer --lengths"] * (positions is None or settings.lengths[-1] < positions)
     steps = any(one.step for one in passes)
     more = [*longer, *["more rows (--batch-size)"] * (settings.aim == "step"), "a larger --budget"]
-    more += ["in steps by --aim step with more rows (--batch-size)"] * (steps and settings.aim != "step")
+    more += ["in steps --aim step with more rows (--batch-size)"] * (steps and settings.aim != "step")
     untimed = "; captured steps were not timed" * settings.captured
-    return [f"times as fast: {', '.join(one.words() for one in passes)}{untimed}; more is gained by {', '.join(more)}"]
+    return [f"times as fast: {', '.join(one.words() for one in passes)}{untimed}; would gain more: {', '.join(more)}"]
 
 
 def stored(place: Path) -> dict[str, Any]:

@@ -62,10 +62,7 @@ def decided(measurement: Measurement, budget: float | None = None, proven: Seque
         except OutOfTime as over:  # the plan is verified, and stays, with what was timed of it
             inputs.run.say(f"further whole passes are not timed: {over}")
         except torch.OutOfMemoryError:
-            inputs.run.say(
-                f"further whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller "
-                "--batch-size would fit"
-            )
+            inputs.run.say(f"further passes of {inputs.settings.batch} sequences have no room: lower --batch-size")
     return result
 
 
@@ -197,9 +194,7 @@ def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str
             "for a larger budget, or for longer --lengths"
         )
     if tried:
-        return (
-            "every candidate that saves is beyond the limits in the calibration text; a larger budget would change that"
-        )
+        return "all that save are beyond the limits in the calibration text; a larger budget would change that"
     saves = "memory" if s.with_cache else "time"
     longer = [f"longer --lengths (now {s.lengths[-1]})"] * (positions is None or s.lengths[-1] < positions)
     rows = [f"more rows (--batch-size, now {s.batch})"] * (s.aim == "step")

@@ -37,8 +37,6 @@ CANDIDATES = 5
 """Those of them that held-out text judges as a rule."""
 LEAST_HELD_OUT = 6
 """Held-out sequences that a verification makes do with where the text is short."""
-USES = ("risk", "joint", "held_out")
-"""What each sequence of a text is for: one of these."""
 STATES = 1 << 30
 """Most bytes of what exact attention made of text, kept for the next plan that is compared with it."""
 
@@ -172,13 +170,11 @@ def open_inputs(
     parts = sample.parts
     windows.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
-    samples = {
-        length: LengthSample(
-            *(tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in parts[use]) for use in USES),
-            sample.fingerprint,
-        )
-        for length in settings.lengths
-    }
+    samples = dict[int, LengthSample]()
+    for length in settings.lengths:
+        most = scoring.content(length)
+        cut = {use: tuple(replace(one, tokens=one.tokens[:most]) for one in part) for use, part in parts.items()}
+        samples[length] = LengthSample(**cut, fingerprint=sample.fingerprint)
     return Inputs(subject, arms, settings, scoring, samples, run or Run(), verify_data is not None)
 
 
