@@ -28,6 +28,7 @@ from adaattn_hf.eval.needles import KEY
 from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import silent
 from adaattn_hf.eval.windows import Encode, TokenWindow
+from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.subject import Subject
 
 from ..policy.knapsack import Array
@@ -96,12 +97,11 @@ def measured(
     """
     # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
-    if settings.aim != "prompt" and not (
-        scoring.generates and "past_key_values" in signature(subject.model.forward).parameters
-    ):
+    steps = scoring.generates and cache_keyword(signature(subject.model.forward)) is not None
+    if settings.aim != "prompt" and not steps:
         raise ValueError(
             f"aim is {settings.aim!r} for {type(subject.model).__name__}, which has no decode step and keeps no cache, "
-            "expected a causal model that takes past_key_values; leave --aim out, and prompts are what a plan is for"
+            "expected a causal model that takes one; leave --aim out, and prompts are what a plan is for"
         )
     inputs = open_inputs(subject, encode, data, settings, verify_data=verify_data, scoring=scoring, run=run)
     run = inputs.run

@@ -17,6 +17,7 @@ from transformers import Cache
 
 from adaattn_hf.eval.arms import compare, exact_tap, plan_tap
 from adaattn_hf.eval.windows import TokenWindow
+from adaattn_hf.patches.models.cache_keyword import cache_in, cache_keyword
 
 from ..attention.call import AttentionCall
 from ..attention.listeners import Tap, tapping
@@ -78,8 +79,8 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
     many as the settings say, more where a pass is short. Passes that the minutes left have no room for are an
     OutOfTime.
     """
-    s, model = inputs.settings, inputs.arms.model
-    taken = signature(model.forward).parameters
+    s, model, forward = inputs.settings, inputs.arms.model, signature(inputs.arms.model.forward)
+    taken, keyword = forward.parameters, cache_keyword(forward)
     last = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
     taps = {"exact": exact_tap, "plan": plan_tap(bound_layers)}
     prompts = s.batch if s.aim == "prompt" else 1
@@ -90,7 +91,7 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
             past.layers = [copy(layer) for layer in layers]
         cached = {"use_cache": past is not None} if "use_cache" in taken else {}
         with tapping(tap):
-            return model(input_ids=tokens, **cached, **last, **({} if past is None else {"past_key_values": past}))
+            return model(input_ids=tokens, **cached, **last, **({} if past is None else {str(keyword): past}))
 
     def faster(length: int, tokens: Tensor, past: Cache | None = None) -> Benefit:
         rows, step = len(tokens), past is not None
@@ -113,10 +114,10 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
         inputs.run.progress("speed", number, len(inputs.samples))
         tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0])
         yield faster(length, tokens.repeat(prompts, 1))
-        if not inputs.scoring.generates or s.captured or "past_key_values" not in taken:
+        if not inputs.scoring.generates or s.captured or keyword is None:
             continue
         with tapping(exact_tap):  # all but the last token: behind it, a step sees as many keys as the plan speaks of
-            past = model(input_ids=tokens[:, :-1], use_cache=True, **last).past_key_values
+            past = cache_in(model(input_ids=tokens[:, :-1], use_cache=True, **last))
         for rows in sorted({1, s.batch}) if hasattr(past, "layers") else ():
             if rows > 1:
                 past.batch_repeat_interleave(rows)
