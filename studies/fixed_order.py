@@ -59,7 +59,7 @@ loses {lost} times as much as is allowed. Limits beside that of the loss are lef
   budget; a part of the noise is common to the candidates of a run, as the text is.
 * *The boldest of all that pass* is no sequence: it shows what looking for the best of all would do.
 
-The level is 5 %. {machine}, commit {commit}.
+The level is 5 %; chance alone moves such a share of {runs:,} runs by {chance:.2%} (95 %). {machine}, commit {commit}.
 """
 
 
@@ -164,7 +164,8 @@ def page(report: dict[str, Any], found: Sequence[Row], runs: int) -> str:
     """Returns the page of a measurement and of what its runs returned."""
     losses, made = report["losses"], report["provenance"]
     head = HEAD.format(count=24, lost=LOST, all=len(losses[0]), length=report["length"], of=len(losses),
-                       machine=machine(made), commit=commit(made))  # fmt: skip
+                       runs=runs, chance=1.96 * np.sqrt(0.05 * 0.95 / runs), machine=machine(made),
+                       commit=commit(made))  # fmt: skip
     lines = [[words, f"{runs:,}", f"{beyond:.2%}", f"{any_:.1%}"] for words, beyond, any_ in found]
     return "\n".join([head, *table(["losses", "runs", "beyond the budget", "any plan"], lines)[:-1]]) + "\n"
 

@@ -195,9 +195,8 @@ def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str
         )
     if tried:
         return "all that save are beyond the limits in the calibration text; a larger budget would change that"
-    saves = "memory" if s.with_cache else "time"
     longer = [f"longer --lengths (now {s.lengths[-1]})"] * (positions is None or s.lengths[-1] < positions)
     rows = [f"more rows (--batch-size, now {s.batch})"] * (s.aim == "step")
     of = f" in a step of {counted(s.batch, 'row')}" if s.aim == "step" else ""
     would = " or ".join([*longer, *rows, "a larger budget"])
-    return f"no candidate saves {saves}{of} on this machine; {would} would change that"
+    return f"no candidate saves {'memory' if s.with_cache else 'time'}{of} on this machine; {would} would change that"
