@@ -55,7 +55,7 @@ def decided(measurement: Measurement, budget: float | None = None, proven: Seque
     if inputs.pace is not None:
         inputs.run.expect({"plans": 0.0, "speed": inputs.pace.speed(inputs.settings) * result.met})
     if result.met and inputs.settings.rounds and inputs.team.leads:
-        timed = result.report["whole_forward"] = []
+        timed = result.report["whole_forward"] = list[dict[str, Any]]()
         try:
             for one in whole_passes(inputs, bound_layers_of(result.plan, measurement.layers.tensors)):
                 timed.append(asdict(one))

@@ -109,8 +109,8 @@ def ladder(
             if not (lost := one.forgets(gates)):
                 break
             for length in lost:
-                less, won, found_ = one.joint[length].needles
-                closer = one.joint[length].risk * float(np.clip(gates.spared(found_) / (less - won), *CLOSER))
+                gone, won, by_exact = one.joint[length].needles
+                closer = one.joint[length].risk * float(np.clip(gates.spared(by_exact) / (gone - won), *CLOSER))
                 needles[length] = min(closer, needles.get(length, math.inf))
     inputs.run.progress("joint", len(SHARES) + 1, len(SHARES) + 1)
     if flips:

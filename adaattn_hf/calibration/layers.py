@@ -103,11 +103,11 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
         settings.aim != "prompt",  # a step reads keys once, and rounds none
     )
     if len(found.choices) == 1:
-        longest, others = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
+        longest, more = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
         raise ValueError(
             f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {bound.dtype}: "
             f"windows need more tokens, and lower precision means fewer bits than the model's own; give longer lengths "
-            f"(--lengths {8 * longest})" + (f", or other families ({','.join(others)})" if others else "")
+            f"(--lengths {8 * longest})" + (f", or other families ({','.join(more)})" if more else "")
         )
     columns, tensors = max(choice.columns for choice in found.choices), dict[int, LayerTensors]()
     for index in indices:

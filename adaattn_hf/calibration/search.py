@@ -193,11 +193,11 @@ def way_within(
     s = measurement.inputs.settings
     if not s.with_cache:
         found = solve(measurement, limit / alpha, needles)
-        known = measurement.table, measurement.layers, s.lengths, found.picks
-        slow = s.aim == "step" and steps_stay_exact(*known)
+        slow = s.aim == "step" and steps_stay_exact(measurement.table, measurement.layers, s.lengths, found.picks)
         return Way(found) if found.picks.any() and not slow else None
     ways: list[Way] = []
-    for stored, beside in (*formats.items(), ("model", {})):  # the coarsest first, numbers last
+    every: Losses = {**formats, "model": {}}  # the coarsest first, numbers last
+    for stored, beside in every.items():
         left = limit - np.array([beside.get(length, 0.0) for length in s.lengths])
         if (left >= 0.0).all():
             found = solve(measurement, np.maximum(left, LEAST_KL) / alpha, needles)

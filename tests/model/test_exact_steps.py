@@ -111,9 +111,7 @@ def test_a_plan_for_steps_is_priced_by_them_alone(text: list[Path]) -> None:
     assert "more rows (--batch-size, now 1)" in none.sentence
 
 
-def test_prices_are_measured_with_the_batch_that_is_asked_for(
-    call: AttentionCall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prices_are_of_the_batch_asked_for(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Mock(side_effect=execute.attend)
     monkeypatch.setattr(execute, "attend", watched)
     choices = [EXACT, make_choice("window", 32, 4)]
@@ -137,9 +135,7 @@ def test_steps_that_are_captured_cost_nothing_of_the_host(captured: bool, monkey
     assert [each.kwargs["host"] for each in asked.call_args_list] == [False, not captured]
 
 
-def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
-    call: AttentionCall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_attention_is_priced_as_layers_call_it(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the backend's fast call; what no fast call serves goes the way of plans."""
     watched = Mock(side_effect=execute.attend)
     monkeypatch.setattr(execute, "attend", watched)
@@ -157,21 +153,16 @@ def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
 
 
 def test_heads_cost_nothing_where_more_of_them_take_no_longer() -> None:
-    """A step that takes as long as its launch: three heads and one differ by noise, which 64 steps would multiply."""
-    one, three = (79e-6, 80e-6, 83e-6), (81e-6, 82e-6, 84e-6)
-    line = pricing.line_through([1, 3], [one, three])
-    assert line.constant == pytest.approx(81e-6)
-    assert line.slope == 0.0
-    longer = (90e-6, 92e-6, 94e-6)
-    told = pricing.line_through([1, 3], [one, longer])
-    assert told.slope == pytest.approx(6e-6)
-    assert told.seconds(3) == pytest.approx(92e-6)
-    steep = pricing.line_through([1, 3], [one, (300e-6,) * 3])
-    assert steep.constant == 0.0
-    assert steep.slope == pytest.approx(98e-6)
-    line = pricing.line_through([2], [longer])
-    assert line.constant == 0.0
-    assert line.slope == pytest.approx(46e-6)
+    """A step that takes as long as its launch: three heads and one differ by noise, charged once for every token."""
+    one, three, longer = (79e-6, 80e-6, 83e-6), (81e-6, 82e-6, 84e-6), (90e-6, 92e-6, 94e-6)
+    for heads, spreads, expected in (
+        ([1, 3], [one, three], (81e-6, 0.0)),
+        ([1, 3], [one, longer], (74e-6, 6e-6)),
+        ([1, 3], [one, (300e-6,) * 3], (0.0, 98e-6)),
+        ([2], [longer], (0.0, 46e-6)),
+    ):
+        line = pricing.line_through(heads, spreads)
+        assert (line.constant, line.slope) == pytest.approx(expected)
 
 
 def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
@@ -186,9 +177,7 @@ def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
         assert lines == {label: pricing.line_through([3, 6], own) for label, own in given.items()}
 
 
-def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all(
-    call: AttentionCall,
-) -> None:
+def test_a_device_is_timed_with_all_heads_and_twice_as_many(call: AttentionCall) -> None:
     for on_cuda, batch, expected in (
         (False, 1, {1: (1, 1), 2: (1, 2)}),
         (False, 3, {1: (3, 1), 2: (3, 2)}),
