@@ -12,7 +12,7 @@ from rich.console import Console
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration.inputs import OutOfTime, Run, refuse_longer
 from adaattn_hf.calibration.measure import measured
-from adaattn_hf.calibration.state import forget, kept_in, refuse_interrupted
+from adaattn_hf.calibration.state import forget, kept_in
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import team as processes
 from adaattn_hf.eval.objectives import Objective
@@ -55,8 +55,11 @@ def run(options: Options) -> Done:
         job = job_of(options, target, places)
         refuse_repeats(job.data, job.verify_data)
         writable(target, "output_dir")
-        if not options.resume:
-            refuse_interrupted(target)
+        if not options.resume and (file := kept_in(target)) is not None:
+            raise UsageError(
+                f"output_dir: {file} is an interrupted calibration; pass --resume to go on with it, delete it to begin "
+                "anew, or give another --output-dir"
+            )
         team, rank = processes.join()
         if team.size > 1 and options.device == "auto":
             raise UsageError(

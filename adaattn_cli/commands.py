@@ -10,10 +10,10 @@ from .options import DEMO_DIRECTORY, FAMILIES, PLAN_DIRECTORY, Command, Option, 
 
 A_PLAN = "A plan (file, directory or id of the Hub), or the directory of a model that carries one."
 TEXT = "Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them"
+AIMS = ("prompt", "step", "memory")
 CACHES = ("model", "int8", "k8v4")
 DTYPES = ("float32", "bfloat16", "float16", "auto", "fp32", "bf16", "fp16")
 OBJECTIVES = ("auto", "causal", "masked")
-OPTIMIZED = ("time", "memory")
 PADDINGS = ("none", "right", "left")
 RECIPES = ("rolling", "strided")
 
@@ -179,12 +179,11 @@ CALIBRATE = Command(
     passed for a budget, so it stays exact; 6 out of memory; 130 interrupted.
     """,
     {
-        "Basic": ("data", "budget", "verify_data", "output_dir", "lengths", "dtype", "device", "resume"),
-        "Verification": ("held_out", "top1", "max_kl", "needles_lost"),
-        "Search": (
-            "optimize", "kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices",
-            "decode_tokens", "batch", "captured",
+        "Basic": (
+            "data", "budget", "aim", "lengths", "batch", "verify_data", "output_dir", "dtype", "device", "resume",
         ),
+        "Verification": ("held_out", "top1", "max_kl", "needles_lost"),
+        "Search": ("kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices", "captured"),
     },
     model=argument(str, None, "Hub id or directory of a causal or masked LM. Default: the packaged LLaMA."),
     data=Option(list[Path], (), f"{TEXT}; each source counts equally. Default for the packaged model: the packaged "
@@ -205,15 +204,16 @@ CALIBRATE = Command(
     output_dir=Option(Path, None, f"Directory for the plan. Default: {PLAN_DIRECTORY} (without MODEL "
         f"{DEMO_DIRECTORY}). MODEL stays."),
     in_place=Option(bool, False, "Write the plan into MODEL, a directory, whose config.json then carries it."),
-    optimize=Option(str, "time", "memory: the smallest cache inside the budget, windows alone.", choices=OPTIMIZED),
-    kv_bytes=Option(str, None, "Cache at the longest length, as a share of the model's (0.4x).", read=share),
+    aim=Option(str, "prompt", "What the plan is for: prompts of --lengths tokens, one decode step behind so many keys, "
+        "or the smallest cache inside the budget; the last two by windows alone.", choices=AIMS),
+    kv_bytes=Option(str, None, "With --aim memory: cache at the longest length, as a share of the model's (0.4x).",
+        read=share),
     families=Option(str, (), f"Kinds of choices by commas, some of {', '.join(FAMILIES)}. Default: all that need not "
         "be named, on a GPU without ranks.", read=words),
     minutes=Option(float, None, "End after so many minutes, with the best plan that is verified by then."),
     rows=Option(int, 256, "Query rows sampled per sequence."),
     labels=Option(int, 2, "Label draws per sequence, one backward pass each."),
-    decode_tokens=Option(int, 64, "Decode steps per prefill, for the prices."),
-    batch=Option(int, 1, "Sequences at once, for the prices and for whole passes.", "--batch-size"),
+    batch=Option(int, 1, "Sequences at once: rows of prompts or of a step, as they are timed.", "--batch-size"),
     captured=Option(bool, False, "Price decode steps as in captured CUDA graphs (a static cache): by the device's time "
         "alone."),
     **SOURCE,

@@ -16,13 +16,12 @@ from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration.assemble import save_plan
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.passes import Benefit
-from adaattn_hf.calibration.settings import Calibration
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import RISKS_FILE
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE
-from adaattn_hf.plans.wording import share
 
 from .job import Job
 from .pictures.grid import print_plan
@@ -32,8 +31,6 @@ from .pictures.page import plan_page
 Show = Callable[[], None]
 """Shows the plan of a budget."""
 FAILED_FILE = "adaattn_failed.json"
-WORTHWHILE = 1.03
-"""Whole models that are less faster than this hardly gain by their plan."""
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
 
@@ -63,12 +60,12 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
         *(one.sentence() for one in passes if job.options.verbose or one.high < 1.0),
-        *little(passes, result.met),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
         f"picture: {picture}",
         f"other budgets: adaattn plan explore {shlex.quote(str(job.target))} --html FILE",
+        *gains(passes, measurement.inputs.settings, subject.positions),
     ]
 
     def show() -> None:
@@ -78,13 +75,16 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     return found, show
 
 
-def little(passes: Sequence[Benefit], met: bool) -> list[str]:
-    """Returns a line on what would gain more, where a plan hardly makes the whole model faster."""
-    most = max(passes, key=lambda one: one.ratio, default=None)
-    if not met or most is None or most.ratio >= WORTHWHILE:
+def gains(passes: Sequence[Benefit], settings: CalibrationSettings, positions: int | None) -> list[str]:
+    """Returns a line on where a plan makes the whole model faster, as measured, and where it would gain more."""
+    if not passes:
         return []
-    gain = f"{share(max(most.ratio - 1.0, 0.0))} at {most.length:,} tokens"
-    return [f"this plan gains {gain}: longer --lengths gain more, and so does a larger --budget"]
+    longer = ["longer --lengths"] * (positions is None or settings.lengths[-1] < positions)
+    steps = any(one.step for one in passes)
+    more = [*longer, *["more rows (--batch-size)"] * (settings.aim == "step"), "a larger --budget"]
+    more += ["in steps --aim step with more rows (--batch-size)"] * (steps and settings.aim != "step")
+    untimed = "; captured steps were not timed" * settings.captured
+    return [f"times as fast: {', '.join(one.words() for one in passes)}{untimed}; would gain more: {', '.join(more)}"]
 
 
 def stored(place: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def page(models: Mapping[str, Mapping[str, Any]]) -> str:
 def main(work: Path, target: Path = TARGET) -> None:
     """Measures what is missing, and writes the page."""
     pages = {name: (pages_path(split),) for name, split in (("data", "calibration"), ("verify_data", "heldout"))}
-    base = {"decode_tokens": 0, "device": "cpu", "threads": 1, "quiet": True, "as_json": True, **pages}
+    base = {"device": "cpu", "threads": 1, "quiet": True, "as_json": True, **pages}
     models = {name: measure({**base, "model": str(demo_model_path(name))}, work / name) for name in DEMO_MODELS}
     write_atomically(target / "ablation.json", json_text(models, indent=1) + "\n")
     write_atomically(target / "ablation.md", page(models))

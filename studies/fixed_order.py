@@ -59,7 +59,7 @@ loses {lost} times as much as is allowed. Limits beside that of the loss are lef
   budget; a part of the noise is common to the candidates of a run, as the text is.
 * *The boldest of all that pass* is no sequence: it shows what looking for the best of all would do.
 
-The level is 5 %. {machine}, commit {commit}.
+The level is 5 %; chance alone moves such a share of {runs:,} runs by {chance:.2%} (95 %). {machine}, commit {commit}.
 """
 
 
@@ -71,7 +71,7 @@ def measured() -> dict[str, Any]:
     inputs = open_inputs(Subject(loaded.model), loaded.encode, data, SETTINGS, verify_data=held, run=Run())
     measurement = measure(inputs)
     stock, length = stock_distance(inputs), SETTINGS.lengths[0]
-    found = ladder(JointPasses(measurement, stock.kl), [], Gates(SETTINGS.budget), stock, [])
+    found = ladder(JointPasses(measurement, stock.kl), {}, Gates(SETTINGS.budget), stock, [])
     losses = []
     for one in found.candidates:
         tap = plan_tap(bound_layers(measurement, one.way.allocation.picks))
@@ -88,29 +88,34 @@ def returned(losses: Losses, budget: float, stops: bool = True) -> int:
     tokens = SETTINGS.lengths[0] - 1
     names = [str(at) for at in range(losses.shape[1])]
 
-    def evidence(measurement: Any, bound: Any, *_: Any) -> Evidence:
-        sums = (losses[bound["at"]] * tokens).tolist()
+    def evidence(inputs: Any, at: Any, *_: Any) -> Evidence:
+        sums = (losses[at] * tokens).tolist()
         return Evidence(names, sums, [tokens] * len(sums), [np.zeros(1)], [""] * len(sums), tokens * len(sums))
 
     def rung(at: int) -> Any:
         way = SimpleNamespace(cost=-at, stored="model", allocation=SimpleNamespace(picks=at))
         return SimpleNamespace(way=way, predicted={SETTINGS.lengths[0]: 0.0}, budget=None)
 
-    scoring = SimpleNamespace(causal=True)
-    inputs = SimpleNamespace(settings=SETTINGS, pace=None, run=Run(), scoring=scoring)
+    scoring = SimpleNamespace(causal=True, generates=False)
+    samples = {SETTINGS.lengths[0]: SimpleNamespace(held_out=())}
+    inputs = SimpleNamespace(
+        settings=SETTINGS, pace=None, run=Run(), scoring=scoring, samples=samples, other_source=False,
+        refuse_late=lambda: None,
+    )  # fmt: skip
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs, layers=SimpleNamespace(units=())))
     rungs = [tuple(map(rung, range(len(losses))))] if stops else [(rung(at),) for at in range(len(losses))]
     best, gates = -1, Gates(budget, rounding=1.0)
     with (
         mock.patch.object(proof, "bound_layers", lambda _, picks: {"at": picks}),
         mock.patch.object(proof, "activation", return_value=(1.0, 1.0)),
-        mock.patch.object(proof, "_evidence", evidence),
+        mock.patch.object(proof, "stored_tap", lambda bound, stored: bound["at"]),
+        mock.patch.object(proof, "gather", evidence),
     ):
         for candidates in rungs:
             steps = Ladder(candidates, gates, False)
             with mock.patch.object(calibrate, "ladder", return_value=steps):
-                out = calibrate.Sequential(passes, StockDistance(0.0, 0.0)).outcome(gates, ())
-            best = best if out.passed is None else int(out.passed[0].way.allocation.picks)
+                _, passed, _ = calibrate.judged(passes, StockDistance(0.0, 0.0), gates, (), [])
+            best = best if passed is None else int(passed[0].way.allocation.picks)
     return best
 
 
@@ -159,7 +164,8 @@ def page(report: dict[str, Any], found: Sequence[Row], runs: int) -> str:
     """Returns the page of a measurement and of what its runs returned."""
     losses, made = report["losses"], report["provenance"]
     head = HEAD.format(count=24, lost=LOST, all=len(losses[0]), length=report["length"], of=len(losses),
-                       machine=machine(made), commit=commit(made))  # fmt: skip
+                       runs=runs, chance=1.96 * np.sqrt(0.05 * 0.95 / runs), machine=machine(made),
+                       commit=commit(made))  # fmt: skip
     lines = [[words, f"{runs:,}", f"{beyond:.2%}", f"{any_:.1%}"] for words, beyond, any_ in found]
     return "\n".join([head, *table(["losses", "runs", "beyond the budget", "any plan"], lines)[:-1]]) + "\n"
 

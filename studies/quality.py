@@ -26,11 +26,8 @@ def write(runs: Path, target: Path = TARGET) -> None:
     }
     rows = []
     for name, report in sorted(reports.items()):
-        (stock, ours), (beside,), made = (
-            report["quality"]["arms"],
-            report["quality"]["comparisons"],
-            report["provenance"],
-        )
+        quality, made = report["quality"], report["provenance"]
+        (stock, ours), (beside,) = quality["arms"], quality["comparisons"]
         if not made["commit"]:
             raise UsageError(f"{name}: the report has no commit; measure it again")
         delta, right = beside["delta_nll"], [f"{arm.get('accuracy', 0):.4f}" for arm in (stock, ours)]

@@ -51,18 +51,10 @@ def cases() -> dict[str, tuple[Callable[[], Any], int]]:
 
         def work() -> Any:
             mask = make_mask(
-                batch_size=batch,
-                q_length=q_len,
-                kv_length=kv_len,
-                q_offset=kv_len - q_len,
-                kv_offset=0,
-                mask_function=masking_utils.causal_mask_function,
-                attention_mask=padding if padded else None,
-                allow_is_causal_skip=True,
-                dtype=torch.float32,
-                config=config,
-                device=q.device,
-            )
+                batch_size=batch, q_length=q_len, kv_length=kv_len, q_offset=kv_len - q_len, kv_offset=0,
+                mask_function=masking_utils.causal_mask_function, attention_mask=padding if padded else None,
+                allow_is_causal_skip=True, dtype=torch.float32, config=config, device=q.device,
+            )  # fmt: skip
             for _ in range(layers):
                 out = attend(layer, q, k, v, mask, scaling=0.2, dropout=0.0)[0]
             return out
@@ -139,10 +131,8 @@ class Checkout:
         python = root / ".venv" / "bin" / "python"
         if not python.is_file():
             raise SystemExit(f"{python}: not there; make the checkout an environment first (`make venv`)")
-        self._process = subprocess.Popen(  # noqa: S603  (this file, by the interpreter that was named)
-            [str(python), str(Path(__file__).resolve()), "--serve"],
-            cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        command = [str(python), str(Path(__file__).resolve()), "--serve"]  # by the interpreter that was named
+        self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         assert self._process.stdout is not None
         self.names = list(iter(lambda: self._line(), ""))
 

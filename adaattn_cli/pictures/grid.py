@@ -44,7 +44,7 @@ def notes(plan: Plan) -> list[str]:
     beyond = max((layer.layer for layer in plan.layers), default=-1) + 1
     lines = [f"layers {beyond} and up: exact"] if beyond and not plan.attention_layers else []
     if plan.exact_steps:
-        lines.append("decode steps stay exact: no choice was faster there")
+        lines.append("decode steps stay exact: the plan is no faster there")
     if plan.cache is not None:
         stored, streaming = plan.cache
         lines.append(f"cache: {stored}{', heads with a window keep it alone' * streaming}")

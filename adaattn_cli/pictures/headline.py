@@ -38,7 +38,7 @@ class Bought:
         passes = report.get("whole_forward", [])
         if not isinstance(passes, list) or not all(isinstance(one, Mapping) for one in passes):
             raise PlanError(f"whole_forward is {type(passes).__name__}, expected a list of measured passes")
-        ratios = [_figure(one, "ratio") for one in passes]
+        ratios = [_figure(one, "ratio") for one in passes if one.get("aimed", True)]
         prices = "price_exact_seconds", "price_plan_seconds"
         exact, price = (_figure(report, name) if name in report else 0.0 for name in prices)
         return cls((min(ratios), max(ratios)) if ratios else None, quotient([exact], [price]))
@@ -99,7 +99,9 @@ def _speeds(plan: Plan, buys: Bought) -> list[str]:
     if buys.whole is None:
         return [f"attention {times(attention)} times as fast"]
     low, high = (times(one) for one in buys.whole)
-    return [f"whole model {low if low == high else f'{low} to {high}'} times as fast", f"attention {times(attention)}"]
+    settings = plan.protocol.get("settings")
+    of = "whole step" if isinstance(settings, Mapping) and settings.get("aim") == "step" else "whole model"
+    return [f"{of} {low if low == high else f'{low} to {high}'} times as fast", f"attention {times(attention)}"]
 
 
 def speed_of(plan: Plan) -> float | None:

@@ -113,8 +113,7 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
         return _stop(name, picks.tolist(), risk, time, float(allocation.risk.max()), base / allocation.price, memory)
 
     stops = [solved("exact", exact)]
-    settings = plan.protocol.get("settings", {})
-    smallest = settings.get("optimize") == "memory" or settings.get("kv_bytes") is not None
+    smallest = plan.protocol.get("settings", {}).get("aim") == "memory"
     for budget in BUDGETS:
         stop = solved(allowed(budget), table.solve(budget, smallest).picks)
         if stop["picks"] != stops[-1]["picks"]:

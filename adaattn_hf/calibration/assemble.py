@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from adaattn_hf.patches.plans.subject import Subject
 
@@ -19,26 +17,11 @@ from .._files import write_atomically
 from ..plans import store
 from ..plans.evidence import MODEL, SOURCES
 from ..plans.limits import Gates
-from ..plans.plan import LayerPlan, Plan, UnitRecord, Verified
-from ..plans.tensors import LayerTensors
+from ..plans.plan import Plan, UnitRecord, Verified
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from ..policy.table import SolverTable
-from .layers import Measurement, make_plan
+from .layers import Measurement, make_plan, steps_stay_exact
 from .settings import Calibration
-
-
-def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -> list[UnitRecord]:
-    risk = worst_length(measurement.risks(alpha), picks)
-    price, exact_price = (
-        shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
-    )
-    dropped = np.asarray(sum(measurement.state.dropped.values()) / sum(measurement.state.done.values()))
-    return [
-        UnitRecord(
-            *unit, float(risk[at]), float(price[at]), float(exact_price[at]), *map(float, dropped[at, picks[at]])
-        )
-        for at, unit in enumerate(measurement.layers.units)
-    ]
 
 
 def finished_plan(
@@ -49,11 +32,26 @@ def finished_plan(
     Sums of risks are re-scaled by `alpha` `[lengths]`.
     """
     plan = make_plan(measurement, picks)
-    tensors: dict[str, Tensor] = {}
-    for layer in plan.layers:
-        tensors.update(needed_tensors(layer, measurement.layers.tensors[layer.layer]))
+    tensors = {
+        f"layers.{layer.layer}.{name}": tensor.cpu().contiguous()
+        for layer in plan.layers
+        for head, choice in enumerate(layer.choices)
+        for part in choice.parts
+        for name, tensor in part.tensors(measurement.layers.tensors[layer.layer], head).items()
+    }
+    risk = worst_length(measurement.risks(alpha), picks)
+    price, exact_price = (
+        shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
+    )
+    dropped = np.asarray(sum(measurement.state.dropped.values()) / sum(measurement.state.done.values()))
     planned = {layer.layer for layer in plan.layers}
-    units = tuple(unit for unit in _records(measurement, picks, alpha) if unit.layer in planned)
+    units = tuple(
+        UnitRecord(
+            *unit, float(risk[at]), float(price[at]), float(exact_price[at]), *map(float, dropped[at, picks[at]])
+        )
+        for at, unit in enumerate(measurement.layers.units)
+        if unit[0] in planned
+    )
     # what the plan says elsewhere, and `rounds`, which changes nothing in it
     named = ("budget", "seed", "lengths", "rounds")
     protocol: dict[str, Any] = {
@@ -71,19 +69,11 @@ def finished_plan(
         SOURCES: measurement.inputs.sources,
         "clusters": "documents where they count for eight of one size, stretches of text otherwise",
     }
-    if measurement.exact_steps:
+    s = measurement.inputs.settings
+    prompts = s.aim == "prompt" and measurement.inputs.scoring.generates and picks.any()
+    if prompts and steps_stay_exact(measurement.table, measurement.layers, s.lengths, picks):
         protocol["decode"] = "exact"
     return replace(plan, protocol=protocol, units=units, verified=verified, tensors=store.remember_tensors(tensors))
-
-
-def needed_tensors(layer: LayerPlan, tensors: LayerTensors) -> Mapping[str, Tensor]:
-    """Returns the tensors that a layer's choices read, by their names in the file."""
-    return {
-        f"layers.{layer.layer}.{name}": tensor.cpu().contiguous()
-        for head, choice in enumerate(layer.choices)
-        for part in choice.parts
-        for name, tensor in part.tensors(tensors, head).items()
-    }
 
 
 def report(
@@ -127,14 +117,6 @@ def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
     )
 
 
-def _with_dtype(config: bytes, before: bytes) -> bytes:
-    """A configuration whose dtype is that of the checkpoint, in whatever dtype the model was calibrated."""
-    new, old = json.loads(config), json.loads(before)
-    kept = {name: old[name] for name in ("dtype", "torch_dtype") if name in old}
-    stated = {name: value for name, value in new.items() if name not in ("dtype", "torch_dtype")}
-    return (json.dumps({**stated, **kept}, indent=2, sort_keys=True) + "\n").encode()
-
-
 def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
     """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file.
 
@@ -150,6 +132,10 @@ def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
         for file in Path(apart).iterdir():
             data = file.read_bytes()
             if file.name == "config.json" and (directory / file.name).is_file():
-                data = _with_dtype(data, (directory / file.name).read_bytes())
+                # the dtype is that of the checkpoint, in whatever dtype the model was calibrated
+                old, names = json.loads((directory / file.name).read_bytes()), ("dtype", "torch_dtype")
+                new = {name: value for name, value in json.loads(data).items() if name not in names}
+                kept = {name: old[name] for name in names if name in old}
+                data = (json.dumps({**new, **kept}, indent=2, sort_keys=True) + "\n").encode()
             write_atomically(directory / file.name, data)
     write_atomically(directory / store.PLAN_FILE, result.plan.to_json())

@@ -2,11 +2,11 @@
 
 * measure: estimate the risk of every choice for every unit (a key/value head of a layer) from a few backward passes on
   sampled rows (`measure`, `fisher`)
-* price: time the launches on this machine (`pricing`)
+* price: time the launches of what the plan is for on this machine (`pricing`)
 * choose: solve a multiple-choice knapsack within shares of the budget, from safe to bold, and measure each plan on
   calibration text (`ladder`, `policy.knapsack`)
 * verify: judge these candidates in their order, all by the same held-out text and each at the full level, until one
-  fails; the last that passed is the plan (`proof`)
+  fails; the best that passed is the plan (`proof`)
 
 The order is fixed before held-out text is read. So only the first candidate that breaks the budget can let a false one
 through, and the error rate of all is that of one test: fixed-sequence testing (Maurer, Hothorn and Lehmacher 1995), in
@@ -19,23 +19,25 @@ again differ in the last digits, which may decide between two choices of nearly 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from adaattn_hf.eval.arms import bound_layers_of
+
 from ..plans.limits import Gates, most_rounding, unproven
 from ..plans.plan import Plan
-from ..plans.wording import allowed, at_most, in_nats, rise
+from ..plans.wording import allowed, at_most, counted, in_nats, rise
 from ..policy.knapsack import evaluate
 from .assemble import finished_plan, report
 from .inputs import OutOfTime
-from .ladder import Candidate, Ladder, falling, ladder
-from .layers import Measurement, bound_layers, picks_of
-from .passes import StockDistance, stock_distance, whole_forward
+from .ladder import Candidate, falling, ladder
+from .layers import Measurement, picks_of
+from .passes import StockDistance, stock_distance, whole_passes
 from .proof import Proof, prove, worst
-from .search import PROTOCOL, JointPasses, Rounding, Way, roundings, storages
+from .search import PROTOCOL, JointPasses, Losses, Way, roundings, storages
 from .settings import Calibration, CalibrationSettings
 
 APART = 0.1
@@ -53,165 +55,148 @@ def decided(measurement: Measurement, budget: float | None = None, proven: Seque
     if inputs.pace is not None:
         inputs.run.expect({"plans": 0.0, "speed": inputs.pace.speed(inputs.settings) * result.met})
     if result.met and inputs.settings.rounds and inputs.team.leads:
-        by_layer = bound_layers(measurement, picks_of(measurement, result.plan))
+        timed = result.report["whole_forward"] = list[dict[str, Any]]()
         try:
-            timed = whole_forward(inputs, by_layer, inputs.settings.rounds)
-            result.report["whole_forward"] = [asdict(one) for one in timed]
-        except OutOfTime as over:
-            inputs.run.say(f"whole passes are not timed: {over}")
-        except torch.OutOfMemoryError:  # the plan is verified, and stays
-            inputs.run.say(
-                f"whole passes of {inputs.settings.batch} sequences have no room to be timed; a smaller "
-                "--batch-size would fit"
-            )
+            for one in whole_passes(inputs, bound_layers_of(result.plan, measurement.layers.tensors)):
+                timed.append(asdict(one))
+        except OutOfTime as over:  # the plan is verified, and stays, with what was timed of it
+            inputs.run.say(f"further whole passes are not timed: {over}")
+        except torch.OutOfMemoryError:
+            inputs.run.say(f"further passes of {inputs.settings.batch} sequences have no room: lower --batch-size")
     return result
 
 
 def choose_and_verify(
     measurement: Measurement, settings: CalibrationSettings | None = None, proven: Sequence[Plan] = ()
 ) -> Calibration:
-    """Returns the boldest plan that passed verification, or the exact plan.
+    """Returns the best plan that passed verification, with the format of its cache, or the exact one with the reason.
 
     `settings` may have another budget or verification than those of the measurement.
     """
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))
-    stock = stock_distance(measurement.inputs)
-    s, dtype = measurement.inputs.settings, measurement.layers.exact.dtype
-    rounding = min(stock.kl, most_rounding(dtype))
-    gates = Gates(s.budget, s.top1, s.needles_lost, rounding, max_kl=s.max_kl)
+    s, dtype, stock = measurement.inputs.settings, measurement.layers.exact.dtype, stock_distance(measurement.inputs)
+    gates = Gates(s.budget, s.top1, s.needles_lost, min(stock.kl, most_rounding(dtype)), max_kl=s.max_kl)
     if stock.kl > APART * s.budget:
         measurement.inputs.run.say(
             f"two stock implementations differ by a KL of {in_nats(stock.kl)} nats/token in this dtype, which is not "
             "held against a plan"
         )
-    return Sequential(JointPasses(measurement, stock.kl), stock).result(gates, proven)
+    log: list[dict[str, Any]] = []
+    gates, passed, reason = judged(JointPasses(measurement, stock.kl), stock, gates, proven, log)
+    if passed is None:
+        zero, one = np.zeros(len(measurement.layers.units), dtype=np.int64), np.ones(len(s.lengths))
+        sentence = f"the budget of {allowed(gates.budget)} cannot be met: {reason}; the plan is exact"
+        noted = report(measurement, log, None, one, [step["verified"] for step in log if "verified" in step])
+        plan = finished_plan(measurement, zero, None, one, gates)
+        return Calibration(plan, False, sentence, {**noted, "rounding": stock.kl})
+    candidate, proof = passed
+    allocation, storage = candidate.way.allocation, candidate.way.storage
+    verdict = worst(proof.alone.values()) if proof.alone else None
+    plan = finished_plan(measurement, allocation.picks, verdict, candidate.alpha, gates)
+    noted = report(measurement, log, allocation, candidate.alpha, [asdict(one) for one in proof.verdicts])
+    noted["rounding"] = stock.kl  # every measured KL holds that of rounding
+    sentence = proof.worst.sentence
+    if storage is not None:
+        coded = worst(proof.coded.values()) if proof.coded else None
+        stored = {**asdict(storage), "verified": None if coded is None else asdict(coded)}
+        plan = replace(plan, protocol={**plan.protocol, PROTOCOL: stored})
+        words = ", as exact as the plan" if coded is None else f" {coded.sentence}"
+        noted[PROTOCOL] = f"cache: {storage.words}{words}"
+        sentence = f"{sentence}; {noted[PROTOCOL]}"
+    return Calibration(plan, True, sentence, noted)
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a sequence of candidates came to: the last that passed, with its proof, and why none followed, in words."""
+def judged(
+    passes: JointPasses, stock: StockDistance, gates: Gates, proven: Sequence[Plan], log: list[dict[str, Any]]
+) -> tuple[Gates, tuple[Candidate, Proof] | None, str]:
+    """Returns the limits, the best candidate that held-out text proved, and in words why it proved no other.
 
-    gates: Gates
-    passed: tuple[Candidate, Proof] | None
-    reason: str
+    Plans that were `proven` on this text before come first, bolder ones after them; what was found joins the `log`.
+    """
+    measurement, held = passes.measurement, list[tuple[Candidate, Proof]]()
+    inputs, s, reason = measurement.inputs, measurement.inputs.settings, ""
+    try:
+        formats = roundings(passes) if s.with_cache else {}
+        steps = ladder(passes, formats, gates, stock, log)
+        gates = steps.gates
+        order = falling([*known(passes, proven, formats), *steps.candidates])
+        if not order:
+            reason = _nothing(measurement, steps.forgetful, [step for step in log if "cost" in step])
+        for number, candidate in enumerate(order, 1):
+            if inputs.pace is not None:
+                stages = inputs.pace.plan(s, inputs.team.size, 1)
+                further = (len(order) - number) * sum(stages.values()) + inputs.pace.speed(s)
+                inputs.run.expect({**stages, "plans": further})
+            proof = prove(measurement, candidate.way, candidate.predicted, gates, number)
+            log.append({"verified": asdict(proof.worst), "candidate": number, "of": len(order)})
+            figures = f"perplexity {rise(proof.worst.delta_nll)}, at most {at_most(proof.worst.upper)}: passed"
+            said = figures if proof.passed else proof.worst.sentence
+            # In full, the order has two hypotheses of a candidate: that its plan keeps the limits, and behind it that
+            # it does over its cache's format. Each is tested once, at the full level, until one fails. With 1 - alpha
+            # all that passed are true at once, so that the best of them may be taken, whatever the next one showed:
+            # of a candidate whose format failed that is the plan alone.
+            if not proof.passed and proof.alone and proof.coded:
+                alone = storages(measurement, candidate.way.allocation.picks)["model"]
+                if alone.streaming and alone.share <= (s.kv_bytes or 1.0):
+                    said += f" over {candidate.way.stored}; its plan passed without that, {alone.words}"
+                    way = replace(candidate.way, storage=alone, beside=None)
+                    held.append((replace(candidate, way=way), Proof(proof.alone, {}, proof.loss)))
+            before = "" if candidate.budget is None else f", proven for {allowed(candidate.budget)}"
+            inputs.run.say(f"candidate {number} of {len(order)}{before}: {said}")
+            if not proof.passed:
+                reason = f"the first candidate {proof.worst.sentence}; {proof.remedy(gates)}"
+                break
+            held.append((candidate, proof))
+    except OutOfTime as over:
+        reason = str(over)
+    return gates, min(held, key=lambda one: one[0].way.cost, default=None), reason
 
 
-@dataclass(frozen=True, eq=False)
-class Sequential:
-    """Judges candidates in a fixed sequence; `stock` is how far two exact implementations lie apart, `log` a report."""
+def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[Candidate]:
+    """Returns the candidates of plans that were proven on this held-out text for a smaller budget, smallest first.
 
-    passes: JointPasses
-    stock: StockDistance
-    log: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def measurement(self) -> Measurement:
-        """The model, its text, risks and prices."""
-        return self.passes.measurement
-
-    def outcome(self, gates: Gates, proven: Sequence[Plan]) -> Outcome:
-        """Returns what held-out text says of plans that were proven on it before, and of bolder ones after them."""
-        inputs, s = self.measurement.inputs, self.measurement.inputs.settings
-        passed: tuple[Candidate, Proof] | None = None
-        try:
-            formats = roundings(self.passes) if s.with_cache else []
-            steps = ladder(self.passes, formats, gates, self.stock, self.log)
-            gates, known = steps.gates, self.known(proven, formats)
-            order = falling([*known, *steps.candidates])
-            for number, candidate in enumerate(order, 1):
-                self.expect(len(order) - number + 1)
-                proof = prove(self.measurement, candidate.way, candidate.predicted, gates, number)
-                self.log.append({"verified": asdict(proof.worst), "candidate": number, "of": len(order)})
-                before = "" if candidate.budget is None else f", proven for {allowed(candidate.budget)}"
-                figures = f"perplexity {rise(proof.worst.delta_nll)}, at most {at_most(proof.worst.upper)}: passed"
-                said = figures if proof.passed else proof.worst.sentence
-                inputs.run.say(f"candidate {number} of {len(order)}{before}: {said}")
-                if not proof.passed:
-                    return Outcome(gates, passed, f"the first candidate {proof.worst.sentence}; {proof.remedy(gates)}")
-                passed = candidate, proof
-        except OutOfTime as over:
-            return Outcome(gates, passed, str(over))
-        return Outcome(gates, passed, "" if passed else self.nothing(steps))
-
-    def known(self, proven: Sequence[Plan], formats: Sequence[Rounding]) -> list[Candidate]:
-        """Returns the candidates of plans that were proven on this held-out text for a smaller budget, smallest first.
-
-        Theirs are these weights, lengths and text, and choices that are priced here.
-        """
-        inputs, layers, s = self.measurement.inputs, self.measurement.layers, self.measurement.inputs.settings
-        found = []
-        for plan in sorted(proven, key=lambda one: one.budget):
-            drawn = {"seed": plan.seed, **plan.protocol.get("settings", {})}
-            same = (
-                (plan.weight_hash, plan.dtype, plan.lengths, plan.data_fingerprint)
-                == (layers.exact.weight_hash, layers.exact.dtype, s.lengths, inputs.fingerprint)
-                and all(drawn.get(name) == getattr(s, name) for name in ("seed", "sequences", "joint"))
-                and (plan.cache is not None) == s.with_cache
-                and {choice for layer in plan.layers for choice in layer.choices} <= {*layers.candidates.choices}
-            )
-            if same and plan.budget < s.budget and unproven(plan) is None:
-                found.append(self.again(plan, formats))
-        return found
-
-    def again(self, plan: Plan, formats: Sequence[Rounding]) -> Candidate:
-        """Returns the candidate of a plan that was made before."""
-        measurement, picks = self.measurement, picks_of(self.measurement, plan)
+    Theirs are these weights, lengths and text, and choices that are priced here.
+    """
+    measurement, layers, found = passes.measurement, passes.measurement.layers, list[Candidate]()
+    inputs, s = measurement.inputs, measurement.inputs.settings
+    for plan in sorted(proven, key=lambda one: one.budget):
+        drawn = {"seed": plan.seed, **plan.protocol.get("settings", {})}
+        same = (
+            (plan.weight_hash, plan.dtype, plan.lengths, plan.data_fingerprint)
+            == (layers.exact.weight_hash, layers.exact.dtype, s.lengths, inputs.fingerprint)
+            and all(drawn.get(name) == getattr(s, name) for name in ("seed", "sequences", "joint"))
+            and (plan.cache is not None) == s.with_cache
+            and {choice for layer in plan.layers for choice in layer.choices} <= {*layers.candidates.choices}
+        )
+        if not same or plan.budget >= s.budget or unproven(plan) is not None:
+            continue
+        picks = picks_of(measurement, plan)
         way = Way(evaluate(picks, measurement.prices, measurement.risks(), measurement.launches))
         if plan.cache is not None:
-            beside = {one.stored: one.kl for one in formats}.get(plan.cache[0], {})
-            way = replace(way, storage=storages(measurement, picks)[plan.cache[0]], beside=beside)
-        return Candidate.measured(self.passes, way, np.ones(len(plan.lengths)), plan.budget)
+            stored = plan.cache[0]
+            way = replace(way, storage=storages(measurement, picks)[stored], beside=formats.get(stored, {}))
+        if s.kv_bytes is None or way.cost <= s.kv_bytes:
+            found.append(Candidate.measured(passes, way, np.ones(len(plan.lengths)), plan.budget))
+    return found
 
-    def expect(self, left: int) -> None:
-        """Tells how long the candidates that are left will take."""
-        inputs, s = self.measurement.inputs, self.measurement.inputs.settings
-        if inputs.pace is not None:
-            stages = inputs.pace.plan(s, inputs.team.size, 1)
-            further = (left - 1) * sum(stages.values()) + inputs.pace.speed(s)
-            inputs.run.expect({**stages, "plans": further})
 
-    def nothing(self, steps: Ladder) -> str:
-        """Returns in words why there was no candidate, and what would change it."""
-        s = self.measurement.inputs.settings
-        if steps.forgetful:
-            return "no candidate saves and keeps the needles in the calibration text; --needles allows more to be lost"
-        if s.kv_bytes is not None:
-            costs = [step["cost"] for step in self.log if "cost" in step]
-            least = f"the smallest that is foretold within it takes {min(costs):.2f}x" if costs else "none is smaller"
-            return (
-                f"kv_bytes: {s.kv_bytes:g}x of the bytes is not reached by any format with windows, {least}; ask for "
-                "that, for a larger budget, or for longer --lengths"
-            )
-        saves = "memory" if s.with_cache else "time"
+def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str, Any]]) -> str:
+    """Says why there is no candidate, of those that were `tried` on calibration text, and what would change it."""
+    s, positions = measurement.inputs.settings, measurement.inputs.subject.positions
+    if forgetful:
+        return "no candidate saves and keeps the needles in the calibration text; --needles allows more to be lost"
+    if s.kv_bytes is not None:
+        costs = [step["cost"] for step in tried]
+        least = f"the smallest that is foretold within it takes {min(costs):.2f}x" if costs else "none is smaller"
         return (
-            f"no candidate saves {saves} on this machine; longer --lengths (now {s.lengths[-1]}) or a larger budget "
-            "would change that"
+            f"kv_bytes: {s.kv_bytes:g}x of the bytes is not reached by any format with windows, {least}; ask for that, "
+            "for a larger budget, or for longer --lengths"
         )
-
-    def result(self, gates: Gates, proven: Sequence[Plan]) -> Calibration:
-        """Returns the plan that passed, or the exact one with the reason, and the format of the cache."""
-        measurement, out = self.measurement, self.outcome(gates, proven)
-        if out.passed is None:
-            zero = np.zeros(len(measurement.layers.units), dtype=np.int64)
-            one = np.ones(len(measurement.inputs.settings.lengths))
-            sentence = f"the budget of {allowed(gates.budget)} cannot be met: {out.reason}; the plan is exact"
-            verdicts = [step["verified"] for step in self.log if "verified" in step]
-            plan = finished_plan(measurement, zero, None, one, out.gates)
-            noted = report(measurement, self.log, None, one, verdicts)
-            return Calibration(plan, False, sentence, {**noted, "rounding": self.stock.kl})
-        candidate, proof = out.passed
-        allocation, storage = candidate.way.allocation, candidate.way.storage
-        verdict = worst(proof.alone.values()) if proof.alone else None
-        plan = finished_plan(measurement, allocation.picks, verdict, candidate.alpha, out.gates)
-        noted = report(measurement, self.log, allocation, candidate.alpha, [asdict(one) for one in proof.verdicts])
-        noted["rounding"] = self.stock.kl  # every measured KL holds that of rounding
-        sentence = proof.worst.sentence
-        if storage is not None:
-            coded = worst(proof.coded.values()) if proof.coded else None
-            stored = {**asdict(storage), "verified": None if coded is None else asdict(coded)}
-            plan = replace(plan, protocol={**plan.protocol, PROTOCOL: stored})
-            words = ", as exact as the plan" if coded is None else f" {coded.sentence}"
-            noted[PROTOCOL] = f"cache: {storage.words}{words}"
-            sentence = f"{sentence}; {noted[PROTOCOL]}"
-        return Calibration(plan, True, sentence, noted)
+    if tried:
+        return "all that save are beyond the limits in the calibration text; a larger budget would change that"
+    longer = [f"longer --lengths (now {s.lengths[-1]})"] * (positions is None or s.lengths[-1] < positions)
+    rows = [f"more rows (--batch-size, now {s.batch})"] * (s.aim == "step")
+    of = f" in a step of {counted(s.batch, 'row')}" if s.aim == "step" else ""
+    would = " or ".join([*longer, *rows, "a larger budget"])
+    return f"no candidate saves {'memory' if s.with_cache else 'time'}{of} on this machine; {would} would change that"

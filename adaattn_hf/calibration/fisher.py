@@ -43,19 +43,16 @@ def in_pieces(
 
 
 @dataclass(eq=False)
-class FisherRecorder:
-    """Records the gradients and changes of one layer at a time, as layers are computed again on the way back.
+class _Recorder:
+    """Records the gradients and changes of one layer at a time, as layers are computed again on the way back."""
 
-    Fields are those of `measure`, the layers `left` to report, and whether the `forward` pass is still under way.
-    """
-
-    rows: Tensor
+    rows: Tensor  # as the next four, those of `measure`
     choices: Sequence[Choice]
     tensors: Mapping[int, LayerTensors]
     labels: int
     report: Callable[[int, Tensor, Tensor], None]
-    left: set[int] = field(default_factory=set)
-    forward: bool = True
+    left: set[int] = field(default_factory=set)  # layers that are not reported yet
+    forward: bool = True  # whether the forward pass is still under way
 
     def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Computes exact attention; on the way back, measures what each choice would change and hears its gradients."""
@@ -101,32 +98,27 @@ def differentiable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def learns(one: Any) -> bool:
-    """Whether gradients flow to an argument."""
+def _learns(one: Any) -> bool:
     return isinstance(one, Tensor) and one.requires_grad
 
 
 @dataclass(eq=False)
-class LayerCall:
-    """One call of a layer, whose graph is not kept: it is computed again when all gradients of its outputs are known.
-
-    `given` are its arguments, flattened as `spec` says; `gradients` those so far, by label and output.
-    """
+class _LayerCall:
+    """A layer's call, whose graph is not kept: it is computed again when all gradients of its outputs are known."""
 
     forward: Callable[..., Any]
-    given: list[Any]
+    given: list[Any]  # its arguments, flattened as the next field says
     spec: TreeSpec
-    gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # those so far, by label and output
 
     def outputs(self, given: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        """Returns the outputs of the layer for some arguments, both flattened."""
         args, kwargs = tree_unflatten(given, self.spec)
         return tree_flatten(self.forward(*args, **kwargs))
 
     def back(self, way: WayBack) -> None:
         """Computes the layer again, once for all labels, and hands their gradients on to the layers before it."""
-        given = [one.detach().requires_grad_() if learns(one) else one for one in self.given]
-        leaves = [(before, leaf) for before, leaf in zip(self.given, given, strict=True) if learns(before)]
+        given = [one.detach().requires_grad_() if _learns(one) else one for one in self.given]
+        leaves = [(before, leaf) for before, leaf in zip(self.given, given, strict=True) if _learns(before)]
         found = [one for one in self.outputs(given)[0] if isinstance(one, Tensor)]
         for label, gradients in sorted(self.gradients.items()):
             outputs = {place: one for place, one in gradients.items() if found[place].requires_grad}
@@ -138,12 +130,12 @@ class LayerCall:
             way.push(label, [(before, one) for before, one in pairs if not before.is_leaf])
 
 
-class Cut(torch.autograd.Function):
+class _Cut(torch.autograd.Function):
     """Computes a layer without a graph; the gradients of its outputs are kept with the call."""
 
     @staticmethod
-    def forward(ctx: Any, way: WayBack, call: LayerCall, box: list[Any], _anchor: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors among the outputs; all of them are left in the box."""
+    def forward(ctx: Any, way: WayBack, call: _LayerCall, box: list[Any], _anchor: Tensor) -> tuple[Tensor, ...]:
+        # the tensors among the outputs are returned, all of them are left in the box
         ctx.way, ctx.call = way, call
         ctx.set_materialize_grads(False)
         box += call.outputs(call.given)
@@ -153,7 +145,6 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
-        """Adds the gradients to those of the label whose turn it is."""
         known = ctx.call.gradients.setdefault(ctx.way.label, {})
         for place, one in enumerate(gradients):
             if one is not None:
@@ -169,7 +160,7 @@ class WayBack:
     """
 
     labels: int
-    calls: list[LayerCall] = field(default_factory=list)
+    calls: list[_LayerCall] = field(default_factory=list)
     label: int = 0
 
     @contextmanager
@@ -179,12 +170,12 @@ class WayBack:
         def cut(forward: Callable[..., Any]) -> Callable[..., Any]:
             def once(*args: Any, **kwargs: Any) -> Any:
                 given, spec = tree_flatten((args, kwargs))
-                if not any(map(learns, given)):
+                if not any(map(_learns, given)):
                     return forward(*args, **kwargs)
-                call, box = LayerCall(forward, given, spec), list[Any]()
+                call, box = _LayerCall(forward, given, spec), list[Any]()
                 self.calls.append(call)
                 anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
-                tensors = iter(Cut.apply(self, call, box, anchor))  # type: ignore[no-untyped-call]
+                tensors = iter(_Cut.apply(self, call, box, anchor))  # type: ignore[no-untyped-call]
                 flat, form = box
                 return tree_unflatten([next(tensors) if isinstance(one, Tensor) else one for one in flat], form)
 
@@ -261,7 +252,7 @@ def measure(
     once for each layer, the last one first, with its index, the products g . do `[labels, choices, heads, rows]` and
     the dropped mass `[choices, heads, rows]`.
     """
-    recorder, way = FisherRecorder(rows, choices, tensors, labels, report), WayBack(labels)
+    recorder, way = _Recorder(rows, choices, tensors, labels, report), WayBack(labels)
     with differentiable(arms.model), tapping(recorder.tap):
         with way.kept(arms.layers):
             hidden = arms.hidden(window)

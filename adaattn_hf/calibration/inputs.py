@@ -47,65 +47,43 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a calibration keeps, and whom it tells.
+    """What a calibration keeps, and whom it tells."""
 
-    Attributes:
-        directory: Where the state is saved after every sequence, until `state.forget`.
-        resume: Continue from the state saved there.
-        known: Risks of an earlier run on the same weights and text, taken in place of measuring them.
-        progress: Told of the steps of each stage.
-        say: Told what a user should know, with details.
-        expect: Told of the seconds that stages will take, before the first one and whenever more is known.
-        opened: When the calibration began, by `time.monotonic`, from which `settings.minutes` count.
-    """
-
-    directory: Path | None = None
-    resume: bool = False
-    known: Known | None = None
+    directory: Path | None = None  # where the state is saved after every sequence, until `state.forget`
+    resume: bool = False  # go on from the state saved there
+    known: Known | None = None  # risks of an earlier run on the same weights and text, in place of measuring them
     progress: Progress = silent
-    say: Callable[..., None] = silent
-    expect: Callable[[Mapping[str, float]], None] = silent
-    opened: float = field(default_factory=time.monotonic)
+    say: Callable[..., None] = silent  # a sentence that a user should know, and details
+    expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, whenever more is known
+    opened: float = field(default_factory=time.monotonic)  # from here on `settings.minutes` count
 
 
 @dataclass(frozen=True)
 class LengthSample:
-    """Disjoint sequences of one length: to measure risks, to compare whole plans in the search, and for verification.
+    """Disjoint sequences of one length, and a hash of the text that they were drawn from."""
 
-    All candidates are verified on the same held-out sequences. `fingerprint` is a hash of the text that they were drawn
-    from.
-    """
-
-    risk: tuple[TokenSequence, ...]
-    joint: tuple[TokenSequence, ...]
-    held_out: tuple[TokenSequence, ...]
+    risk: tuple[TokenSequence, ...]  # to measure risks
+    joint: tuple[TokenSequence, ...]  # to compare whole plans in the search
+    held_out: tuple[TokenSequence, ...]  # to verify all candidates
     fingerprint: str
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A model in evaluation mode, ready for calibration, and its text.
-
-    Attributes:
-        samples: Text by length.
-        other_source: Whether the held-out text comes from another source.
-        team: The processes that share the work.
-        pace: What steps take, None where nobody asked.
-        states: By sequence and seed, what exact attention makes of its windows, in the host's memory: all plans that
-            are compared on it share that.
-        haystacks: By length and place, a haystack of the sequence, and which needles exact attention finds.
-    """
+    """A model in evaluation mode, ready for calibration, and its text."""
 
     subject: Subject
     arms: ModelArms
     settings: CalibrationSettings
     scoring: Objective
-    samples: Mapping[int, LengthSample]
+    samples: Mapping[int, LengthSample]  # by length
     run: Run = field(default_factory=Run)
-    other_source: bool = False
+    other_source: bool = False  # whether the held-out text comes from another source
     team: team.Team = field(default_factory=team.present)
-    pace: Pace | None = None
+    pace: Pace | None = None  # None where nobody asked
+    # by sequence and seed, what exact attention makes of its windows: all plans that are compared on it share that
     states: dict[tuple[TokenSequence, int | None], list[Tensor]] = field(default_factory=dict)
+    # by length and place, a haystack of the sequence, and which needles exact attention finds
     haystacks: dict[tuple[int, int], tuple[needles.Haystack, tuple[bool, ...]]] = field(default_factory=dict)
 
     @property
@@ -114,10 +92,14 @@ class Inputs:
         minutes = self.settings.minutes
         return math.inf if minutes is None else self.team.tell(self.run.opened + 60.0 * minutes - time.monotonic())
 
-    def refuse_late(self, together: bool = True) -> None:
-        """Ends what is under way if the time is over; a team does so only where its processes come `together`."""
-        if (together or self.team.size == 1) and self.left <= 0.0:
-            raise OutOfTime(f"{self.settings.minutes:g} minutes are over")
+    def refuse_late(self, together: bool = True, seconds: float = 0.0) -> None:
+        """Ends what is under way if the time is over, or has no room for what takes so many seconds.
+
+        A team does so only where its processes come `together`.
+        """
+        if (together or self.team.size == 1) and self.left <= seconds:
+            over = "leave no room for more" if seconds else "are over"
+            raise OutOfTime(f"{self.settings.minutes:g} minutes {over}")
 
     def keep(self, state: CalibrationState) -> None:
         """Saves what is measured, where there is a directory for it."""
@@ -188,7 +170,11 @@ def open_inputs(
     parts = sample.parts
     windows.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
-    samples = {length: _cut(sample, scoring.content(length)) for length in settings.lengths}
+    samples = dict[int, LengthSample]()
+    for length in settings.lengths:
+        most = scoring.content(length)
+        cut = {use: tuple(replace(one, tokens=one.tokens[:most]) for one in part) for use, part in parts.items()}
+        samples[length] = LengthSample(**cut, fingerprint=sample.fingerprint)
     return Inputs(subject, arms, settings, scoring, samples, run or Run(), verify_data is not None)
 
 
@@ -200,14 +186,6 @@ def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> N
             f"(max_position_embeddings, rotary scaling included); give shorter lengths, such as --lengths {positions}, "
             "or a model whose rope_parameters reach further"
         )
-
-
-def _cut(sample: windows.Sample, length: int) -> LengthSample:
-    risk, joint, held_out = (
-        tuple(replace(one, tokens=one.tokens[:length]) for one in sample.parts[use])
-        for use in ("risk", "joint", "held_out")
-    )
-    return LengthSample(risk, joint, held_out, sample.fingerprint)
 
 
 def _draw(
@@ -250,16 +228,12 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of the steps for one sequence of each length.
+    """Seconds of the steps for one sequence of each length."""
 
-    `moments` is the pass that finds the layers, `pair` one with exact attention and one with a plan, compared. `risk`
-    are the passes that measure risks, `prices` times all choices, for all sequences together.
-    """
-
-    moments: Mapping[int, float]
-    pair: Mapping[int, float]
-    risk: Mapping[int, float]
-    prices: Mapping[int, float]
+    moments: Mapping[int, float]  # the pass that finds the layers
+    pair: Mapping[int, float]  # one with exact attention and one with a plan, compared
+    risk: Mapping[int, float]  # the passes that measure risks
+    prices: Mapping[int, float]  # of all choices, for all sequences together
 
     def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
         """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
@@ -282,7 +256,8 @@ class Pace:
 
     def speed(self, s: CalibrationSettings) -> float:
         """Returns the seconds that timing whole passes takes."""
-        return (s.rounds + 1) * sum(self.pair.values()) * s.batch if s.rounds else 0.0
+        prompts = s.batch if s.aim == "prompt" else 1
+        return ((s.rounds + 1) * prompts + 1) * sum(self.pair.values()) if s.rounds else 0.0
 
 
 def seconds_at(

@@ -7,7 +7,7 @@ on calibration text and re-scales the sums of risks that foretell the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from ..plans.limits import Gates
 from ..policy.knapsack import Array
 from .passes import StockDistance
-from .search import LEAST_KL, Joint, JointPasses, Rounding, Way, way_within
+from .search import LEAST_KL, Joint, JointPasses, Losses, Way, way_within
 
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 """Shares of the KL that the budget allows, for which plans are sought."""
@@ -27,24 +27,21 @@ REHEARSED = 0.2
 CLOSER = (0.25, 0.5)
 """A plan that loses needles is followed by one with at least and at most so much of its risk for retrieval."""
 
+NOTED = ("flips", "kl_p999", "delta_nll", "needles")
+"""What is reported of a candidate at each length, beside its KL."""
 CHEAPER = 0.995
 """A bolder candidate costs at most this share of the one before: what one head saves in a small model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan that held-out text may judge, with its cache, and by length its loss on calibration text.
-
-    `predicted` is by length its re-scaled risk before it was measured, nats/token, with the loss of the cache's format.
-    `alpha` `[lengths]` re-scales sums of risks to what was measured. `budget` is the one that it was proven for, None
-    if it is new.
-    """
+    """A plan that held-out text may judge, with its cache, and by length its loss on calibration text."""
 
     way: Way
     joint: Mapping[int, Joint]
-    predicted: Mapping[int, float]
-    alpha: Array
-    budget: float | None = None
+    predicted: Mapping[int, float]  # its re-scaled risk before it was measured, with the loss of the cache's format
+    alpha: Array  # `[lengths]`, re-scales sums of risks to what was measured
+    budget: float | None = None  # the one that it was proven for, None if it is new
 
     @classmethod
     def measured(cls, passes: JointPasses, way: Way, alpha: Array, budget: float | None = None) -> Candidate:
@@ -76,7 +73,7 @@ class Ladder:
 
 
 def ladder(
-    passes: JointPasses, formats: Sequence[Rounding], gates: Gates, stock: StockDistance, log: list[dict[str, Any]]
+    passes: JointPasses, formats: Losses, gates: Gates, stock: StockDistance, log: list[dict[str, Any]]
 ) -> Ladder:
     """Returns the candidates within the limits, each cheaper than those before; what was measured joins the log.
 
@@ -96,13 +93,25 @@ def ladder(
                 break
             one = Candidate.measured(passes, way, alpha)
             found.append(one)
-            log.append(_noted(one, share))
+            joints = [*one.joint.values()]
+            log.append(
+                {
+                    "share": share,
+                    "cost": one.way.cost,
+                    "stored": one.way.stored,
+                    "predicted": [*one.predicted.values()],
+                    "measured": [one.added(length) for length in one.joint],
+                    **{name: [getattr(joint, name) for joint in joints] for name in NOTED},
+                }
+            )
             alpha = one.alpha
-            flips = max([flips, *(j.flips / math.sqrt(j.kl) for j in one.joint.values() if j.kl > 0.0)])
+            flips = max([flips, *(j.flips / math.sqrt(j.kl) for j in joints if j.kl > 0.0)])
             if not (lost := one.forgets(gates)):
                 break
             for length in lost:
-                needles[length] = min(_closer(gates, one.joint[length]), needles.get(length, math.inf))
+                gone, won, by_exact = one.joint[length].needles
+                closer = one.joint[length].risk * float(np.clip(gates.spared(by_exact) / (gone - won), *CLOSER))
+                needles[length] = min(closer, needles.get(length, math.inf))
     inputs.run.progress("joint", len(SHARES) + 1, len(SHARES) + 1)
     if flips:
         gates = gates.with_flips(flips, stock.flips)
@@ -130,25 +139,3 @@ def _room(gates: Gates, flips: float) -> float:
     if flips > 0.0:
         room = min(room, ((1.0 - gates.least_top1) / flips) ** 2 - gates.rounding)
     return max(room, LEAST_KL)
-
-
-def _closer(gates: Gates, joint: Joint) -> float:
-    """The risk for retrieval that the next plan may have, after one that lost too many needles."""
-    lost, won, found = joint.needles
-    return joint.risk * float(np.clip(gates.spared(found) / (lost - won), *CLOSER))
-
-
-def _noted(one: Candidate, share: float) -> dict[str, Any]:
-    """What is reported of a candidate on calibration text."""
-    joints = [*one.joint.values()]
-    return {
-        "share": share,
-        "cost": one.way.cost,
-        "stored": one.way.stored,
-        "predicted": [*one.predicted.values()],
-        "measured": [one.added(length) for length in one.joint],
-        "flips": [joint.flips for joint in joints],
-        "kl_p999": [joint.kl_p999 for joint in joints],
-        "delta_nll": [joint.delta_nll for joint in joints],
-        "needles": [joint.needles for joint in joints],
-    }

@@ -6,7 +6,7 @@ ranks need, and the attention calls that are timed for the prices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -20,36 +20,34 @@ from adaattn_hf.eval.arms import bound_layers_of
 from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
 from ..plans.bound_layer import BoundLayer
-from ..plans.choices import Setting
+from ..plans.choices import Choice, Setting
 from ..plans.plan import Plan
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
-from ..policy.knapsack import Array, Launches, of_cache
+from ..policy.knapsack import Array, Launches, of_cache, of_units, shared_prices
 from ..policy.prices import PriceTable
-from ..stats.spectrum import Gram, score_factors
+from ..stats.spectrum import score_factors
 from .inputs import Inputs
-from .settings import CalibrationSettings
 from .state import CalibrationState, KeptMoments, Moments
 
 Picks = NDArray[np.int64]
 """`[units]`, index of each unit's choice among the candidates."""
+FASTER = 0.95
+"""A decode step is faster if it takes less than this share of exact attention's time: timings differ by as much, and
+a difference counts once for every token."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The attention layers of a model, by ascending index, and a plan that leaves all of them exact.
-
-    `windows` are the model's own. `candidates` are of each unit (a key/value head of a layer), `tensors` mean keys and
-    bases. `calls` are by kind and length, for timing; see `kinds`.
-    """
+    """The attention layers of a model, by ascending index, and a plan that leaves all of them exact."""
 
     exact: Plan
     indices: tuple[int, ...]
     kv_heads: int
-    windows: Mapping[int, int | None]
-    candidates: Candidates
-    tensors: Mapping[int, LayerTensors]
-    calls: Mapping[int | None, Mapping[int, AttentionCall]]
+    windows: Mapping[int, int | None]  # the model's own
+    candidates: Candidates  # of each unit, a key/value head of a layer
+    tensors: Mapping[int, LayerTensors]  # mean keys and bases
+    calls: Mapping[int | None, Mapping[int, AttentionCall]]  # by kind (see `kinds`) and length, for timing
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -81,38 +79,37 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
         for call in others:
             calls.setdefault(call.structure.window, {})[length] = call
     inputs.run.progress("moments", len(inputs.samples), len(inputs.samples))
-    _refuse_other_scoring(inputs, moments)
+    if moments.causal != {(scoring := inputs.scoring).causal}:
+        kinds = sorted("causal" if causal else "bidirectional" for causal in moments.causal)
+        raise ValueError(
+            f"scoring: {type(scoring).__name__} is for {'causal' if scoring.causal else 'bidirectional'} attention, "
+            f"this model's is {' and '.join(kinds)}; calibrate a masked-language model with "
+            "scoring=MaskedTokens.of(tokenizer), a causal one with the default"
+        )
     indices = tuple(sorted(moments.grams))
     kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
     exact, settings = inputs.subject.exact_plan(indices), inputs.settings
     families = offered(settings.families, inputs.arms.device.type == "cuda")
-    causal, memory = inputs.scoring.causal, settings.with_cache
+    causal, windows_alone = inputs.scoring.causal, settings.aim != "prompt"  # a step reads keys once, and rounds none
     found = candidates(
-        Setting(settings.lengths[-1], min(head_dims), exact.dtype, families, settings.windows, causal, memory)
+        Setting(settings.lengths[-1], min(head_dims), exact.dtype, families, settings.windows, causal, windows_alone)
     )
-    refuse_nothing_to_choose(found, settings, exact.dtype)
-    return Layers(
-        exact=exact,
-        indices=indices,
-        kv_heads=kv_heads.pop(),
-        windows=dict(moments.windows),
-        candidates=found,
-        tensors={index: _layer_tensors(moments.grams[index], found) for index in indices},
-        calls=calls,
-    )
-
-
-def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, dtype: str) -> None:
-    """Refuses families that offer nothing but exact attention for these lengths and this dtype."""
     if len(found.choices) == 1:
-        longest, others = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
+        longest, more = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
         raise ValueError(
-            f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {dtype}: "
+            f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {exact.dtype}: "
             f"windows need more tokens, and lower precision means fewer bits than the model's own; give longer lengths "
-            f"(--lengths {8 * longest})" + (f", or other families ({','.join(others)})" if others else "")
+            f"(--lengths {8 * longest})" + (f", or other families ({','.join(more)})" if more else "")
         )
+    columns, tensors = max(choice.columns for choice in found.choices), dict[int, LayerTensors]()
+    for index in indices:
+        one = moments.grams[index]
+        bases = score_factors(one.centred(), columns) if columns else ()
+        by_head = ({head: matrix.float() for head, matrix in enumerate(basis)} for basis in bases)
+        tensors[index] = LayerTensors(one.key_mean.float(), *by_head)
+    return Layers(exact, indices, kv_heads.pop(), dict(moments.windows), found, tensors, calls)
 
 
 def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]:
@@ -133,34 +130,9 @@ def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]
     return [nearest[own][1] for own in sorted(nearest, key=lambda own: (own is not None, nearest[own][0]))]
 
 
-def _refuse_other_scoring(inputs: Inputs, moments: Moments) -> None:
-    scoring = inputs.scoring
-    if moments.causal == {scoring.causal}:
-        return
-    kinds = sorted("causal" if causal else "bidirectional" for causal in moments.causal)
-    raise ValueError(
-        f"scoring: {type(scoring).__name__} is for {'causal' if scoring.causal else 'bidirectional'} attention, this "
-        f"model's is {' and '.join(kinds)}; calibrate a masked-language model with scoring=MaskedTokens.of(tokenizer), "
-        "a causal one with the default"
-    )
-
-
-def _layer_tensors(gram: Gram, found: Candidates) -> LayerTensors:
-    columns = max(choice.columns for choice in found.choices)
-    if not columns:
-        return LayerTensors(gram.key_mean.float())
-    bases = score_factors(gram.centred(), columns)
-    return LayerTensors(
-        gram.key_mean.float(), *({head: one.float() for head, one in enumerate(basis)} for basis in bases)
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """Layers, risks and prices (`[units, choices]`, seconds) of one model.
-
-    With `exact_steps` decode steps stay exact (`pricing.steps_stay_exact`), and prices are the prefill's.
-    """
+    """Layers, risks and prices (`[units, choices]`, seconds of what the plan is for) of one model."""
 
     inputs: Inputs
     layers: Layers
@@ -168,7 +140,6 @@ class Measurement:
     table: PriceTable
     prices: Array
     launches: Launches
-    exact_steps: bool = False
 
     def risks(self, alpha: Array | float = 1.0) -> Array:
         """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
@@ -193,7 +164,7 @@ class Measurement:
 
     @property
     def costs(self) -> Array:
-        """What the search minimises, `[units, choices]`: seconds, or tokens in the cache under `optimize="memory"`."""
+        """What the search minimises, `[units, choices]`: seconds, or tokens in the cache where that is the aim."""
         if not self.inputs.settings.with_cache:
             return self.prices
         return of_cache(self.kept_tokens)
@@ -228,3 +199,33 @@ def picks_of(measurement: Measurement, plan: Plan) -> Picks:
     by_layer = {layer.layer: layer.choices for layer in plan.layers}
     chosen = [choice for index in measurement.layers.indices for choice in by_layer.get(index, exact)]
     return np.array([candidates.index(choice) for choice in chosen], dtype=np.int64)
+
+
+def launch_label(choice: Choice, own: int | None) -> str:
+    """Returns the name of a choice's price in layers with a window `own`, None for the main kind of layer."""
+    return choice.label if own is None else f"{choice.label} in {own}"
+
+
+def unit_prices(table: PriceTable, layers: Layers, lengths: Sequence[int], phase: str) -> tuple[Array, Launches]:
+    """Returns prices `[units, choices]` in seconds, summed over one call of a phase at each length, and its launches.
+
+    A choice that changes nothing in a layer with a window of its own has an infinite price there.
+    """
+    choices = layers.candidates.choices
+    labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
+    names = [table.launch_of.get(choice.label, choice.label) for choice in choices]
+    calls = {(phase, length): 1.0 for length in lengths}
+    prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])
+    idle = [[choice.beside_window(layers.windows[layer]) != choice for choice in choices] for layer, _ in layers.units]
+    prices[np.array(idle)] = np.inf
+    return prices, launches
+
+
+def steps_stay_exact(table: PriceTable, layers: Layers, lengths: Sequence[int], picks: Picks) -> bool:
+    """Returns whether decode steps are not measurably faster by an allocation than exact, so that they stay exact.
+
+    This happens for short rows on a GPU, where a step takes as long as its launch.
+    """
+    steps = unit_prices(table, layers, lengths, "decode")
+    planned, exact = (float(shared_prices(one, *steps).sum()) for one in (picks, np.zeros_like(picks)))
+    return planned >= FASTER * exact

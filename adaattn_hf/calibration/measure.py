@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from adaattn_hf.eval.needles import KEY
 from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import silent
 from adaattn_hf.eval.windows import Encode, TokenWindow
+from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.subject import Subject
 
 from ..policy.knapsack import Array
@@ -34,7 +36,7 @@ from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
 from .inputs import FORETOLD, Inputs, Pace, Run, open_inputs, seconds_at
-from .layers import Layers, Measurement, observe_layers
+from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
 from .settings import CalibrationSettings
 from .state import MOMENTS_FILE, CalibrationState, KeptMoments, forget
@@ -95,10 +97,11 @@ def measured(
     """
     # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     subject.remove_plan()
-    if settings.with_cache and not scoring.generates:
+    steps = scoring.generates and cache_keyword(signature(subject.model.forward)) is not None
+    if settings.aim != "prompt" and not steps:
         raise ValueError(
-            f"optimize, kv_bytes: got {settings.optimize!r} and {settings.kv_bytes} for a model that generates nothing "
-            "and keeps no cache, expected a causal model; leave them out"
+            f"aim is {settings.aim!r} for {type(subject.model).__name__}, which has no decode step and keeps no cache, "
+            "expected a causal model that takes one; leave --aim out, and prompts are what a plan is for"
         )
     inputs = open_inputs(subject, encode, data, settings, verify_data=verify_data, scoring=scoring, run=run)
     run = inputs.run
@@ -119,7 +122,16 @@ def measured(
 
 def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     """Returns risks and prices of a model; prices that were measured before are taken instead."""
-    run, settings, identity, kept = inputs.run, inputs.settings, _identity(inputs), None
+    run, settings, kept = inputs.run, inputs.settings, None
+    tokens = [[one.tokens for one in inputs.samples[length].risk] for length in settings.lengths]
+    identity = {
+        **settings.measured(),
+        "adaattn": importlib.metadata.version("adaattn-hf"),
+        "weights": inputs.subject.weight_hash(),
+        "text": inputs.fingerprint,
+        "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
+        "scoring": inputs.scoring.words(),
+    }
     if run.directory is not None:
         kept = KeptMoments(run.directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), run.resume)
     layers = observe_layers(inputs, kept)
@@ -141,23 +153,8 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
         table = price_table(inputs, layers, before)
         state.prices = [conditions, table.to_json()]
         inputs.keep(state)
-    steps = settings.decode_tokens if inputs.scoring.generates else 0
-    exact_steps = steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
-    by_unit, launches = pricing.unit_prices(table, layers, settings.lengths, 0 if exact_steps else steps)
-    return Measurement(inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps)
-
-
-def _identity(inputs: Inputs) -> dict[str, Any]:
-    lengths = inputs.settings.lengths
-    tokens = [[one.tokens for one in inputs.samples[length].risk] for length in lengths]
-    return {
-        **inputs.settings.measured(),
-        "adaattn": importlib.metadata.version("adaattn-hf"),
-        "weights": inputs.subject.weight_hash(),
-        "text": inputs.fingerprint,
-        "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
-        "scoring": inputs.scoring.words(),
-    }
+    by_unit, launches = unit_prices(table, layers, settings.lengths, _phases(inputs)[0])
+    return Measurement(inputs, layers, state, table, by_unit, launches)
 
 
 def measure_risks(inputs: Inputs, layers: Layers, identity: Mapping[str, Any]) -> CalibrationState:
@@ -216,7 +213,14 @@ def _risks_of_window(
         first = layers.indices.index(index) * kv_heads
         own = slice(first, first + kv_heads)
         sums[own] = fisher.unit_risks(products, kv_heads, candidates.combine)
-        dropped[own] = _dropped_mass(mass, kv_heads, candidates.combine)
+        # mean, 95th percentile and mean square of the rows' dropped mass, of each unit's worst query head; that of a
+        # combined choice is the sum over its parts
+        parts, heads, sampled = mass.shape
+        grouped = mass.double().view(parts, kv_heads, heads // kv_heads, sampled).amax(2)
+        quantile = torch.quantile(grouped, 0.95, dim=-1)
+        stats = torch.stack([grouped.mean(-1), quantile, grouped.square().mean(-1)], dim=-1)
+        combine = torch.from_numpy(candidates.combine).to(stats)
+        dropped[own] = torch.einsum("cb,bus->ucs", combine, stats).cpu().numpy()
 
     fisher.measure(
         inputs.arms, window, candidates.parts, layers.tensors,
@@ -225,38 +229,46 @@ def _risks_of_window(
     return sums, dropped
 
 
-def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:
-    """Returns mean, 95th percentile and mean square of the rows' dropped mass, for each unit's worst query head.
-
-    `dropped` is `[parts, heads, rows]` of one layer. The loss of a combined choice is the sum over its parts, which
-    `combine` `[choices, parts]` marks by ones.
-    """
-    parts, heads, rows = dropped.shape
-    grouped = dropped.double().view(parts, kv_heads, heads // kv_heads, rows).amax(2)
-    stats = torch.stack([grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1)
-    mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(combine).to(stats), stats)
-    return np.asarray(mixed.cpu().numpy())
-
-
 def _prices(inputs: Inputs, layers: Layers) -> PriceTable:
     middle = layers.tensors[layers.indices[len(layers.indices) // 2]]
     return pricing.measure_prices(
         layers.calls, layers.candidates.choices, middle, phases=_phases(inputs),
         batch=inputs.settings.batch, captured=inputs.settings.captured,
+        late=partial(inputs.refuse_late, together=False),
     )  # fmt: skip
 
 
 def _phases(inputs: Inputs) -> tuple[str, ...]:
-    return pricing.PHASES if inputs.scoring.generates else ("prefill",)
+    """What is timed, first what the plan is for: steps also tell whether those of a plan for prompts stay exact."""
+    if inputs.settings.aim == "step":
+        return ("decode",)
+    return ("prefill", "decode")[: 1 + (inputs.settings.aim == "prompt" and inputs.scoring.generates)]
 
 
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
-    """Returns the prices of the launches: the given table if it holds all that is needed, or one measured now."""
+    """Returns the prices of the launches: the given table, or one measured now; refused if it lacks a candidate's."""
     inputs.run.progress("prices", 0, 1)
     if prices is None and inputs.team.leads:
         prices = _prices(inputs, layers)
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
-    pricing.check_prices(table, layers, _phases(inputs), inputs.settings.lengths)
+    kinds = dict.fromkeys(layers.kinds.values())
+    labels = [launch_label(choice, own) for own in kinds for choice in layers.candidates.choices]
+    for phase in _phases(inputs):
+        known = table.launches(phase) if phase in table.prices else set()
+        lacking = [label for label in labels if label not in known]
+        if lacking:
+            raise ValueError(
+                f"prices: the table has no {phase} price of {', '.join(lacking[:4])}{', …' if lacking[4:] else ''}, "
+                "expected one of every choice; leave --prices out to measure them, or ask for the families that the "
+                "table was measured for"
+            )
+        for length in inputs.settings.lengths:
+            least, most = min(table.prices[phase]), max(table.prices[phase])
+            if not least <= length <= most:
+                raise ValueError(
+                    f"prices: the table was measured at {least} to {most} tokens, expected prices around {length}; "
+                    "leave --prices out to measure them, or ask for --lengths between those"
+                )
     inputs.run.progress("prices", 1, 1)
     return table

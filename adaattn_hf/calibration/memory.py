@@ -26,21 +26,14 @@ SCORES = 5
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at the peak of a calibration, on one of its longest sequences, of `length` tokens.
-
-    Attributes:
-        inputs: What every layer is computed again from.
-        layer: Activations of one layer and their gradients.
-        rows: Attention of the sampled rows, measured before there are gradients.
-        logits: A slice of the predictions of two models, compared while nothing else is held.
-    """
+    """Bytes at the peak of a calibration, on one of its longest sequences, of `length` tokens."""
 
     length: int
     weights: int
-    inputs: int
-    layer: int
-    rows: int
-    logits: int
+    inputs: int  # what every layer is computed again from
+    layer: int  # activations of one layer and their gradients
+    rows: int  # attention of the sampled rows, measured before there are gradients
+    logits: int  # a slice of the predictions of two models, compared while nothing else is held
 
     @property
     def total(self) -> int:

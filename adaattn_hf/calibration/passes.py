@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from adaattn_hf.eval.arms import compare, exact_tap, plan_tap
 from adaattn_hf.eval.windows import TokenWindow
+from adaattn_hf.patches.models.cache_keyword import cache_in, cache_keyword
 
 from ..attention.call import AttentionCall
 from ..attention.listeners import Tap, tapping
 from ..backends import select
 from ..plans.bound_layer import BoundLayer
+from ..plans.wording import counted
 from ..stats.paired import clustered_ratio
 from ..stats.stopwatch import in_turn
 from .inputs import Inputs
@@ -34,76 +39,98 @@ WORTH = 5.0
 
 @dataclass(frozen=True)
 class Benefit:
-    """Speed-up of a whole forward pass of `batch` sequences over exact attention.
-
-    `ratio` is the geometric mean over rounds of one exact and one planned pass each; `low` and `high` its two-sided 95
-    % interval, by Student's t on the logarithms; `clock` is `time` or `CPU time`.
-    """
+    """Speed-up over exact attention of a whole pass of `batch` sequences, each of `length` tokens."""
 
     length: int
-    ratio: float
-    low: float
+    ratio: float  # the geometric mean over rounds of one exact and one planned pass each
+    low: float  # the two-sided 95 % interval of that, by Student's t on the logarithms
     high: float
     rounds: int
-    clock: str
+    clock: str  # `time` or `CPU time`
     batch: int = 1
+    step: bool = False  # whether the pass is a decode step behind so many keys
+    aimed: bool = True  # whether it is what the plan is for
 
     def sentence(self) -> str:
-        """Returns the speed-up in words."""
+        """Returns the speed-up in words, with what it rests on."""
         slower = "; slower: leave the plan out here, or measure with the batch that is served (--batch-size)"
-        several = f"{self.batch} times " * (self.batch > 1)
+        several = f"{self.batch} times " * (self.batch > 1 and not self.step)
+        of = f"decode step of {counted(self.batch, 'row')} behind" if self.step else "forward pass of"
         return (
-            f"whole forward pass of {several}{self.length} tokens: {self.ratio:.2f} times as fast as exact "
+            f"whole {of} {several}{self.length} tokens: {self.ratio:.2f} times as fast as exact "
             f"(95 %: {self.low:.2f} to {self.high:.2f}, {self.clock}, {self.rounds} rounds)"
             f"{slower * (self.high < 1.0)}"
         )
 
+    def words(self) -> str:
+        """Returns what is gained in few words: `a prompt of 32k 1.14`, `a step of one row behind 32k nothing`."""
+        tokens = f"{self.length:,}" if self.length % 1024 else f"{self.length // 1024}k"
+        prompt = f"a prompt of {tokens}" if self.batch == 1 else f"{counted(self.batch, 'prompt')} of {tokens}"
+        of = f"a step of {counted(self.batch, 'row')} behind {tokens}" if self.step else prompt
+        return f"{of} {f'{self.ratio:.2f}' if self.low > 1.0 or self.high < 1.0 else 'nothing'}"
+
 
 @torch.no_grad()
-def whole_forward(inputs: Inputs, bound_layers: Mapping[int, BoundLayer], rounds: int) -> list[Benefit]:
-    """Returns the speed-up of the whole forward pass, with the head on the last token, at each length.
+def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iterator[Benefit]:
+    """Yields the speed-up of whole passes at each length: prompts, with the head on the last token, and decode steps.
 
-    Rounds are at least two and as many as asked for, more where a pass is short.
+    A step is that of `generate`, on the cache that Transformers makes and the prompt has left, of one row and of as
+    many as the settings say; models without such a cache have none, and captured steps are not these. Rounds are as
+    many as the settings say, more where a pass is short. Passes that the minutes left have no room for are an
+    OutOfTime.
     """
-    found = []
-    for number, (length, sample) in enumerate(inputs.samples.items()):
-        inputs.refuse_late(together=False)
-        inputs.run.progress("speed", number, len(inputs.samples))
-        tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0]).repeat(inputs.settings.batch, 1)
-        seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(bound_layers)}, rounds)
-        logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
-        ratio, clock = clustered_ratio(logs, np.ones(len(logs))), "time" if tokens.is_cuda else "CPU time"
+    s, model, forward = inputs.settings, inputs.arms.model, signature(inputs.arms.model.forward)
+    taken, keyword = forward.parameters, cache_keyword(forward)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+    taps = {"exact": exact_tap, "plan": plan_tap(bound_layers)}
+    prompts = s.batch if s.aim == "prompt" else 1
+
+    def passed(tap: Tap, tokens: Tensor, past: Cache | None = None) -> Any:
+        if past is not None:  # each step is behind the same prompt: tensors are shared, and what grows is a new one
+            past, layers = copy(past), past.layers
+            past.layers = [copy(layer) for layer in layers]
+        cached = {"use_cache": past is not None} if "use_cache" in taken else {}
+        with tapping(tap):
+            return model(input_ids=tokens, **cached, **last, **({} if past is None else {str(keyword): past}))
+
+    def faster(length: int, tokens: Tensor, past: Cache | None = None) -> Benefit:
+        rows, step = len(tokens), past is not None
+        inputs.refuse_late(together=False, seconds=inputs.pace.pair[length] * rows if inputs.pace and not step else 0.0)
+        calls = {name: partial(passed, tap, tokens, past) for name, tap in taps.items()}
+        cuda = tokens.is_cuda
+        first = [one for (one,) in in_turn(calls, tokens.device, 1).values()]
+        round_ = sum(one.wall if cuda else one.process for one in first)
+        rounds = max(s.rounds, MOST_ROUNDS if round_ <= 0.0 else min(int(WORTH / round_), MOST_ROUNDS))
+        inputs.refuse_late(together=False, seconds=s.rounds * sum(one.wall for one in first))
+        found = in_turn(calls, tokens.device, rounds)
+        exact, plan = (np.array([one.wall if cuda else one.process for one in found[name]]) for name in taps)
+        ratio = clustered_ratio(np.log(exact / plan), np.ones(rounds))
         high = ratio.upper((1 + CONFIDENCE) / 2)
         limits = math.exp(ratio.mean), math.exp(2 * ratio.mean - high), math.exp(high)
-        found.append(Benefit(length, *limits, len(logs), clock, inputs.settings.batch))
+        aimed = step == (s.aim == "step") and rows == (s.batch if step else prompts)
+        return Benefit(length, *limits, rounds, "time" if cuda else "CPU time", rows, step, aimed)
+
+    for number, (length, sample) in enumerate(inputs.samples.items()):
+        inputs.run.progress("speed", number, len(inputs.samples))
+        tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0])
+        yield faster(length, tokens.repeat(prompts, 1))
+        if not inputs.scoring.generates or s.captured or keyword is None:
+            continue
+        with tapping(exact_tap):  # all but the last token: behind it, a step sees as many keys as the plan speaks of
+            past = cache_in(model(input_ids=tokens[:, :-1], use_cache=True, **last))
+        for rows in sorted({1, s.batch}) if hasattr(past, "layers") else ():
+            if rows > 1:
+                past.batch_repeat_interleave(rows)
+            yield faster(length, tokens[:, -1:].repeat(rows, 1), past)
     inputs.run.progress("speed", len(inputs.samples), len(inputs.samples))
-    return found
-
-
-def _seconds(inputs: Inputs, tokens: Tensor, taps: Mapping[str, Tap], rounds: int) -> dict[str, list[float]]:
-    model, known = inputs.arms.model, signature(inputs.arms.model.forward).parameters
-    options = {name: value for name, value in (("logits_to_keep", 1), ("use_cache", False)) if name in known}
-
-    def passed(tap: Tap) -> None:
-        with tapping(tap):
-            model(input_ids=tokens, **options)
-
-    calls = {name: partial(passed, tap) for name, tap in taps.items()}
-    first = sum(one.wall if tokens.is_cuda else one.process for (one,) in in_turn(calls, tokens.device, 1).values())
-    more = MOST_ROUNDS if first <= 0.0 else min(int(WORTH / first), MOST_ROUNDS)
-    found = in_turn(calls, tokens.device, max(rounds, more))
-    return {name: [one.wall if tokens.is_cuda else one.process for one in own] for name, own in found.items()}
 
 
 @dataclass(frozen=True)
 class StockDistance:
-    """Eager compared with sdpa attention: share of tokens whose likeliest token differs, and mean KL in nats/token.
+    """How far eager and sdpa attention lie apart."""
 
-    In float32 the KL does not count.
-    """
-
-    flips: float
-    kl: float
+    flips: float  # share of tokens whose likeliest token differs
+    kl: float  # the mean, nats/token
 
 
 @torch.no_grad()

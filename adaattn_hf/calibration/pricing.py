@@ -1,8 +1,9 @@
 """Prices of choices: times the launches of a plan on this machine, with real queries, keys and values.
 
-Every choice is timed for two numbers of key/value heads, in prefill and in one decode step, at each length. Rounds are
-interleaved, so that other load on the machine does not fall on one choice. Exact attention is called as the layers of
-an exact model call it, since a plan's extra host time decides whether it pays.
+What a plan is for is timed: the prompt of each length, or one decode step behind so many keys, of as many sequences as
+are served at once. Every choice is timed for two numbers of key/value heads. Rounds are interleaved, so that other load
+on the machine does not fall on one choice. Exact attention is called as the layers of an exact model call it, since a
+plan's extra host time decides whether it pays.
 
 | device | heads | time |
 |---|---|---|
@@ -21,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from operator import mul
 
-import numpy as np
 import torch
 
 from adaattn_hf.patches.plans.check import machine_name
@@ -35,16 +35,13 @@ from ..plans.bound_layer import BoundLayer
 from ..plans.choices import Choice
 from ..plans.plan import LayerPlan
 from ..plans.tensors import LayerTensors
-from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable
 from ..stats.stopwatch import in_turn, on_device, quartiles
-from .layers import Layers
+from .layers import launch_label
 
 PHASES = ("prefill", "decode")
 ROUNDS = 3
 """Times that a CPU runs every launch, in turn with the others; the smallest time counts."""
-FASTER = 0.95
-"""A decode step is faster if it takes less than this share of exact attention's time: timings differ by as much."""
 FILLED = 1.5
 """How much longer twice the heads take, at least, where all heads fill a device."""
 STEPS = 20
@@ -54,13 +51,6 @@ STEPS = 20
 def machine(device: torch.device) -> str:
     """Returns the machine in words: the processor with its instruction set, or the device; threads, torch."""
     return f"{machine_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def decode_step(call: AttentionCall) -> AttentionCall:
-    """Returns the request for the last query only, a decode step."""
-    batch, _, kv_len, _ = call.key.shape
-    structure = MaskStructure(batch, 1, kv_len, causal=True, q_offset=kv_len - 1, window=call.structure.window)
-    return replace(call, query=call.query[:, :, -1:], structure=structure)
 
 
 def repeated(call: AttentionCall, batch: int) -> AttentionCall:
@@ -79,8 +69,6 @@ def by_heads(call: AttentionCall, batch: int, on_cuda: bool) -> dict[int, Attent
     return {count: some_heads(whole, list(range(count))) for count in sorted({1, heads})}
 
 
-Calls = Mapping[tuple[str, int], Callable[[], object]]
-"""Launches by the label of the choice and the number of key/value heads."""
 Spread = tuple[float, float, float]
 """First quartile, median and third quartile, in seconds."""
 
@@ -125,8 +113,10 @@ def prices_of(
     return {label: line_through(heads, own) for label, own in spreads.items()}
 
 
-def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:
-    """Returns the seconds of each launch of a phase; the least CPU time of the process has no spread."""
+def _timed(
+    calls: Mapping[tuple[str, int], Callable[[], object]], phase: str, on_cuda: bool, captured: bool
+) -> dict[tuple[str, int], Spread]:
+    """Returns the seconds of each launch of a phase, by choice and heads; a process's least CPU time has no spread."""
     if on_cuda:
         runs = on_device(calls, host=phase == "decode" and not captured)
         return {key: quartiles(own) for key, own in runs.items()}
@@ -134,11 +124,6 @@ def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tupl
     found = in_turn(calls, torch.device("cpu"), ROUNDS, repeats)
     best = {key: min(one.process for one in own) for key, own in found.items()}
     return {key: (least, least, least) for key, least in best.items()}
-
-
-def launch_label(choice: Choice, own: int | None) -> str:
-    """Returns the name of a choice's price in layers with a window `own`, None for the main kind of layer."""
-    return choice.label if own is None else f"{choice.label} in {own}"
 
 
 @torch.no_grad()
@@ -150,18 +135,23 @@ def measure_prices(
     phases: Sequence[str],
     batch: int = 1,
     captured: bool = False,
+    late: Callable[[], None] = lambda: None,
 ) -> PriceTable:
-    """Returns the measured prices of every choice in phases; models that do not generate have no decode.
+    """Returns the measured prices of every choice in phases; `late` is asked between them, and may end it all.
 
     `kinds` holds by kind of layer (`launch_label`) and length a call of one layer on real text, `tensors` that layer's
     bases. With `captured` a decode step on CUDA costs only the device's time, as in a captured graph.
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
     for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:
-        on_cuda = kinds[own][length].query.is_cuda
-        prefills = by_heads(kinds[own][length], batch, on_cuda)
+        prompt, (rows, _, keys, _) = kinds[own][length], kinds[own][length].key.shape
+        behind = MaskStructure(rows, 1, keys, causal=True, q_offset=keys - 1, window=prompt.structure.window)
+        on_cuda = prompt.query.is_cuda
         for phase in phases:
-            parts = {count: decode_step(one) if phase == "decode" else one for count, one in prefills.items()}
+            late()
+            # the last query alone, before it is copied for every sequence: a step's memory is not a prompt's
+            step = replace(prompt, query=prompt.query[:, :, -1:], structure=behind)
+            parts = by_heads(step if phase == "decode" else prompt, batch, on_cuda)
             calls = {
                 (choice.label, count): _call(choice, tensors, length, part)
                 for choice in choices
@@ -171,70 +161,6 @@ def measure_prices(
             spreads = {choice.label: [found[choice.label, count] for count in parts] for choice in choices}
             lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
             table[phase][length] |= {launch_label(choice, own): lines[choice.label] for choice in choices}
-    longest = repeated(kinds[None][max(kinds[None])], batch)
-    return PriceTable(machine(longest.query.device), execute.launch_names(choices, longest), table)
-
-
-def check_prices(table: PriceTable, layers: Layers, phases: Sequence[str], lengths: Sequence[int]) -> None:
-    """Refuses a table without a price of every candidate in these phases, at lengths around these."""
-    labels = [
-        launch_label(choice, own)
-        for own in dict.fromkeys(layers.kinds.values())
-        for choice in layers.candidates.choices
-    ]
-    for phase in phases:
-        known = table.launches(phase) if phase in table.prices else set()
-        lacking = [label for label in labels if label not in known]
-        if lacking:
-            raise ValueError(
-                f"prices: the table has no {phase} price of {', '.join(lacking[:4])}{', …' if lacking[4:] else ''}, "
-                "expected one of every choice; leave --prices out to measure them, or ask for the families that the "
-                "table was measured for"
-            )
-        for length in lengths:
-            least, most = min(table.prices[phase]), max(table.prices[phase])
-            if not least <= length <= most:
-                raise ValueError(
-                    f"prices: the table was measured at {least} to {most} tokens, expected prices around {length}; "
-                    "leave --prices out to measure them, or ask for --lengths between those"
-                )
-
-
-def steps_stay_exact(table: PriceTable, layers: Layers, lengths: Sequence[int]) -> bool:
-    """Returns whether no choice is measurably faster than exact attention in a decode step of any length and layer.
-
-    This happens for short rows on a GPU, where a step takes as long as its launch. The noise between two launches of
-    equal work would count once a token, and outweigh what a choice saves in prefill.
-    """
-    choices = layers.candidates.choices
-
-    def seconds(choice: Choice, length: int, kind: int | None) -> float:
-        return table.price("decode", length, launch_label(choice, kind)).seconds(layers.kv_heads)
-
-    exact, *others = choices
-    return bool(others) and not any(
-        seconds(choice, length, kind) < FASTER * seconds(exact, length, kind)
-        for own, kind in {(layers.windows[layer], kind) for layer, kind in layers.kinds.items()}
-        for choice in others
-        if choice.beside_window(own) == choice
-        for length in lengths
-    )
-
-
-def unit_prices(
-    table: PriceTable, layers: Layers, lengths: Sequence[int], decode_tokens: int
-) -> tuple[Array, Launches]:
-    """Returns prices `[units, choices]` in seconds, summed over calls, and the launch constants of every call.
-
-    A request is one prefill of each length and `decode_tokens` decode steps after it; with 0 no decode price is asked
-    for. A choice that changes nothing in a layer with a window of its own has an infinite price there.
-    """
-    choices = layers.candidates.choices
-    weights = dict(zip(PHASES, (1.0, float(decode_tokens)), strict=True))
-    calls = {(phase, length): weight for length in lengths for phase, weight in weights.items() if weight}
-    labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
-    names = [table.launch_of.get(choice.label, choice.label) for choice in choices]
-    prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])
-    idle = [[choice.beside_window(layers.windows[layer]) != choice for choice in choices] for layer, _ in layers.units]
-    prices[np.array(idle)] = np.inf
-    return prices, launches
+    longest = kinds[None][max(kinds[None])]
+    names = execute.launch_names(choices, repeated(longest, batch if "prefill" in phases else 1))
+    return PriceTable(machine(longest.query.device), names, table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,24 +29,16 @@ from .search import Way
 class Evidence:
     """Scores of held-out sequences, added up sequence by sequence.
 
-    Attributes:
-        names: Document of each sequence.
-        sums: Sum of token differences of each sequence.
-        tokens: Scored tokens of each sequence.
-        kl: KL of every token.
-        sources: Source of each sequence.
-        agree: Tokens with the same likeliest token.
-        needles: For each needle whether stock attention finds it, and whether the plan does.
-        apart: Whether the loss of every source must keep the budget by itself; all else is counted over all of them.
+    With `apart` the loss of every source must keep the budget by itself; all else is counted over all of them.
     """
 
-    names: list[str] = field(default_factory=list)
-    sums: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    kl: list[Float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # the document of each sequence
+    sums: list[float] = field(default_factory=list)  # of token differences, by sequence
+    tokens: list[int] = field(default_factory=list)  # scored ones, by sequence
+    kl: list[Float] = field(default_factory=list)  # of every token
     sources: list[str] = field(default_factory=list)
-    agree: int = 0
-    needles: list[tuple[bool, bool]] = field(default_factory=list)
+    agree: int = 0  # tokens with the same likeliest token
+    needles: list[tuple[bool, bool]] = field(default_factory=list)  # whether stock attention finds it, and the plan
     apart: bool = False
 
     def add(self, name: str, scores: TokenScores, source: str = "") -> None:
@@ -217,42 +210,29 @@ def prove(measurement: Measurement, way: Way, predicted: Mapping[int, float], ga
     It must pass at every length, alone and over its cache's format, so each is tested at the full level (an
     intersection-union test). KL is predicted by length, nats/token.
     """
-    s = measurement.inputs.settings
+    inputs, s = measurement.inputs, measurement.inputs.settings
+    haystacks = s.haystacks if inputs.scoring.generates else 0
     bound, alone, coded = bound_layers(measurement, way.allocation.picks), dict[int, Verified](), dict[int, Verified]()
+
+    def step(length: int, done: int) -> None:
+        inputs.run.progress(f"verify {length}", done, len(inputs.samples[length].held_out) + haystacks)
+
     for stored, verdicts in (("model", alone), (way.stored, coded)):
         if stored == "model" and (verdicts is coded or not bound):
             continue
         for length in s.lengths:
-            evidence = _evidence(measurement, bound, length, stored)
-            share = activation(bound, len(measurement.layers.units), length, measurement.inputs.scoring.causal)
+            inputs.refuse_late()
+            step(length, 0)
+            # one seed: masked positions and needles are the same for all candidates, as the text is
+            evidence = gather(
+                inputs, stored_tap(bound, stored), inputs.samples[length].held_out,
+                Evidence(apart=inputs.other_source), s.seed + 1, haystacks, partial(step, length),
+            )  # fmt: skip
+            share = activation(bound, len(measurement.layers.units), length, inputs.scoring.causal)
             verdicts[length] = judge(
-                evidence,
-                gates,
-                confidence=1.0 - s.alpha,
-                number=number,
-                activation_share=share,
+                evidence, gates, confidence=1.0 - s.alpha, number=number, activation_share=share,
                 predicted=predicted[length],
-            )
+            )  # fmt: skip
             if not verdicts[length].passed:
                 return Proof(alone, coded, evidence.worst(1.0 - s.alpha))
     return Proof(alone, coded, evidence.worst(1.0 - s.alpha))
-
-
-def _evidence(measurement: Measurement, bound: Mapping[int, BoundLayer], length: int, stored: str) -> Evidence:
-    inputs = measurement.inputs
-    inputs.refuse_late()
-    held_out = inputs.samples[length].held_out
-    haystacks = inputs.settings.haystacks if inputs.scoring.generates else 0
-    total = len(held_out) + haystacks
-
-    def step(done: int) -> None:
-        inputs.run.progress(f"verify {length}", done, total)
-
-    step(0)
-    # one seed: masked positions and needles are the same for all candidates, as the text is
-    found = gather(
-        inputs, stored_tap(bound, stored), held_out, Evidence(apart=inputs.other_source), inputs.settings.seed + 1,
-        haystacks, step,
-    )  # fmt: skip
-    step(total)
-    return found

@@ -8,7 +8,7 @@ every layer and step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -22,10 +22,12 @@ from ..attention.listeners import Tap
 from ..attention.stored import CHANNELS, FORMATS
 from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
 from ..stats.paired import TokenScores, joined
-from .layers import Measurement, Picks, bound_layers
+from .layers import Measurement, Picks, bound_layers, steps_stay_exact
 
 PROTOCOL = "cache"
 """Key of the cache's format in a plan's protocol."""
+Losses = Mapping[str, Mapping[int, float]]
+"""By format of a cache, the KL that it adds by length, nats/token."""
 LEAST_KL = 1e-9
 """Smallest KL that is aimed at, nats/token."""
 VISIBLE = 0.1
@@ -44,25 +46,15 @@ def solve(measurement: Measurement, limit: Array, needles: Mapping[int, float] |
 
 @dataclass(frozen=True)
 class Joint:
-    """The measured loss of a whole plan on calibration text.
+    """The measured loss of a whole plan on calibration text, KL and loss in nats/token."""
 
-    Attributes:
-        kl: Mean KL, nats/token, with that of rounding.
-        flips: Share of tokens whose likeliest token changes.
-        kl_p999: 99.9th percentile of the KL of a token, nats.
-        delta_nll: Mean loss difference, nats/token.
-        rounding: Mean KL of two exact implementations, nats/token.
-        needles: Those that the plan loses, those that only it finds, and those that exact attention finds.
-        risk: The plan's risk for retrieval.
-    """
-
-    kl: float
-    flips: float
-    kl_p999: float
+    kl: float  # the mean, with that of rounding
+    flips: float  # share of tokens whose likeliest token changes
+    kl_p999: float  # 99.9th percentile over tokens
     delta_nll: float
-    rounding: float = 0.0
-    needles: tuple[int, int, int] = (0, 0, 0)
-    risk: float = 0.0
+    rounding: float = 0.0  # mean KL of two exact implementations
+    needles: tuple[int, int, int] = (0, 0, 0)  # lost by the plan, found by it alone, found by exact attention
+    risk: float = 0.0  # the plan's, for retrieval
 
     @property
     def added(self) -> float:
@@ -152,30 +144,16 @@ def storages(measurement: Measurement, picks: Picks) -> dict[str, Storage]:
     }
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """The loss of a cache format without a plan, by length, on the text that whole plans are measured on."""
-
-    stored: str
-    joint: Mapping[int, Joint]
-
-    @property
-    def kl(self) -> dict[int, float]:
-        """KL by length, nats/token."""
-        return {length: joint.added for length, joint in self.joint.items()}
-
-
-def roundings(passes: JointPasses) -> list[Rounding]:
-    """Returns the loss of every format that supports the model's head size, the smallest first."""
-    measurement = passes.measurement
+def roundings(passes: JointPasses) -> Losses:
+    """Returns what every format that supports the head size loses without a plan, the smallest first."""
+    measurement, lengths = passes.measurement, passes.measurement.inputs.settings.lengths
     none = np.zeros(len(measurement.layers.units), dtype=np.int64)
     names = sorted(storages(measurement, none).values(), key=lambda one: one.share)
-    lengths = measurement.inputs.settings.lengths
-    return [
-        Rounding(one.stored, {length: passes.joint(none, length, one.stored) for length in lengths})
+    return {
+        one.stored: {length: passes.joint(none, length, one.stored).added for length in lengths}
         for one in names
         if one.stored != "model"
-    ]
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +183,7 @@ class Way:
 
 
 def way_within(
-    measurement: Measurement, formats: Sequence[Rounding], limit: Array, alpha: Array, needles: Mapping[int, float]
+    measurement: Measurement, formats: Losses, limit: Array, alpha: Array, needles: Mapping[int, float]
 ) -> Way | None:
     """Returns the way of least cost whose foretold KL is within a `limit` `[lengths]`, nats/token, None if none saves.
 
@@ -215,15 +193,15 @@ def way_within(
     s = measurement.inputs.settings
     if not s.with_cache:
         found = solve(measurement, limit / alpha, needles)
-        return Way(found) if found.picks.any() else None
+        slow = s.aim == "step" and steps_stay_exact(measurement.table, measurement.layers, s.lengths, found.picks)
+        return Way(found) if found.picks.any() and not slow else None
     ways: list[Way] = []
-    for rounding in [*formats, None]:  # the coarsest first, numbers last
-        beside = {} if rounding is None else rounding.kl
+    every: Losses = {**formats, "model": {}}  # the coarsest first, numbers last
+    for stored, beside in every.items():
         left = limit - np.array([beside.get(length, 0.0) for length in s.lengths])
         if (left >= 0.0).all():
             found = solve(measurement, np.maximum(left, LEAST_KL) / alpha, needles)
-            every = storages(measurement, found.picks)
-            ways.append(Way(found, every["model" if rounding is None else rounding.stored], beside))
+            ways.append(Way(found, storages(measurement, found.picks)[stored], beside))
     enough = [way for way in ways if s.kv_bytes is not None and way.cost <= s.kv_bytes]
     best = enough[-1] if enough else min(ways, key=lambda way: way.cost)
     return best if best.cost < 1.0 else None

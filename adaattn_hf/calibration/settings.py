@@ -15,13 +15,12 @@ from ..plans.plan import Plan
 from ..policy.candidates import FAMILIES
 
 _OF_THE_PROOF = (
-    "budget", "held_out", "haystacks", "top1", "max_kl", "needles_lost", "alpha", "minutes", "rounds", "optimize",
+    "budget", "held_out", "haystacks", "top1", "max_kl", "needles_lost", "alpha", "minutes", "rounds",
     "kv_bytes", "batch", "captured",
 )  # fmt: skip
-"""Settings that do not affect the measurement of risks."""
+"""Settings that do not affect what is measured before a plan is sought: risks, and what is priced."""
 
-
-OPTIMIZED = ("time", "memory")
+AIMS = ("prompt", "step", "memory")
 
 
 @dataclass(frozen=True)
@@ -39,52 +38,43 @@ class Judged:
 
 @dataclass(frozen=True)
 class CalibrationSettings(Judged):
-    """Settings of a calibration.
+    """Settings of a calibration."""
 
-    Attributes:
-        budget: Allowed loss, nats/token; ln(1 + b) for a relative rise b of the perplexity.
-        haystacks: Held-out sequences per length that also carry needles.
-        needles: Needles per haystack, fewer where a length holds fewer.
-        windows: Windows to consider.
-        alpha: Significance level of the sequence of candidates, and of each of them.
-        rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
-    """
-
-    budget: float = 9.995003330835334e-04
+    budget: float = 9.995003330835334e-04  # nats/token; ln(1 + b) for a relative rise b of the perplexity
     lengths: tuple[int, ...] = (4096,)
     rows: int = 256
     labels: int = 2
-    haystacks: int = 4
-    needles: int = 16
+    haystacks: int = 4  # held-out sequences per length that also carry needles
+    needles: int = 16  # in each of them, fewer where a length holds fewer
     families: tuple[str, ...] = FAMILIES
-    windows: tuple[int, ...] = WINDOWS
-    decode_tokens: int = 64
+    windows: tuple[int, ...] = WINDOWS  # those to consider
     batch: int = 1
     captured: bool = False
-    alpha: float = 0.05
+    alpha: float = 0.05  # significance level of the sequence of candidates, and of each of them
     minutes: float | None = None
-    rounds: int = 4
-    optimize: str = "time"
+    rounds: int = 4  # in which whole passes are timed after a plan has passed; 0 for none
+    aim: str = "prompt"
     kv_bytes: float | None = None
 
     def __post_init__(self) -> None:
         counted = ("sequences", "rows", "labels", "joint", "needles", "batch")
         lengths, kv_bytes, lost = self.lengths, self.kv_bytes, self.needles_lost
         rising = bool(lengths) and list(lengths) == sorted(set(lengths)) and lengths[0] >= 32
-        keeps_less = not self.with_cache or "window" in self.families
+        skips_keys = self.aim == "prompt" or "window" in self.families
         # name, whether its value is allowed, what is expected, and how the value is told if not by itself
         for name, allowed, expected, *told in (
             ("budget", 0.0 < self.budget < math.inf, "a loss above 0 nats/token; no budget needs no plan"),
             ("lengths", rising, "rising numbers of at least 32 tokens", list(lengths)),
             *((name, getattr(self, name) >= 1, "at least 1") for name in counted),
-            ("decode_tokens", self.decode_tokens >= 0, "at least 0"),
             ("rounds", self.rounds >= 0 and self.rounds != 1, "at least 2, or 0 for no timing"),
-            ("optimize", self.optimize in OPTIMIZED, f"one of {', '.join(OPTIMIZED)}", repr(self.optimize)),
+            ("aim", self.aim in AIMS, f"one of {', '.join(AIMS)}", repr(self.aim)),
             ("kv_bytes", kv_bytes is None or 0.0 < kv_bytes < 1.0,
              "a share of the bytes below 1, such as 0.4x"),
-            ("families", keeps_less,
-             "window among them: only heads with windows keep less in a cache, so add it, or leave optimize and "
-             "kv_bytes out", ",".join(self.families)),
+            ("kv_bytes", kv_bytes is None or self.with_cache,
+             f"none beside the aim {self.aim!r}: only a cache has bytes; add --aim memory"),
+            ("families", skips_keys,
+             f"window among them: only keys that are not read save anything of a {self.aim}, so add it, or leave --aim "
+             "out", ",".join(self.families)),
             ("minutes", self.minutes is None or self.minutes > 0.0, "a time above 0, or None for no end"),
             ("max_kl", self.max_kl is None or self.max_kl > 0.0, "a KL above 0 nats/token, or None for the budget's"),
             ("top1", 0.0 <= self.top1 < 1.0, "a share of the tokens below 1, such as 0.99"),
@@ -99,15 +89,13 @@ class CalibrationSettings(Judged):
     @property
     def with_cache(self) -> bool:
         """Whether a smaller cache is wanted."""
-        return self.kv_bytes is not None or self.optimize == "memory"
+        return self.aim == "memory"
 
     def measured(self) -> dict[str, Any]:
-        """Returns the settings that risks depend on; one measurement serves all budgets and ways of verification."""
+        """Returns the settings that risks and prices depend on; one measurement serves all budgets and their proofs."""
         words = asdict(self)
         for name in _OF_THE_PROOF:
             del words[name]
-        if self.with_cache:
-            words["memory"] = True
         return words
 
 

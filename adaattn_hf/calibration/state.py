@@ -111,28 +111,19 @@ class Known:
 
 
 class CalibrationState:
-    """Risks and dropped masses by length bin.
-
-    Attributes:
-        identity: What the numbers belong to, as JSON: version, settings, weights and tokens.
-        total: By length, `[units, choices]` sums over labels and sampled rows of 1/2 (g . do)^2, see `fisher`.
-        rows: By length, how many labels of rows these are.
-        dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean square.
-        needles: By length, `[units, choices]` risks for retrieval.
-        done: By length, sequences finished.
-        prices: The conditions that prices were measured under, then their table as JSON.
-        finished: Budgets whose plans are stored, by the names of their directories, with their exit codes.
-    """
+    """Risks and dropped masses by length: `identity` is of what they were measured of and how."""
 
     def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
         self.identity = json.dumps(identity, sort_keys=True)
+        # `[units, choices]`, summed over labels and sampled rows, of 1/2 (g . do)^2, see `fisher`; and how many rows
         self.total = {length: np.zeros((units, choices)) for length in lengths}
         self.rows = dict.fromkeys(lengths, 0)
+        # `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean square
         self.dropped = {length: np.zeros((units, choices, 3)) for length in lengths}
-        self.needles = {length: np.zeros((units, choices)) for length in lengths}
-        self.done = dict.fromkeys(lengths, 0)
-        self.prices: list[Any] = []
-        self.finished: dict[str, int] = {}
+        self.needles = {length: np.zeros((units, choices)) for length in lengths}  # risks for retrieval
+        self.done = dict.fromkeys(lengths, 0)  # sequences finished
+        self.prices: list[Any] = []  # the conditions that they were measured under, then their table as JSON
+        self.finished: dict[str, int] = {}  # budgets whose plans are stored, by directory, with their exit codes
 
     def save(self, directory: Path, file: str = FILE) -> None:
         """Writes the state to a directory."""
@@ -203,14 +194,11 @@ def forget(directory: Path) -> None:
 
 @dataclass
 class Moments:
-    """Pass zero: by layer index, mean keys with Gram matrices, and the model's own window, `None` without one.
+    """What pass zero finds, by layer index."""
 
-    `causal` holds whether attention is causal, for all layers.
-    """
-
-    grams: dict[int, Gram] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-    causal: set[bool] = field(default_factory=set)
+    grams: dict[int, Gram] = field(default_factory=dict)  # with mean keys
+    windows: dict[int, int | None] = field(default_factory=dict)  # the model's own
+    causal: set[bool] = field(default_factory=set)  # of all layers
 
     def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Adds the moments of one call, on its device, and computes exact attention."""
@@ -269,13 +257,3 @@ def _foreign(path: Path) -> ValueError:
         f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
         "another --output-dir"
     )
-
-
-def refuse_interrupted(directory: Path) -> None:
-    """Refuses to start in a directory whose interrupted calibration would be overwritten."""
-    path = kept_in(directory)
-    if path is not None:
-        raise ValueError(
-            f"out: {path} is an interrupted calibration; pass --resume to go on with it, delete it to begin anew, or "
-            "give another --output-dir"
-        )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaattn_hf.calibration import pricing
-from adaattn_hf.calibration.layers import Measurement, Picks
+from adaattn_hf.calibration.layers import Measurement, Picks, unit_prices
 from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.policy.knapsack import shared_prices
 
@@ -18,7 +17,7 @@ def scores(evidence: Evidence) -> dict[str, float]:
 
 def ratio(measurement: Measurement, picks: Picks, length: int) -> float:
     """Returns how many times as fast as exact attention the prefill of an allocation is, by the price table."""
-    prices, launches = pricing.unit_prices(measurement.table, measurement.layers, [length], 0)
+    prices, launches = unit_prices(measurement.table, measurement.layers, [length], "prefill")
     none = np.zeros_like(picks)
     exact, own = (float(shared_prices(one, prices, launches).sum()) for one in (none, picks))
     return exact / own

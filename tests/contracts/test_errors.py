@@ -302,6 +302,8 @@ CASES: dict[str, tuple[Case, ...]] = {
          "cache | replaced by [1, 2, 3, 4] beside values [1, 2, 6, 4] | expected the same | assign the layer's values"),
         ("load a damaged cache file", load_damaged,
          "path | its checksum is not that of its content | expected what was written | read the prompt again"),
+        ("set --kv-bytes for a plan of prompts", lambda: CalibrationSettings(kv_bytes=0.4),
+         "kv_bytes | 0.4 | expected none beside the aim 'prompt' | add --aim memory"),
         ("set --kv-bytes to 0", lambda: CalibrationSettings(kv_bytes=0.0),
          "kv_bytes | 0.0 | expected a share of the bytes below 1 | 0.4x"),
         ("give a cache a growth factor below 1", lambda: adaattn_hf.GrowingCache(growth=0.5),

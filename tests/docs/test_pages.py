@@ -40,7 +40,7 @@ PLACEHOLDERS = {
 }  # fmt: skip
 """What a reader puts in; so little text as here proves no smaller budget."""
 SMALL = {
-    "calibrate": "--lengths 256 --sequences 2 --held-out 6 --joint 1 --labels 1 --decode-tokens 0 --quiet",
+    "calibrate": "--lengths 256 --sequences 2 --held-out 6 --joint 1 --labels 1 --quiet",
     "eval": "--limit-docs 1 --limit-tokens 200",
 }
 """Options behind what a page types, so that it takes seconds."""

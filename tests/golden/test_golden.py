@@ -35,7 +35,7 @@ CLOSE, LEAST = 1e-2, 5e-4
 SIZE = "--sequences 2 --joint 2 --rows 16 --labels 1 --held-out 8"
 CALIBRATIONS = {
     "gpt2": ["--lengths", "160,320", "--budget", "3%"],
-    "llama": ["--lengths", "320", "--budget", "5%", "--optimize", "memory"],
+    "llama": ["--lengths", "320", "--budget", "5%", "--aim", "memory"],
     "bert": ["--lengths", "128", "--budget", "3%", "--maskings", "2"],
 }
 EVALUATIONS: dict[str, list[object]] = {

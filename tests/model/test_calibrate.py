@@ -23,12 +23,11 @@ from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration import proof as verify
-from adaattn_hf.calibration.calibrate import Sequential, choose_and_verify
+from adaattn_hf.calibration.calibrate import choose_and_verify, known
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import Measurement, observe_layers
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
-from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.search import Joint, JointPasses
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, Known
@@ -192,10 +191,9 @@ def test_a_larger_budget_never_returns_less_than_a_smaller_one(
         {"budget": settings.budget},
     )  # fmt: skip
     again = replace(measurement, inputs=measurement.inputs.with_settings(settings))
-    sequential = Sequential(JointPasses(again), stock_distance(again.inputs))
     for change in others:
-        assert sequential.known([replace(small.plan, **change)], []) == [], change
-    assert len(sequential.known([small.plan], [])) == 1
+        assert known(JointPasses(again), [replace(small.plan, **change)], {}) == [], change
+    assert len(known(JointPasses(again), [small.plan], {})) == 1
 
 
 @pytest.mark.parametrize("part", ["mlp", "head", "tokens"])

@@ -19,14 +19,14 @@ from adaattn_hf.calibration.ladder import Ladder, ladder
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
-from adaattn_hf.calibration.search import JointPasses, roundings, solve
+from adaattn_hf.calibration.search import JointPasses, roundings, solve, storages
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.eval.arms import FIRST, stored_tap
 from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
-from adaattn_hf.plans.limits import Gates
+from adaattn_hf.plans.limits import Gates, unproven
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
@@ -37,7 +37,7 @@ from ..support.letters import SETTINGS, encode, letter_prices, lettered_llama
 from ..support.recorder import Recorder
 from .test_streaming_cache import LAYERS, llama
 
-MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)
+MEMORY = replace(SETTINGS, families=("window",), aim="memory", budget=6e-2)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def told(plan: Plan, stored: str) -> float:
 
 
 def test_a_share_of_the_bytes_takes_the_most_precise_that_reaches_it(measured: Measurement) -> None:
-    result = found(measured, optimize="time", kv_bytes=0.9)
+    result = found(measured, kv_bytes=0.9)
     assert result.met
     cache = result.plan.protocol["cache"]
     assert cache["stored"] == "model"  # windows alone reach it, at no further loss
@@ -124,7 +124,7 @@ def test_what_no_format_reaches_and_what_the_budget_forbids_is_refused(measured:
 
 
 def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, text: list[Path]) -> None:
-    in_time = replace(MEMORY, optimize="time")
+    in_time = replace(MEMORY, aim="prompt")
     with pytest.raises(ValueError, match="measure again"):  # its candidates are others
         choose_and_verify(measured, in_time)
     result = choose_and_verify(measure(open_inputs(lettered_llama(), encode, text, in_time), prices=letter_prices()))
@@ -175,7 +175,7 @@ def steps(measured: Measurement, **changes: Any) -> Ladder:
 
 def test_candidates_are_the_smallest_caches_within_their_share_whatever_their_format(measured: Measurement) -> None:
     length = MEMORY.lengths[0]
-    costs = {one.stored: one.kl[length] for one in roundings(JointPasses(measured))}
+    costs = {stored: kl[length] for stored, kl in roundings(JointPasses(measured)).items()}
     assert costs["k8v4"] > 1.5e-3 > costs["int8"] > 0
     tight, wide = steps(measured, budget=1.5e-3).candidates, steps(measured).candidates
     assert {one.way.stored for one in tight} <= {"model", "int8"}
@@ -201,19 +201,30 @@ def test_a_format_that_held_out_text_refuses_ends_the_sequence(
         return tap if stored == "model" else lambda module, call: -3.0 * tap(module, call)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
-    first = next(at for at, one in enumerate(steps(measured).candidates) if one.way.stored != "model")
+    candidates = steps(measured).candidates
+    first = next(at for at, one in enumerate(candidates) if one.way.stored != "model")
     result = found(measured)
     judged = [step for step in result.report["history"] if "verified" in step]
     assert [step["verified"]["passed"] for step in judged] == [True] * first + [False]
-    assert result.met == (first > 0)
     assert "predictions differ too much" in judged[-1]["verified"]["sentence"]
+    # its plan passed the test before that: it is proven without the format, and the best of all that are
+    failed = storages(measured, candidates[first].way.allocation.picks)["model"]
+    shares = [one.way.cost for one in candidates[:first]] + [failed.share] * failed.streaming
+    cache = result.plan.protocol["cache"]
+    assert (cache["stored"], cache["share"], cache["verified"]) == ("model", min(shares), None)
+    assert unproven(result.plan) is None
+    # the bytes that were asked for are a promise: what is proven and larger is not the answer
+    assert not found(measured, kv_bytes=candidates[first].way.cost).met
 
 
 def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
-    with pytest.raises(ValueError, match="expected a causal model"):
-        calibrate(lettered_llama(), encode, text, MEMORY, scoring=MaskedTokens(1))
-    with pytest.raises(ValueError, match="optimize is 'space'"):
-        replace(MEMORY, optimize="space")
+    for settings in (MEMORY, replace(MEMORY, aim="step")):
+        with pytest.raises(ValueError, match=f"aim is '{settings.aim}' for LlamaForCausalLM, which has no decode step"):
+            calibrate(lettered_llama(), encode, text, settings, scoring=MaskedTokens(1))
+    with pytest.raises(ValueError, match="aim is 'space'"):
+        replace(MEMORY, aim="space")
+    with pytest.raises(ValueError, match=r"kv_bytes is 0\.4, expected none beside the aim 'step'"):
+        replace(MEMORY, aim="step", kv_bytes=0.4)
     with pytest.raises(ValueError, match="families is rank,bf16, expected window among them"):
         replace(MEMORY, families=("rank", "bf16"))
     with pytest.raises(ValueError, match=r"kv_bytes is 1\.4"):

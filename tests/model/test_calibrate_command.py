@@ -464,7 +464,7 @@ def test_no_room_for_prices_or_weights_names_what_would_help(
         words = ("--output-dir", tmp_path / "a", "--batch-size", 8)
         run(model, *words, priced=False, code=6, says="a smaller batch (--batch-size 4)")
     with monkeypatch.context() as planted:
-        planted.setattr(calibration, "whole_forward", Mock(side_effect=torch.OutOfMemoryError))
+        planted.setattr(calibration, "whole_passes", Mock(side_effect=torch.OutOfMemoryError))
         run(model, "--budget", "1%", says="sequences have no room")
     assert (model / "adaattn_plan.json").is_file()
     with monkeypatch.context() as planted:
@@ -534,7 +534,9 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--dtype", "float33"), "Invalid value for '--dtype'"),
         (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
         (("--threads", "0"), "threads is 0, expected at least 1"),
-        (("--decode-tokens", "-1"), "decode_tokens is -1, expected at least 0"),
+        (("--aim", "speed"), "Invalid value for '--aim'"),
+        (("--aim", "step"), "families is bf16, expected window among them"),
+        (("--kv-bytes", "0.4x"), "kv_bytes is 0.4, expected none beside the aim 'prompt'"),
         (("--prices", "nowhere.json"), "nowhere.json is no file"),
         (("--output-dir", __file__), "cannot be made"), (("--budget", "lots"), "budget is 'lots'"),
         (("--budget", ""), "budget is '', expected a rise of the perplexity"),

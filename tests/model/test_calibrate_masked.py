@@ -14,8 +14,9 @@ import transformers as tf
 
 import adaattn_hf
 from adaattn_hf.attention.listeners import tapping
-from adaattn_hf.calibration import fisher, pricing
+from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.assemble import report
+from adaattn_hf.calibration.layers import unit_prices
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.eval.arms import ModelArms, compare, plan_tap
@@ -239,7 +240,7 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     assert ratio(measured, picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
     # the report tells the same, also of what a launch costs in layers of either kind
     lines = price_table(LENGTH, {name: Price(one, one / 2) for name, one in row.items()}, decode=False)
-    told = pricing.unit_prices(lines, measured.layers, [LENGTH], 0)
+    told = unit_prices(lines, measured.layers, [LENGTH], "prefill")
     both = replace(measured, table=lines, prices=told[0], launches=told[1])
     words = report(both, [], evaluate(picks, told[0], both.risks(), told[1]), np.ones(1), [])
     assert words["price_exact_seconds"] == pytest.approx(2 * (8 + 8) + 2 * (1 + 1))

@@ -1,11 +1,12 @@
 """Decode steps stay exact where no choice is faster there, and prices are those of as many sequences as asked for."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,17 +16,19 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.capability import cpu_name
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.layers import steps_stay_exact
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.patches.observe.explain import explain
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import EXACT, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 
-from ..support.calibration import calibrate
+from ..support.calibration import calibrate, open_inputs
 from ..support.choices import make_choice
-from ..support.letters import LENGTH, SETTINGS, encode, letter_prices, lettered_llama
+from ..support.letters import CHOICES, LENGTH, SETTINGS, encode, letter_prices, lettered_llama
 
 
 def _dear_steps(**cheaper: float) -> PriceTable:
@@ -73,39 +76,50 @@ def call() -> AttentionCall:
     return AttentionCall(query, key, key, MaskStructure(1, 64, 64, causal=True), 0.25)
 
 
-def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
-    known = dict(enumerate(windows))
-    return SimpleNamespace(candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known)
-
-
-def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
-    table = _dear_steps(**{"w32+16": 0.9})
-    found = calibrate(lettered_llama(), encode, text, SETTINGS, prices=table)
+def test_a_plan_whose_steps_are_faster_runs_in_them_too(text: list[Path]) -> None:
+    cheap = {label: 0.1 for label in CHOICES if label.startswith("w")}
+    found = calibrate(lettered_llama(), encode, text, SETTINGS, prices=_dear_steps(**cheap))
+    assert found.met
     assert not found.plan.exact_steps
 
-    layers = layers_of([EXACT, make_choice("window", 32, 16)], None)
-    assert not pricing.steps_stay_exact(table, layers, [LENGTH])
-    assert pricing.steps_stay_exact(_dear_steps(), layers, [LENGTH])
-    assert not pricing.steps_stay_exact(table, layers_of([EXACT], None), [LENGTH])
-    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), layers, [LENGTH]), "noise"
+    choices = SimpleNamespace(choices=[EXACT, make_choice("window", 32, 16)])
+    layers: Any = SimpleNamespace(candidates=choices, windows={0: None}, kinds={0: None}, units=[(0, 0), (0, 1)])
+    tables = _dear_steps(), _dear_steps(**{"w32+16": 0.8}), _dear_steps(**{"w32+16": 0.92})
+    stay = [steps_stay_exact(table, layers, [LENGTH], np.array([0, 1])) for table in tables]
+    assert stay == [True, False, True], "the last is noise: half of the heads, so 4 % of the whole"
 
 
-def test_prices_are_measured_with_the_batch_that_is_asked_for(
-    call: AttentionCall, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, int, int]] = []
-    attend = execute.attend
+def test_a_plan_for_steps_is_priced_by_them_alone(text: list[Path]) -> None:
+    """Windows that save nothing of a prompt and much of a step, and the other way round; precision saves none."""
+    row = dict.fromkeys(CHOICES, 1.0) | {"w32+16": 0.1, "w96+16": 0.4, "w64+16": 0.2}
+    table = PriceTable("a table", {}, {"decode": {LENGTH: {label: Price(0.0, cost) for label, cost in row.items()}}})
+    step = replace(SETTINGS, aim="step")
+    measurement = measure(open_inputs(lettered_llama(), encode, text, step), prices=table)
+    assert [choice.label for choice in measurement.layers.candidates.choices] == ["exact", "w32+16", "w64+16"]
+    assert measurement.prices.tolist() == [[1.0, 0.1, 0.2]] * 4
+    found = choose_and_verify(measurement)
+    assert found.met, found.sentence
+    assert not found.plan.exact_steps
+    assert found.report["price_exact_seconds"] > found.report["price_plan_seconds"]
+    with pytest.raises(ValueError, match="expected those that the measurement was made with"):
+        choose_and_verify(measurement, SETTINGS)
+    with pytest.raises(ValueError, match="the table has no prefill price"):
+        measure(open_inputs(lettered_llama(), encode, text, SETTINGS), prices=table)
+    none = choose_and_verify(replace(measurement, prices=np.ones_like(measurement.prices)))
+    assert (none.met, none.plan.is_exact) == (False, True)
+    assert "no candidate saves time in a step of one row on this machine; longer --lengths" in none.sentence
+    assert "more rows (--batch-size, now 1)" in none.sentence
 
-    def watched(bound_layer: Any, call: AttentionCall) -> Any:
-        seen.append((call.structure.batch, *call.query.shape[:3:2]))
-        return attend(bound_layer, call)
 
+def test_prices_are_of_the_batch_asked_for(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Mock(side_effect=execute.attend)
     monkeypatch.setattr(execute, "attend", watched)
     choices = [EXACT, make_choice("window", 32, 4)]
     options = {"phases": pricing.PHASES, "batch": 3}
     table = pricing.measure_prices({None: {64: call}}, choices, LayerTensors(), **options)
     assert table.machine.startswith(f"{cpu_name()} ({level_here()}), ")
-    assert set(seen) == {(3, 3, 64), (3, 3, 1)}
+    seen = [each.args[1] for each in watched.call_args_list]
+    assert {(one.structure.batch, *one.query.shape[:3:2]) for one in seen} == {(3, 3, 64), (3, 3, 1)}
     assert pricing.repeated(call, 1) is call, "no copy, whose layout would be another"
     assert set(table.prices["decode"][64]) == {"exact", "w32+4"}
     with pytest.raises(ValueError, match="batch is 0, expected at least 1"):
@@ -114,54 +128,41 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_steps_that_are_captured_cost_nothing_of_the_host(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def clocked(calls: object, host: bool) -> dict[object, object]:
-        asked.append(host)
-        return {}
-
-    monkeypatch.setattr(pricing, "on_device", clocked)
+    asked = Mock(return_value={})
+    monkeypatch.setattr(pricing, "on_device", asked)
     for phase in pricing.PHASES:
         pricing._timed({}, phase, True, captured)
-    assert asked == [False, not captured]
+    assert [each.kwargs["host"] for each in asked.call_args_list] == [False, not captured]
 
 
-def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
-    call: AttentionCall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_attention_is_priced_as_layers_call_it(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the backend's fast call; what no fast call serves goes the way of plans."""
-    planned: list[str] = []
-    attend = execute.attend
-
-    def watched(bound_layer: Any, call: AttentionCall) -> Any:
-        planned.append("+".join(choice.label for choice in bound_layer.plan.choices))
-        return attend(bound_layer, call)
-
+    watched = Mock(side_effect=execute.attend)
     monkeypatch.setattr(execute, "attend", watched)
+
+    def planned() -> set[str]:
+        layers = [each.args[0].plan for each in watched.call_args_list]
+        return {"+".join(choice.label for choice in layer.choices) for layer in layers}
+
     options = {"phases": pricing.PHASES}
     pricing.measure_prices({None: {64: call}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
-    assert set(planned) == {"w32+4", "w32+4+w32+4"}
+    assert planned() == {"w32+4", "w32+4+w32+4"}
     sinks = replace(call, sink_logits=torch.zeros(4))
     pricing.measure_prices({None: {64: sinks}}, [EXACT], LayerTensors(), **options)
-    assert "exact+exact" in planned
+    assert "exact+exact" in planned()
 
 
 def test_heads_cost_nothing_where_more_of_them_take_no_longer() -> None:
-    """A step that takes as long as its launch: three heads and one differ by noise, which 64 steps would multiply."""
-    one, three = (79e-6, 80e-6, 83e-6), (81e-6, 82e-6, 84e-6)
-    line = pricing.line_through([1, 3], [one, three])
-    assert line.constant == pytest.approx(81e-6)
-    assert line.slope == 0.0
-    longer = (90e-6, 92e-6, 94e-6)
-    told = pricing.line_through([1, 3], [one, longer])
-    assert told.slope == pytest.approx(6e-6)
-    assert told.seconds(3) == pytest.approx(92e-6)
-    steep = pricing.line_through([1, 3], [one, (300e-6,) * 3])
-    assert steep.constant == 0.0
-    assert steep.slope == pytest.approx(98e-6)
-    line = pricing.line_through([2], [longer])
-    assert line.constant == 0.0
-    assert line.slope == pytest.approx(46e-6)
+    """A step that takes as long as its launch: three heads and one differ by noise, charged once for every token."""
+    one, three, longer = (79e-6, 80e-6, 83e-6), (81e-6, 82e-6, 84e-6), (90e-6, 92e-6, 94e-6)
+    for heads, spreads, expected in (
+        ([1, 3], [one, three], (81e-6, 0.0)),
+        ([1, 3], [one, longer], (74e-6, 6e-6)),
+        ([1, 3], [one, (300e-6,) * 3], (0.0, 98e-6)),
+        ([2], [longer], (0.0, 46e-6)),
+    ):
+        line = pricing.line_through(heads, spreads)
+        assert (line.constant, line.slope) == pytest.approx(expected)
 
 
 def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
@@ -176,7 +177,7 @@ def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
         assert lines == {label: pricing.line_through([3, 6], own) for label, own in given.items()}
 
 
-def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all(call: AttentionCall) -> None:
+def test_a_device_is_timed_with_all_heads_and_twice_as_many(call: AttentionCall) -> None:
     for on_cuda, batch, expected in (
         (False, 1, {1: (1, 1), 2: (1, 2)}),
         (False, 3, {1: (3, 1), 2: (3, 2)}),
@@ -186,18 +187,3 @@ def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one
         parts = pricing.by_heads(call, batch, on_cuda)
         assert {heads: tuple(part.key.shape[:2]) for heads, part in parts.items()} == expected
         assert all(part.structure.batch == part.key.shape[0] for part in parts.values())
-
-
-def test_layers_of_every_kind_are_asked_whether_a_choice_is_faster_in_decode() -> None:
-    """A window that is no narrower than a layer's own is no choice there, however little it seems to take."""
-    choices = [EXACT, make_choice("window", 32, 16), make_choice("window", 64, 16)]
-
-    def stay(narrow: float, wide: float) -> bool:
-        row = dict.fromkeys(("exact", "w32+16", "w64+16", "exact in 48"), Price(0.0, 1.0))
-        row |= {"w32+16 in 48": Price(0.0, narrow), "w64+16 in 48": Price(0.0, wide)}
-        table = PriceTable("a table", {}, {"decode": {LENGTH: row}})
-        return pricing.steps_stay_exact(table, layers_of(choices, None, 48), [LENGTH])
-
-    assert stay(1.0, 1.0)
-    assert not stay(0.5, 1.0)
-    assert stay(1.0, 0.5)

@@ -28,7 +28,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rest = f"{size} --quiet".split()
     news: list[object] = ["--verify-data", directory / "news.txt"]
     cheap: list[object] = ["--prices", directory / "prices.json", "--families", "bf16", "--budget", "1%"]
-    small: list[object] = ["--optimize", "memory", "--budget", "3%"]
+    small: list[object] = ["--aim", "memory", "--budget", "3%"]
     for plan, how in (("plan", news + cheap), ("split", cheap), ("memory", news + small)):
         words = ["--data", directory / "own.txt", "--output-dir", directory / plan]
         adaattn("calibrate", MODEL, *words, *rest, *how)

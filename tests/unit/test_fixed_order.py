@@ -54,10 +54,10 @@ def climbed(
         return Joint(kl, 0.6 * np.sqrt(max(kl, 0.0)), 30 * kl, 0.0, gates.rounding, needles(aimed), aimed)
 
     monkeypatch.setattr(search, "solve", solve)
-    known = {"lengths": (LENGTH,), "with_cache": False, "kv_bytes": None, **settings}
+    known = {"lengths": (LENGTH,), "aim": "prompt", "with_cache": False, "kv_bytes": None, **settings}
     inputs = SimpleNamespace(settings=SimpleNamespace(**known), run=Run(), refuse_late=lambda: None)
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
-    return ladder(passes, [], gates, StockDistance(0.0, gates.rounding), [])
+    return ladder(passes, {}, gates, StockDistance(0.0, gates.rounding), [])
 
 
 @pytest.mark.parametrize("slope", [0.2, 1.0, 5.0])

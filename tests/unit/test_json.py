@@ -18,7 +18,7 @@ RUNS = {
     "eval": f"{MODEL} --data {TEXT} --limit-tokens 128 --context 64 --device cpu --output-dir out",
     "profile": f"{MODEL} --data {TEXT} --length 64 --sequences 1 --device cpu",
     "explain": f"{MODEL} --device cpu",
-    "calibrate": f"{MODEL} --data {TEXT} --budget 5% --output-dir plan {CALIBRATED} --decode-tokens 2",
+    "calibrate": f"{MODEL} --data {TEXT} --budget 5% --output-dir plan {CALIBRATED}",
     "verify": f"{MODEL} --plan plan --data {TEXT} --device cpu", "plan show": "plan",
     "plan explore": "plan --html page.html",
     "bench": "--only ^tiny.causal --rounds 1 --no-memory --baseline sdpa", "doctor": "",

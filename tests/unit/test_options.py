@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from adaattn_cli import app as application
 from adaattn_cli.commands import (
+    AIMS,
     CACHES,
     CALIBRATE,
     COMMANDS,
     DTYPES,
     EVAL,
     OBJECTIVES,
-    OPTIMIZED,
     PADDINGS,
     RECIPES,
     VERIFY,
@@ -156,7 +156,7 @@ def test_the_words_of_options_are_those_that_the_package_knows() -> None:
     assert ("model", *FORMATS) == CACHES
     assert set(FAMILIES) == set(known_families())
     assert set(DTYPES) == {*checkpoint.DTYPES, "auto"}
-    assert (PADDINGS, RECIPES, OPTIMIZED) == (evaluation.PADDINGS, evaluation.RECIPES, calibration.OPTIMIZED)
+    assert (PADDINGS, RECIPES, AIMS) == (evaluation.PADDINGS, evaluation.RECIPES, calibration.AIMS)
     assert ("auto", *get_args(checkpoint.Objective)) == OBJECTIVES
 
 

@@ -15,7 +15,7 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from .test_plan import make_plan
 
 PROTOCOL = {
-    "settings": {"alpha": 0.05, "optimize": "speed"}, "cache": {"stored": "int8", "streaming": True}, "decode": "exact",
+    "settings": {"alpha": 0.05, "aim": "speed"}, "cache": {"stored": "int8", "streaming": True}, "decode": "exact",
     "scoring": {"predicts": "the next token"},
 }  # fmt: skip
 GOOD: dict[str, Any] = make_plan(protocol=PROTOCOL).to_dict()
