@@ -179,11 +179,12 @@ CALIBRATE = Command(
     passed for a budget, so it stays exact; 6 out of memory; 130 interrupted.
     """,
     {
-        "Basic": (
-            "data", "budget", "aim", "lengths", "batch", "verify_data", "output_dir", "dtype", "device", "resume",
-        ),
+        "Basic": ("data", "budget", "aim", "lengths", "verify_data", "output_dir", "dtype", "device"),
         "Verification": ("held_out", "top1", "max_kl", "needles_lost"),
-        "Search": ("kv_bytes", "families", "minutes", "sequences", "rows", "labels", "joint", "prices", "captured"),
+        "Search": (
+            "batch", "kv_bytes", "minutes", "resume", "families", "sequences", "rows", "labels", "joint", "prices",
+            "captured",
+        ),
     },
     model=argument(str, None, "Hub id or directory of a causal or masked LM. Default: the packaged LLaMA."),
     data=Option(list[Path], (), f"{TEXT}; each source counts equally. Default for the packaged model: the packaged "

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from adaattn_hf.eval.arms import compare, exact_tap, plan_tap
 from adaattn_hf.eval.windows import TokenWindow
@@ -85,7 +84,7 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
     taps = {"exact": exact_tap, "plan": plan_tap(bound_layers)}
     prompts = s.batch if s.aim == "prompt" else 1
 
-    def passed(tap: Tap, tokens: Tensor, past: Cache | None = None) -> Any:
+    def passed(tap: Tap, tokens: Tensor, past: Any = None) -> Any:
         if past is not None:  # each step is behind the same prompt: tensors are shared, and what grows is a new one
             past, layers = copy(past), past.layers
             past.layers = [copy(layer) for layer in layers]
@@ -93,7 +92,7 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
         with tapping(tap):
             return model(input_ids=tokens, **cached, **last, **({} if past is None else {str(keyword): past}))
 
-    def faster(length: int, tokens: Tensor, past: Cache | None = None) -> Benefit:
+    def faster(length: int, tokens: Tensor, past: Any = None) -> Benefit:
         rows, step = len(tokens), past is not None
         inputs.refuse_late(together=False, seconds=inputs.pace.pair[length] * rows if inputs.pace and not step else 0.0)
         calls = {name: partial(passed, tap, tokens, past) for name, tap in taps.items()}

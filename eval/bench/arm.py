@@ -26,7 +26,10 @@ Work = tuple[Callable[[], list[Any]], dict[str, Any]]
 def _encoder(task: Any, model: Any, **settings: Any) -> Work:
     torch, key = import_module("torch"), "logits" if task["scores"] else "last_hidden_state"
     torch.set_grad_enabled(False)
-    batches = [{name: torch.tensor(rows) for name, rows in batch.items()} for batch in task["batches"]]
+    batches = [
+        {name: torch.tensor(rows, dtype=torch.int64, device="cpu") for name, rows in batch.items()}
+        for batch in task["batches"]
+    ]
     return lambda: [model(**batch)[key] for batch in batches], settings
 
 
@@ -41,7 +44,7 @@ def of_transformers(task: Any) -> Work:
     prepared = own is not None and task["prepared"] and own.prepare(model) is not None
     if not task["causal"]:
         return _encoder(task, model)
-    ids, static = torch.tensor(task["texts"]), "StaticCache" in task["how"]
+    ids, static = torch.tensor(task["texts"], dtype=torch.int64, device="cpu"), "StaticCache" in task["how"]
     kind = library.StaticCache if static else own.GrowingCache if prepared else library.DynamicCache
     sizes = {"max_cache_len": ids.shape[1] + task["room"]} if static else {}
 

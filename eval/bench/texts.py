@@ -18,7 +18,8 @@ def texts_of(cell: Cell, known: Mapping[str, Any], files: Path) -> list[list[int
     lengths = cell.lengths or [cell.keys] * cell.batch
     if "text" not in known:
         random = torch.Generator().manual_seed(0)
-        return [torch.randint(5, known.get("ids", 1000), (n,), generator=random).tolist() for n in lengths]
+        most = known.get("ids", 1000)
+        return [torch.randint(5, most, (n,), device="cpu", generator=random).tolist() for n in lengths]
     tokenizer = transformers.AutoTokenizer.from_pretrained(files)
     text = Path(os.path.expandvars(known["text"])).read_text(encoding="utf-8")[: 16 * sum(lengths)]
     ids = iter(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

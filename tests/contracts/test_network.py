@@ -24,6 +24,7 @@ DOCUMENTED = {
     "adaattn_hf/plans/store.py": {
         "huggingface_hub.HfApi", "huggingface_hub.hf_hub_download", "huggingface_hub.errors.EntryNotFoundError",
     },
+    "eval/bench/arm.py": {"datasets"},
     "eval/corpora.py": {"datasets"},
     "eval/lm_eval_model.py": {"lm_eval.api.registry.register_model", "lm_eval.models.huggingface.HFLM"},
     "eval/metric/adaattn_perplexity/adaattn_perplexity.py": {"datasets", "evaluate"},
