@@ -184,24 +184,24 @@ def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytes
 
 
 def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_any_step(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
+    def by_any_step(structure: Any, positions: torch.Tensor) -> Any:
         border = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
         if not (structure.causal and structure.plain) or structure.q_len != structure.kv_len:
             return structure
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(packed_arguments, "with_restarts", by_any_step)
+    monkeypatch.setattr(documents, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
     real = documents.with_restarts
 
-    def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
-        return real(structure, positions, known) if structure.batch == 1 else structure
+    def in_one_row(structure: Any, positions: torch.Tensor) -> Any:
+        return real(structure, positions) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(packed_arguments, "with_restarts", in_one_row)
+    monkeypatch.setattr(documents, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"
