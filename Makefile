@@ -119,7 +119,7 @@ matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.1
 lowest: $(READY) ## the tests of the core with the lowest torch and Transformers of pyproject.toml; kernels with the lowest Triton that has Gluon
 	$(PYTHON) tests/conformance/matrix.py --lowest
 	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/triton-lowest triton==3.6.0
-	PYTHONPATH=build/triton-lowest $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_triton_compiles.py
+	PYTHONPATH=build/triton-lowest $(BIN)/pytest -q -p no:cacheprovider -n $(WORKERS) tests/unit/test_triton_compiles.py
 
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench
