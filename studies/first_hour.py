@@ -2,7 +2,7 @@
 
 `python -m studies.first_hour SHELF CONDITIONS PYTHON`: SHELF holds what the page takes for granted beside the
 checkout (a GGUF model, alice.txt), CONDITIONS say what else the machine did. torch comes from pip's configured index,
-in the version of the constraints. A block that ends otherwise than the page shows is named in the table.
+in the version of the constraints, for CPUs where it has that. A block that ends otherwise than the page shows is named in the table.
 """
 
 import json
@@ -36,7 +36,7 @@ def tasks() -> list[tuple[str, str, bool]]:
     ]
     page, heading = (ROOT / "docs" / "first_hour.md").read_text(encoding="utf-8"), ""
     (pin,) = re.findall(r"^torch==.*$", (ROOT / "constraints-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    page = re.sub(r"install torch --index-url \S+", f"install {pin}+cpu", page)
+    page = re.sub(r"pip install torch --index-url \S+", f"pip install {pin}+cpu || pip install {pin}", page)
     for title, code, refusal in BLOCK.findall(page):
         heading = title or heading
         if code:
