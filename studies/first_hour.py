@@ -1,8 +1,8 @@
 """Types what docs/first_hour.md types in a new environment, and writes docs/results/first_hour.*: minutes per task.
 
 `python -m studies.first_hour SHELF CONDITIONS PYTHON`: SHELF holds what the page takes for granted beside the
-checkout (a GGUF model, alice.txt), CONDITIONS say what else the machine did. torch comes from pip's configured index,
-in the version of the constraints, for CPUs where it has that. A block that ends otherwise than the page shows is named in the table.
+checkout (a GGUF model, alice.txt), CONDITIONS say what else the machine did. torch is that of the constraints, from
+pip's index, for CPUs where it has that. A block that ends otherwise than the page shows is named in the table.
 """
 
 import json
