@@ -256,8 +256,7 @@ class Pace:
 
     def speed(self, s: CalibrationSettings) -> float:
         """Returns the seconds that timing whole passes takes."""
-        prompts = s.batch if s.aim == "prompt" else 1
-        return ((s.rounds + 1) * prompts + 1) * sum(self.pair.values()) if s.rounds else 0.0
+        return ((s.rounds + 1) * s.prompts + 1) * sum(self.pair.values()) if s.rounds else 0.0
 
 
 def seconds_at(

@@ -241,8 +241,9 @@ def _prices(inputs: Inputs, layers: Layers) -> PriceTable:
 def _phases(inputs: Inputs) -> tuple[str, ...]:
     """What is timed, first what the plan is for: steps also tell whether those of a plan for prompts stay exact."""
     if inputs.settings.aim == "step":
-        return ("decode",)
-    return ("prefill", "decode")[: 1 + (inputs.settings.aim == "prompt" and inputs.scoring.generates)]
+        return pricing.PHASES[1:]
+    both = inputs.settings.aim == "prompt" and inputs.scoring.generates
+    return pricing.PHASES if both else pricing.PHASES[:1]
 
 
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:

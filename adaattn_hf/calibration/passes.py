@@ -82,7 +82,6 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
     taken, keyword = forward.parameters, cache_keyword(forward)
     last = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
     taps = {"exact": exact_tap, "plan": plan_tap(bound_layers)}
-    prompts = s.batch if s.aim == "prompt" else 1
 
     def passed(tap: Tap, tokens: Tensor, past: Any = None) -> Any:
         if past is not None:  # each step is behind the same prompt: tensors are shared, and what grows is a new one
@@ -106,13 +105,13 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
         ratio = clustered_ratio(np.log(exact / plan), np.ones(rounds))
         high = ratio.upper((1 + CONFIDENCE) / 2)
         limits = math.exp(ratio.mean), math.exp(2 * ratio.mean - high), math.exp(high)
-        aimed = step == (s.aim == "step") and rows == (s.batch if step else prompts)
+        aimed = step == (s.aim == "step") and rows == (s.batch if step else s.prompts)
         return Benefit(length, *limits, rounds, "time" if cuda else "CPU time", rows, step, aimed)
 
     for number, (length, sample) in enumerate(inputs.samples.items()):
         inputs.run.progress("speed", number, len(inputs.samples))
         tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0])
-        yield faster(length, tokens.repeat(prompts, 1))
+        yield faster(length, tokens.repeat(s.prompts, 1))
         if not inputs.scoring.generates or s.captured or keyword is None:
             continue
         with tapping(exact_tap):  # all but the last token: behind it, a step sees as many keys as the plan speaks of

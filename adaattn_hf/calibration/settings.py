@@ -91,6 +91,11 @@ class CalibrationSettings(Judged):
         """Whether a smaller cache is wanted."""
         return self.aim == "memory"
 
+    @property
+    def prompts(self) -> int:
+        """How many prompts a whole pass reads at once; the rows of another aim are those of a step."""
+        return self.batch if self.aim == "prompt" else 1
+
     def measured(self) -> dict[str, Any]:
         """Returns the settings that risks and prices depend on; one measurement serves all budgets and their proofs."""
         words = asdict(self)

@@ -63,8 +63,8 @@ class Process:
         """What its first call gave, a row for each text: mean hidden states or logits."""
         found: dict[int, Any] = {}
         with np.load(self.task["answer"]) as arrays:
-            for rows, batch, out in zip(self.task["rows"], self.task["batches"], arrays.values(), strict=True):
-                real = np.array(batch["attention_mask"])[..., None]
+            for rows, inputs, out in zip(self.task["rows"], self.task["batches"], arrays.values(), strict=True):
+                real = np.array(inputs["attention_mask"])[..., None]
                 found |= dict(zip(rows, out if out.ndim == 2 else (out * real).sum(1) / real.sum(1), strict=True))
         return torch.from_numpy(np.stack([found[row] for row in sorted(found)]))
 

@@ -37,9 +37,9 @@ _ROWS = 16
 
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     """Makes of a way's name the work of a cell."""
-    if cell.arms and device.type != "cpu":
-        raise UsageError(f"device: got {device}, expected cpu: the arms of {cell.title} run there")
     if cell.arms:
+        if device.type != "cpu":
+            raise UsageError(f"device: got {device}, expected cpu: the arms of {cell.title} run there")
         return process_works(cell, grid)
     made = attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
     make = functools.cache(made)  # the kernels of sdpa share its work, and so a model

@@ -13,6 +13,7 @@ import torch
 from adaattn_hf.attention.listeners import Answers, listeners
 from adaattn_hf.calibration import passes as benefit
 from adaattn_hf.calibration.inputs import OutOfTime, Run
+from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.arms import exact_tap
 
 from ..support.models import fresh_pair, tokens
@@ -20,7 +21,7 @@ from ..support.models import fresh_pair, tokens
 
 def bench(model: Any, length: int, *, steps: bool = False, **settings: Any) -> Any:
     ids, sample = tokens(1, length), SimpleNamespace(joint=[None])
-    asked = SimpleNamespace(**{"batch": 1, "rounds": 2, "aim": "prompt", "captured": False} | settings)
+    asked = CalibrationSettings(**{"rounds": 2} | settings)
     return SimpleNamespace(
         arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample}, pace=None,
         windows=lambda _: [None], settings=asked, run=Run(), refuse_late=lambda together, seconds: None,
