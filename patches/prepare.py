@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from adaattn_hf.attention.tracing import tracing
 
-from .cache.caches import GrowingCache, check_stored, convert, holds_tokens, stored_as
+from .cache.caches import GrowingCache, check_stored, convert_layers, holds_tokens, stored_as
 from .models.cache_keyword import arguments_of, cache_in, cache_keyword
 from .models.support import Holder, Model, model_in, refuse_no_model, towers_of
 from .unpad.check import unpadding_of
@@ -41,7 +41,7 @@ def _give_cache(
     if tracing():
         return None
     arguments = arguments_of(signature, args, kwargs)
-    cache = cache_in(arguments)
+    cache, planned = cache_in(arguments), module if streaming else None
     if cache is None:
         if (
             module.config.is_encoder_decoder
@@ -52,12 +52,14 @@ def _give_cache(
             return None
         config = module.config.get_text_config(decoder=True)
         plain = stored == "model" and not streaming
-        made = GrowingCache(config=config) if plain else convert(DynamicCache(config=config), module, stored, streaming)
-        return (), {**arguments, str(cache_keyword(signature)): made}
+        new = (
+            GrowingCache(config=config) if plain else convert_layers(DynamicCache(config=config), stored, None, planned)
+        )
+        return (), {**arguments, str(cache_keyword(signature)): new}
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if type(cache) is DynamicCache and not holds_tokens(cache):
-        convert(cache, module, stored, streaming)
+        convert_layers(cache, stored, None, planned)
     return None
 
 

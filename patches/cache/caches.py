@@ -13,7 +13,6 @@ to in full precision; later calls read the codes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -58,7 +57,7 @@ class GrowingCache(DynamicCache):
         """
         room = Room.of(reserve, growth)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        convert_layers(self, "model", room=room)
+        convert_layers(self, "model", room)
 
 
 class AdaAttnCache(DynamicCache):
@@ -114,51 +113,43 @@ class AdaAttnCache(DynamicCache):
         room = Room.of(reserve, growth, max_cache_len)
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        convert(self, model, self.stored, self.streaming, room)
-
-
-def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, room: Room | None = None) -> Cache:
-    """Give an empty `DynamicCache` of a model layers that keep what is asked for; returns the cache.
-
-    ValueError: as `convert_layers`; streaming heads beside offloading, or of a model whose plan has no windows.
-    """
-    if streaming and cache.offloading:
-        raise ValueError(
-            "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
-            "expected False; such heads keep little, or use streaming=False"
-        )
-    plan = plan_of(model) if streaming else None
-    return convert_layers(cache, stored, spans_of(model) if streaming else {}, room, plan.lengths[-1] if plan else 0)
+        convert_layers(self, self.stored, room, model if self.streaming else None)
 
 
 def convert_layers(
-    cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None, room: Room | None = None, speaks_for: int = 0
+    cache: Cache, stored: str, room: Room | None = None, streaming_for: PreTrainedModel | None = None
 ) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
 
-    Heads with `spans` step in graphs only where no sequence can grow beyond the tokens that their plan `speaks_for`.
+    Heads keep windows by the plan of the model that is named as `streaming_for`.
 
-    ValueError: it holds tokens, or codes are asked of a layer that is neither full nor sliding.
+    ValueError: it holds tokens, codes are asked of a layer that is neither full nor sliding, or heads cannot stream:
+    beside offloading, or by a plan without windows.
     """
-    room = room or Room()
+    room, plan = room or Room(), None
+    spans: dict[int, Spans] = {}
+    if streaming_for is not None:
+        if cache.offloading:
+            raise ValueError(
+                "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
+                "expected False; such heads keep little, or use streaming=False"
+            )
+        plan, spans = plan_of(streaming_for), spans_of(streaming_for)
     if holds_tokens(cache):
         raise ValueError(
             f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
         )
-    # a cache without a configuration makes each layer when its first token comes
-    while spans and len(cache.layers) <= max(spans):
-        made: Any = cache.layer_class_to_replicate
-        cache.layers.append(made())
-    # steps of a captured graph read one mask for all layers: of all that there is room for
+    add_layers(cache, max(spans, default=-1) + 1)
+    # Steps of a captured graph read one mask for all layers: of all that there is room for. Streaming heads step in
+    # graphs only where no sequence can grow beyond what their plan speaks for.
     full = all(type(layer) is DynamicLayer for layer in cache.layers)
-    within = room.most is not None and (not spans or room.most <= speaks_for)
+    within = room.most is not None and (plan is None or room.most <= plan.lengths[-1])
     if within and stored != "model" and full and not cache.offloading:
         room = room._replace(fixed=True)
     layers: list[Any] = list(cache.layers)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
-            own = (spans or {}).get(index)
-            layers[index] = CachedLayer(stored, room) if own is None else StreamingLayer(own, stored, room)
+            layers[index] = StreamingLayer(spans[index], stored, room) if index in spans else CachedLayer(stored, room)
         elif type(layer) is DynamicSlidingWindowLayer:
             # a window's worth of tokens is all that it has room for, whatever is reserved
             layers[index] = CachedLayer(stored, Room(growth=room.growth), layer.sliding_window)
@@ -173,6 +164,12 @@ def convert_layers(
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = cast(Any, functools.partial(CachedLayer, stored, room))
     return cache
+
+
+def add_layers(cache: Any, count: int) -> None:
+    """Let there be so many layers at least: a cache without a configuration makes each when its first token comes."""
+    while len(cache.layers) < count:
+        cache.layers.append(cache.layer_class_to_replicate())
 
 
 def holds_tokens(cache: Cache) -> bool:
@@ -191,9 +188,9 @@ def made_for(model: PreTrainedModel) -> dict[str, Any]:
 def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str) -> tuple[str, bool]:
     """What a model's cache stores and whether heads stream: as asked, as its plan was verified, or the default."""
     plan = plan_of(model) if stored is None else None
-    kept = None if plan is None or unproven(plan) else plan.cache
-    proven = kept or (default, False)
-    return proven[0] if stored is None else stored, proven[1] if streaming is None else streaming
+    proven = None if plan is None or unproven(plan) else plan.cache
+    proven_stored, proven_streaming = proven or (default, False)
+    return proven_stored if stored is None else stored, proven_streaming if streaming is None else streaming
 
 
 def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -> None:

@@ -20,7 +20,7 @@ from adaattn_hf.plans.record import PlanError, whole
 from ..models.support import refuse_no_model
 from ..plans.attach import plan_of
 from ..plans.hashes import model_hash
-from .caches import AdaAttnCache, made_for
+from .caches import AdaAttnCache, add_layers, made_for
 from .formats import CACHES, FORMATS
 from .layers import CachedLayer
 from .streaming import spans_in
@@ -177,9 +177,7 @@ def _checked_layers(
     if not isinstance(layers, list) or len(layers) > count:
         got = len(layers) if isinstance(layers, list) else layers
         raise PlanError(f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}")
-    while len(cache.layers) < len(layers):
-        made: Any = cache.layer_class_to_replicate
-        cache.layers.append(made())
+    add_layers(cache, len(layers))
     found: dict[int, tuple[int, dict[str, Tensor]]] = {}
     batch: int | None = None
     for index, said in enumerate(layers):

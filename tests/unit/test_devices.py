@@ -130,11 +130,9 @@ def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm(sms[index]))
-    for memory in (kernels._cudnn_comes_first, device_facts):
-        memory.cache_clear()
+    device_facts.cache_clear()
     yield
-    for memory in (kernels._cudnn_comes_first, device_facts):
-        memory.cache_clear()
+    device_facts.cache_clear()
 
 
 @pytest.mark.usefixtures("unlike")

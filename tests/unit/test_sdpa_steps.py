@@ -1,7 +1,5 @@
 """Decode steps on datacentre devices go to torch's flash kernel, which needs no plan for every number of keys."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,12 +15,9 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
 
 
 @pytest.fixture(params=[(9, 0)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "capability", lambda _: of_sm(request.param))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    kernels._cudnn_comes_first.cache_clear()
-    yield
-    kernels._cudnn_comes_first.cache_clear()
 
 
 def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[str]:

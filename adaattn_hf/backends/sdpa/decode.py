@@ -30,17 +30,17 @@ def attend_few(call: AttentionCall) -> Tensor | None:
     scaling = call.scaling
     batch, heads, _, dim = query.shape
     kv_heads = key.shape[1]
-    spans = structure.cached(_ranges)
-    if spans is None or value.shape[3] != dim or wants_gradient(query, key, value):
+    ranges = structure.cached(_ranges)
+    if ranges is None or value.shape[3] != dim or wants_gradient(query, key, value):
         return None
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         return None  # the kernels read the last dimension as contiguous memory, and so do folded queries
-    low, high = min(a for a, _ in spans), max(b for _, b in spans)
+    low, high = min(a for a, _ in ranges), max(b for _, b in ranges)
     bytes_read = 2 * batch * kv_heads * (high - low) * dim * key.dtype.itemsize
     if query.dtype == torch.float32 and structure.plain and bytes_read > FOLD_BYTES:
         return operator(query, key[:, :, low:high], value[:, :, low:high], scaling).transpose(1, 2)
     lone = heads == kv_heads and query.dtype.itemsize == 2
-    alike = all(span == spans[0] for span in spans)
+    alike = all(keys == ranges[0] for keys in ranges)
     flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
     if lone and alike and flat and high > FEW_KEYS_HALF:
         products = _two_products(query, key[:, :, low:high], value[:, :, low:high], scaling)
@@ -50,13 +50,13 @@ def attend_few(call: AttentionCall) -> Tensor | None:
     if lone:
         # half-precision products with a single row miss the fast kernel; a repeated row does not
         folded = folded.expand(batch, kv_heads, 2, dim)
-    total, most = sum(b - a for a, b in spans), batch * (high - low)
+    total, most = sum(b - a for a, b in ranges), batch * (high - low)
     if total < (1 - PADDING_SHARE) * most and high - low >= SHORT_KEYS:
         out = folded.new_zeros(folded.shape)
-        for row, (a, b) in enumerate(spans):
+        for row, (a, b) in enumerate(ranges):
             if b > a:
-                one = slice(row, row + 1)
-                out[one] = operator(folded[one], key[one, :, a:b], value[one, :, a:b], scaling)
+                at = slice(row, row + 1)
+                out[at] = operator(folded[at], key[at, :, a:b], value[at, :, a:b], scaling)
     else:
         mask = None if total == most else structure.cached(additive_mask, query.dtype, query.device, low, high)
         out = operator(folded, key[:, :, low:high], value[:, :, low:high], scaling, mask)
@@ -90,7 +90,7 @@ def _ranges(structure: MaskStructure) -> list[tuple[int, int]] | None:
         if segments is None:
             return None
         runs = [(s.row, s.k_start, s.k_len, s.offset) for s in segments]
-    spans = [(0, 0)] * structure.batch
+    ranges = [(0, 0)] * structure.batch
     for row, start, length, place in runs:
         low, high = 0, length
         if structure.causal:
@@ -100,9 +100,9 @@ def _ranges(structure: MaskStructure) -> list[tuple[int, int]] | None:
             if not structure.causal:
                 high = min(high, place + structure.window)
         if high > low:
-            spans[row] = (start + low, start + high)
-    seen = [span for span in spans if span[1] > span[0]]
+            ranges[row] = (start + low, start + high)
+    seen = [(a, b) for a, b in ranges if b > a]
     if not seen:
         return None
     # a row that sees nothing is zero: it takes part as an empty range at a place inside
-    return [span if span[1] > span[0] else (seen[0][0], seen[0][0]) for span in spans]
+    return [(a, b) if b > a else (seen[0][0], seen[0][0]) for a, b in ranges]

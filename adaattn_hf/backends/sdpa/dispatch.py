@@ -55,8 +55,7 @@ def _traced(call: AttentionCall) -> AttentionResult:
     simple = call.bias is None and call.softcap is None and call.sink_logits is None
     shape = structure.kind
     if simple and shape in ("full", "causal"):
-        causal = shape == "causal"
-        out = bare_operator(query, key, value, call.scaling, causal=causal, dropout=call.dropout)
+        out = bare_operator(query, key, value, call.scaling, None, shape == "causal", call.dropout)
     elif simple and shape == "suffix" and structure.q_len == 1:
         stop = structure.offset() + 1
         out = masked_call(call, query, key[:, :, :stop], value[:, :, :stop], None, bare_operator)
@@ -77,9 +76,7 @@ def way_of(kind: CallKind) -> Way:
         return _step(kind)
     if one_product:
         causal = kind.shape == "causal"
-        return lambda call: operator(
-            call.query, call.key, call.value, call.scaling, causal=causal, dropout=call.dropout
-        ).transpose(1, 2)
+        return lambda c: operator(c.query, c.key, c.value, c.scaling, None, causal, c.dropout).transpose(1, 2)
     if kind.decode and kind.device.type == "cpu":
         return attend_few
     if kind.light_training or (kind.shape == "ragged" and kind.holes is None and not kind.decode):

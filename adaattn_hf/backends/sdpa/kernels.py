@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,15 +17,9 @@ _GROUPED_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 
 
 def operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    mask: Tensor | None = None,
-    *,
-    causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None, causal: bool = False,
     dropout: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One call, `[batch, heads, q_len, head_dim_v]`, brought into a form that a fused kernel takes.
 
     The mask is additive, broadcastable to `[batch, heads, q_len, kv_len]`; `causal` instead of it lets query `i` see
@@ -56,15 +48,9 @@ def operator(
 
 
 def bare_operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    mask: Tensor | None = None,
-    *,
-    causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None, causal: bool = False,
     dropout: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `operator`, for tensors of which nothing but the number of heads may be looked at."""
     grouped = bool(query.shape[1] != key.shape[1])
     if grouped:
@@ -92,25 +78,19 @@ def suits_efficient(dtype: torch.dtype, *sizes: int) -> bool:
     return dtype != torch.float64 and not any(size * dtype.itemsize % 16 for size in sizes)
 
 
-@functools.cache
-def _cudnn_comes_first(index: int | None) -> bool:
-    """Whether torch prefers cuDNN's kernels on a device: `check_prefer_cudnn_attention` in torch's sdp_utils.cpp."""
-    device = capability(index)
-    flash = torch.backends.cuda.is_flash_attention_available()
-    return flash and device is not None and device.sm in ((9, 0), (10, 0))
-
-
 def steps_by_flash(kind: CallKind) -> bool:
     """Whether a decode step goes to torch's flash kernel by name.
 
-    Left to itself torch takes cuDNN on datacentre devices, which plans a kernel for every number of keys that it has
-    not met: the host spends tens of milliseconds on each new token. The flash kernel reads a step's keys as fast.
-    Elsewhere torch takes it unasked.
+    Left to itself torch takes cuDNN on datacentre devices (`check_prefer_cudnn_attention` in its sdp_utils.cpp), which
+    plans a kernel for every number of keys that it has not met: the host spends tens of milliseconds on each new token.
+    The flash kernel reads a step's keys as fast. Elsewhere torch takes it unasked.
     """
     half = kind.dtype in (torch.float16, torch.bfloat16)
     fits = kind.head_dim == kind.head_dim_v <= 256 and kind.head_dim % 8 == 0
-    ours = kind.device.type == "cuda" and half and fits and not kind.needs_grad
-    return ours and _cudnn_comes_first(kind.device.index)
+    if not (kind.device.type == "cuda" and half and fits and not kind.needs_grad):
+        return False
+    device, flash = capability(kind.device), torch.backends.cuda.is_flash_attention_available()
+    return flash and device is not None and device.sm in ((9, 0), (10, 0))
 
 
 def repeated(t: Tensor, query: Tensor) -> Tensor:

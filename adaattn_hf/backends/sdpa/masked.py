@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +40,7 @@ def added(bias: Tensor, query: Tensor) -> Tensor:
 
 
 def masked_call(
-    call: AttentionCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kernel: Callable[..., Tensor] = operator,
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Any = operator
 ) -> Tensor:
     """One call, `[batch, heads, q_len, head_dim_v]`; a single query takes its group's heads as rows on processors.
 
@@ -56,10 +51,10 @@ def masked_call(
     if call.softcap is not None or call.sink_logits is not None:
         # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is
         # what the matrix units of a device compute many times as fast.
-        own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
+        narrow = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
         weights, _, _ = softmax_parts(
             query, key, call.scaling,
-            softcap=call.softcap, sinks=call.sink_logits, mask=mask, work=query.dtype if own else None,
+            softcap=call.softcap, sinks=call.sink_logits, mask=mask, work=query.dtype if narrow else None,
         )  # fmt: skip
         return weighted(weights, value, call.dropout)
     # a CUDA device shares work out by heads: folded into rows, they would leave most of it idle
@@ -101,8 +96,8 @@ def in_bands(call: AttentionCall) -> Tensor:
     # masks are made once for all layers, unless that would take too much memory
     heads = 1 if structure.mask is None else structure.mask.shape[1]
     kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= KEPT_BYTES
-    asked = rows if structure.window is None else min(rows, WINDOW_ROWS), query.dtype, query.device
-    bands = structure.cached(_all_bands, *asked) if kept else _bands(structure, *asked)
+    sizes = rows if structure.window is None else min(rows, WINDOW_ROWS), query.dtype, query.device
+    bands = structure.cached(_all_bands, *sizes) if kept else _bands(structure, *sizes)
     pieces, nothing_seen = list[Tensor](), True
     for band in bands:
         if not band.sinks + band.keys:
@@ -171,8 +166,8 @@ def _reach(structure: MaskStructure, start: int, rows: int) -> tuple[int, int, i
 
 def _one_band(band: Band, call: AttentionCall) -> Tensor:
     def among_keys(t: Tensor, dim: int) -> Tensor:
-        own = t.narrow(dim, band.low, band.keys)
-        return torch.cat([t.narrow(dim, 0, band.sinks), own], dim) if band.sinks else own
+        near = t.narrow(dim, band.low, band.keys)
+        return torch.cat([t.narrow(dim, 0, band.sinks), near], dim) if band.sinks else near
 
     query = call.query.narrow(2, band.start, band.rows)
     mask, bias = band.mask, call.bias
@@ -188,17 +183,12 @@ def _repeated_band(band: Band, call: AttentionCall) -> Tensor:
     """One call per batch row, in which the repetitions are the batch: overlapping views of the row's keys."""
 
     def views(t: Tensor, start: int, length: int) -> Tensor:
-        own = t.narrow(1, start, length + (band.count - 1) * band.rows)
-        return own.unfold(1, length, band.rows).permute(1, 0, 3, 2)
+        covered = t.narrow(1, start, length + (band.count - 1) * band.rows)
+        return covered.unfold(1, length, band.rows).permute(1, 0, 3, 2)
 
     rows = []
     for query, key, value in zip(call.query, call.key, call.value, strict=True):
-        out = masked_call(
-            call,
-            views(query, band.start, band.rows),
-            views(key, band.low, band.keys),
-            views(value, band.low, band.keys),
-            band.mask,
-        )
+        keys, values = views(key, band.low, band.keys), views(value, band.low, band.keys)
+        out = masked_call(call, views(query, band.start, band.rows), keys, values, band.mask)
         rows.append(out.transpose(0, 1).flatten(1, 2))
     return torch.stack(rows)

@@ -116,11 +116,11 @@ class TritonBackend(Backend):
         if kind.needs_grad:
             from .backward import attend_with_gradients
 
-            return attend_with_gradients
+            return lambda call: attend_with_gradients(call, kind)
         if not kind.decode:
             from .forward import attend_forward
 
-            return attend_forward
+            return lambda call: attend_forward(call, kind)
         from ...attention.stored import BITS
         from .step import attend_step, constants_of
 

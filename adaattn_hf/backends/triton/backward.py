@@ -17,6 +17,7 @@ from torch import Tensor
 from ...attention.call import AttentionCall, AttentionResult
 from ...attention.gradients import first_order
 from ...attention.heads import head_windows
+from ...attention.kind import CallKind
 from ..base import derived_on
 from .forward import attend_forward
 from .launch import Launcher, aligned, descriptor_of, device_facts
@@ -218,22 +219,22 @@ def of_queries(  # type: ignore[no-untyped-def]
     )
 
 
-def attend_with_gradients(call: AttentionCall) -> AttentionResult:
+def attend_with_gradients(call: AttentionCall, kind: CallKind) -> AttentionResult:
     """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
     if call.scaling <= 0:
         # the kernels divide by it, and take the largest score by the largest product
         query = -call.query if call.scaling else call.query * 0
         call = replace(call, query=query, scaling=-call.scaling or 1.0)
     tensors = call.query, call.key, call.value, call.sink_logits
-    out, lse = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(*tensors, call, kind)  # type: ignore[no-untyped-call]
     return AttentionResult(out, lse if call.need_lse else None)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *asked: Any) -> tuple[Tensor, Tensor | None]:
-        *tensors, call = asked
-        out, lse = attend_forward(call, keep_lse=True)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, call, kind = inputs
+        out, lse = attend_forward(call, kind)
         ctx.save_for_backward(*tensors, out, lse)
         windows = head_windows(call.structure, call.per_head, call.key.shape[1])
         ctx.parts = call.structure, call.scaling, call.softcap, windows
@@ -308,4 +309,4 @@ class _Attention(torch.autograd.Function):
             # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
             weight = torch.exp(sink.float()[None, :, None] - lse)
             d_sink = (weight * sums).sum((0, 2)).to(sink.dtype)
-        return dq, dk, dv, d_sink, None
+        return dq, dk, dv, d_sink, None, None

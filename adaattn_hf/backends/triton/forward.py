@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...attention.call import AttentionCall, AttentionResult
 from ...attention.heads import ALL, HeadWindows, head_windows
+from ...attention.kind import GRAD, LSE, SINKS, SOFTCAP, CallKind
 from ...attention.structure import MaskStructure
 from ..base import derived_on
 from .launch import Launcher, aligned, descriptor_of, device_facts
@@ -108,19 +109,6 @@ def forward(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + row * l_b + head * l_h + q_start + i, lse, mask=i < q_len)
 
 
-class Shape(NamedTuple):
-    """What the kernels are compiled for, besides windows and runs."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    dim_v: int
-    dtype: torch.dtype
-    has_cap: bool
-    has_sink: bool
-    has_lse: bool
-
-
 class Part(NamedTuple):
     """One launch of a call.
 
@@ -141,29 +129,27 @@ class Part(NamedTuple):
     specialised: bool = False
 
 
-def attend_forward(call: AttentionCall, keep_lse: bool = False) -> AttentionResult:
+def attend_forward(call: AttentionCall, kind: CallKind) -> AttentionResult:
     """Attention of many queries, in one launch over all runs and heads, or two.
 
-    `keep_lse` makes the log-sum-exp for the backward pass.
+    The log-sum-exp is there where the kind asks for it, or for gradients.
     """
     query, key, value, structure = call.query, call.key, call.value, call.structure
     windows = head_windows(structure, call.per_head, key.shape[1])
     scaling, softcap, sink = call.scaling, call.softcap, call.sink_logits
     if scaling < 0:
         query, scaling = -query, -scaling  # the kernels take the largest score by the largest product
-    batch, heads, q_len, dim = query.shape
-    dim_v, with_lse = value.shape[3], call.need_lse or keep_lse
-    out = query.new_empty((batch, q_len, heads, dim_v))
-    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
-    shape = Shape(heads, key.shape[1], dim, dim_v, query.dtype, softcap is not None, sink is not None, with_lse)
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, heads, value.shape[3]))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if kind.features & (LSE | GRAD) else None
     even = aligned(query, key, value)
     strides = query.stride(), key.stride(), value.stride()
     # the kernel for Hopper reads queries in lines of 16 bytes
     lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
-    parts = derived_on(structure, query.device, find_parts, shape, windows, lines)
+    parts = derived_on(structure, query.device, find_parts, kind, windows, lines)
     bulk = _descriptors(parts, key, value) if even else None
     if bulk is None and parts and parts[0].specialised:
-        parts = derived_on(structure, query.device, find_parts, shape, windows, False)
+        parts = derived_on(structure, query.device, find_parts, kind, windows, False)
         bulk = _descriptors(parts, key, value) if even else None
     numbers = (
         *strides[0], *strides[1], *strides[2], *out.stride(), *((0, 0) if lse is None else lse.stride()[:2]),
@@ -184,49 +170,53 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
     """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
     if not parts or parts[0].by_tma is None:
         return None
-    keys, values = (descriptor_of(one, *parts[0].box, gluon=parts[0].specialised) for one in (key, value))
+    keys, values = (descriptor_of(tensor, *parts[0].box, gluon=parts[0].specialised) for tensor in (key, value))
     return None if keys is None or values is None else (keys, values)
 
 
 def find_parts(
-    structure: MaskStructure, device: torch.device, shape: Shape, windows: HeadWindows | None, on_hopper: bool
+    structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None, on_hopper: bool
 ) -> tuple[Part, ...]:
-    """The launches of all calls of a shape over a structure; one that is not made of runs is refused.
+    """The launches of all calls of a kind over a structure; one that is not made of runs is refused.
 
     `windows` are those of `head_windows`; `on_hopper` lets the kernel for Hopper be among the launches.
     """
     if structure.segments() is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
-    heavy = _is_heavy(shape, pairs_seen(structure, windows or ((ALL, 0),) * shape.kv_heads))
+    heavy = _is_heavy(kind, pairs_seen(structure, windows or ((ALL, 0),) * kind.kv_heads))
     parts: tuple[Part, ...] = ()
-    if on_hopper and heavy and shape.dim == shape.dim_v and not shape.has_cap and device_facts(device).specialised:
-        parts = _parts_on_hopper(structure, device, shape, windows)
-    return parts or _plain_part(structure, device, shape, windows, heavy, Blocking("queries", 0))
+    plain = kind.head_dim == kind.head_dim_v and not kind.features & SOFTCAP
+    if on_hopper and heavy and plain and device_facts(device).specialised:
+        parts = _parts_on_hopper(structure, device, kind, windows)
+    return parts or _plain_part(structure, device, kind, windows, heavy, Blocking("queries", 0))
 
 
-def _is_heavy(shape: Shape, pairs: int) -> bool:
+def _is_heavy(kind: CallKind, pairs: int) -> bool:
     """Whether heads that see so many pairs of queries and keys compute so much that TMA pays."""
-    return pairs * shape.heads // shape.kv_heads * (shape.dim + shape.dim_v) >= _LEAST_PRODUCTS
+    return pairs * kind.groups * (kind.head_dim + kind.head_dim_v) >= _LEAST_PRODUCTS
+
+
+def _constants(structure: MaskStructure, kind: CallKind, windows: HeadWindows | None) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    return {
+        "GROUPS": kind.groups, "CAUSAL": structure.causal, "WINDOW": windows is not None,
+        "HAS_SINK": bool(kind.features & SINKS), "HAS_LSE": bool(kind.features & (LSE | GRAD)),
+    }  # fmt: skip
 
 
 def _plain_part(
-    structure: MaskStructure,
-    device: torch.device,
-    shape: Shape,
-    windows: HeadWindows | None,
-    heavy: bool,
+    structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None, heavy: bool,
     cut: Blocking,
-) -> tuple[Part, ...]:
+) -> tuple[Part, ...]:  # fmt: skip
     """The launch of the kernel for all devices over the runs of a cut; none where there are no queries."""
-    pad, pad_v = padded(shape.dim), padded(shape.dim_v)
+    pad, pad_v = padded(kind.head_dim), padded(kind.head_dim_v)
     name = "forward" if windows is None else "forward of windows"
-    tile = fitting_tile(name, max(pad, pad_v) * shape.dtype.itemsize, device_facts(device).memory)
-    constants = {
-        "GROUPS": shape.heads // shape.kv_heads, "DIM": shape.dim, "DIM_V": shape.dim_v, "PAD": pad, "PAD_V": pad_v,
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": shape.has_cap,
-        "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "BULK": False, "EDGES": False, **tile.constants(),
+    tile = fitting_tile(name, max(pad, pad_v) * kind.dtype.itemsize, device_facts(device).memory)
+    constants = _constants(structure, kind, windows) | {
+        "DIM": kind.head_dim, "DIM_V": kind.head_dim_v, "PAD": pad, "PAD_V": pad_v,
+        "HAS_CAP": bool(kind.features & SOFTCAP), "BULK": False, "EDGES": False, **tile.constants(),
     }  # fmt: skip
-    runs, entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), shape.kv_heads)
+    runs, entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), kind.kv_heads)
     if not len(entries):
         return ()
     by_tma = None
@@ -234,40 +224,39 @@ def _plain_part(
         closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in structure.segments() or ())
         by_tma = {**constants, "BULK": True, "EDGES": closed}
     tables = runs, entries, entries if windows is None else window_table(windows, device)
-    grid = (shape.heads // shape.kv_heads * len(entries),)
+    grid = (kind.groups * len(entries),)
     return (Part(forward, grid, tables, constants, by_tma, (tile.columns, None)),)
 
 
 def _parts_on_hopper(
-    structure: MaskStructure, device: torch.device, shape: Shape, windows: HeadWindows | None
+    structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None
 ) -> tuple[Part, ...]:
     """The launch of the kernel for Hopper, and one for runs of fewer keys than a tile; empty where it does not pay.
 
     Tiles of such runs would reach into others.
     """
-    groups, every = shape.heads // shape.kv_heads, windows or ((ALL, 0),) * shape.kv_heads
-    warps = warps_of(shape.dim, groups, windows is not None)
+    by_head = windows or ((ALL, 0),) * kind.kv_heads
+    warps = warps_of(kind.head_dim, kind.groups, windows is not None)
     if warps is None:
         return ()
     keys = warps.part
     runs = structure.cached(runs_of, keys)
-    pairs, queries = pairs_seen(structure, every, keys), sum(run.q_len for run in runs) * shape.kv_heads
+    pairs, queries = pairs_seen(structure, by_head, keys), sum(run.q_len for run in runs) * kind.kv_heads
     # as many programs as are resident at once compute all items, which hides how each begins and ends
     programs = device_facts(device).processors
-    if not runs or not _is_heavy(shape, pairs) or not pays(warps, pairs, queries, programs):
+    if not runs or not _is_heavy(kind, pairs) or not pays(warps, pairs, queries, programs):
         return ()
     from .specialised import specialised  # Gluon is younger than the oldest Triton that is served
 
     closed = all(ends_with_tiles(run, keys, structure.kv_len) for run in runs)
-    runs_table, items, dealt = derived_on(structure, device, find_items, warps, every, programs)
+    runs_table, items, programs = derived_on(structure, device, find_items, warps, by_head, programs)
     tables = runs_table, items, items if windows is None else window_table(windows, device)
-    constants = {
-        "GROUPS": groups, "TOGETHER": warps.together, "HEAD": shape.dim, "CAUSAL": structure.causal,
-        "WINDOW": warps.window, "HAS_SINK": shape.has_sink, "HAS_LSE": shape.has_lse, "GROUPS_OF_WARPS": warps.groups,
+    constants = _constants(structure, kind, windows) | {
+        "TOGETHER": warps.together, "HEAD": kind.head_dim, "GROUPS_OF_WARPS": warps.groups,
         "ALTERNATE": warps.alternate, "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.keys,
         "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
-    part = Part(specialised, (dealt,), tables, constants, constants, (keys, None if windows is None else 64), True)
+    part = Part(specialised, (programs,), tables, constants, constants, (keys, None if windows is None else 64), True)
     if not structure.cached(runs_of, keys, True):
         return (part,)
-    return (part, *_plain_part(structure, device, shape, windows, False, Blocking("queries", 0, keys, short=True)))
+    return (part, *_plain_part(structure, device, kind, windows, False, Blocking("queries", 0, keys, short=True)))
