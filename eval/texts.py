@@ -44,11 +44,11 @@ def text_files(path: Path, tables: tuple[str, ...] = ()) -> list[Path]:
     that is not among `tables`.
     """
     if path.is_dir():
-        known = (*TEXT_SUFFIXES, ".jsonl", *tables)
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
-        if not found:
-            raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(known)}")
-        return found
+        suffixes = (*TEXT_SUFFIXES, ".jsonl", *tables)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+        if not files:
+            raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(suffixes)}")
+        return files
     if not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; expected .txt or .jsonl files or directories of them")
     if not path.is_file():
@@ -70,18 +70,18 @@ BINARY = (
 
 def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path] | None) -> None:
     """Refuses a file that is named twice: a plan would be verified on the text that it was chosen by."""
-    known: dict[Path, str] = {}
+    named: dict[Path, str] = {}
     for argument, paths in (("data", data), ("verify_data", verify_data or ())):
         for path in paths:
             for file in text_files(Path(path)):
                 real = file.resolve()
-                if real in known:
+                if real in named:
                     raise ValueError(
-                        f"{argument}: {file} is named twice, in {known[real]} and in {argument} {path}, expected each "
+                        f"{argument}: {file} is named twice, in {named[real]} and in {argument} {path}, expected each "
                         "text once: a plan is not verified on text that it was chosen by, nor by one text counted "
                         "twice; leave it out of one of them"
                     )
-                known[real] = f"{argument} {path}"
+                named[real] = f"{argument} {path}"
 
 
 def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[str]]]:

@@ -197,17 +197,17 @@ def _draw(
 ) -> windows.Sample:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
     least = max(min(s.held_out, LEAST_HELD_OUT), 2 * len(verify_data or ()))
-    own, held, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
+    searched, judged, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
     if verify_data is None:
-        sample = windows.draw(data, encode, length, {**own, **held}, s.seed, spare)
+        sample = windows.draw(data, encode, length, {**searched, **judged}, s.seed, spare)
         return windows.Sample(sample.parts, f"{sample.fingerprint}:")
     if s.held_out < 2 * len(verify_data):
         raise ValueError(
             f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
             f"{2 * len(verify_data)}: two of every source; raise it (--held-out)"
         )
-    first = windows.draw(data, encode, length, own, s.seed)
-    second = windows.draw(verify_data, encode, length, held, s.seed, spare)
+    first = windows.draw(data, encode, length, searched, s.seed)
+    second = windows.draw(verify_data, encode, length, judged, s.seed, spare)
     parts = {**first.parts, "held_out": _each(second.parts["held_out"], verify_data, length)}
     return windows.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
 
@@ -268,11 +268,11 @@ def seconds_at(
         call = step(tokens)
         return min(timed(call, device)[1].wall for _ in range(2))  # the first one compiles, or finds memory
 
-    few = max(SHORTEST, lengths[-1] // PARTS)
-    many = min(2 * few, lengths[-1])
-    short, long = seconds(few), seconds(many)
-    square = (long / many - short / few) / (many - few)
+    fewer = max(SHORTEST, lengths[-1] // PARTS)
+    more = min(2 * fewer, lengths[-1])
+    short, long = seconds(fewer), seconds(more)
+    square = (long / more - short / fewer) / (more - fewer)
     if square > 0.0:  # tokens, and their pairs
-        return {length: length * (short / few + square * (length - few)) for length in lengths}
-    slope = max(long - short, 0.0) / (many - few)
-    return {length: max(long + slope * (length - many), 0.0) for length in lengths}
+        return {length: length * (short / fewer + square * (length - fewer)) for length in lengths}
+    slope = max(long - short, 0.0) / (more - fewer)
+    return {length: max(long + slope * (length - more), 0.0) for length in lengths}

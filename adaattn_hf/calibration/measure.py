@@ -137,9 +137,9 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     layers = observe_layers(inputs, kept)
     identity["dtype"] = layers.exact.dtype
     if run.known is not None:
-        every, found = layers.candidates.choices, run.known.choices(layers.candidates, identity)
-        layers = replace(layers, candidates=found)
-        lacking = ", ".join(choice.label for choice in every if choice not in found.choices)
+        offered, usable = layers.candidates.choices, run.known.choices(layers.candidates, identity)
+        layers = replace(layers, candidates=usable)
+        lacking = ", ".join(choice.label for choice in offered if choice not in usable.choices)
         run.say(f"risks: those of {run.known.path}{lacking and f', which lack {lacking}'}")
     else:
         need = forecast(inputs, layers)
@@ -188,8 +188,8 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
     sums, dropped, needles = (np.zeros((len(layers.units), len(layers.candidates.choices), *n)) for n in ((), (3,), ()))
     for window in windows:
         sampled = stratified_rows(len(window.input_ids), s.rows, generator)
-        own, mass = _risks_of_window(inputs, layers, window, sampled, generator)
-        sums += own * window.rows_per_prediction
+        window_sums, mass = _risks_of_window(inputs, layers, window, sampled, generator)
+        sums += window_sums * window.rows_per_prediction
         dropped += mass / len(windows)
         rows += s.labels * len(sampled)
     if number == 0 and inputs.scoring.generates:
@@ -211,8 +211,8 @@ def _risks_of_window(
 
     def report(index: int, products: Tensor, mass: Tensor) -> None:
         first = layers.indices.index(index) * kv_heads
-        own = slice(first, first + kv_heads)
-        sums[own] = fisher.unit_risks(products, kv_heads, candidates.combine)
+        units = slice(first, first + kv_heads)
+        sums[units] = fisher.unit_risks(products, kv_heads, candidates.combine)
         # mean, 95th percentile and mean square of the rows' dropped mass, of each unit's worst query head; that of a
         # combined choice is the sum over its parts
         parts, heads, sampled = mass.shape
@@ -220,7 +220,7 @@ def _risks_of_window(
         quantile = torch.quantile(grouped, 0.95, dim=-1)
         stats = torch.stack([grouped.mean(-1), quantile, grouped.square().mean(-1)], dim=-1)
         combine = torch.from_numpy(candidates.combine).to(stats)
-        dropped[own] = torch.einsum("cb,bus->ucs", combine, stats).cpu().numpy()
+        dropped[units] = torch.einsum("cb,bus->ucs", combine, stats).cpu().numpy()
 
     fisher.measure(
         inputs.arms, window, candidates.parts, layers.tensors,
@@ -254,10 +254,10 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
     kinds = dict.fromkeys(layers.kinds.values())
-    labels = [launch_label(choice, own) for own in kinds for choice in layers.candidates.choices]
+    labels = [launch_label(choice, window) for window in kinds for choice in layers.candidates.choices]
     for phase in _phases(inputs):
-        known = table.launches(phase) if phase in table.prices else set()
-        lacking = [label for label in labels if label not in known]
+        priced = table.launches(phase) if phase in table.prices else set()
+        lacking = [label for label in labels if label not in priced]
         if lacking:
             raise ValueError(
                 f"prices: the table has no {phase} price of {', '.join(lacking[:4])}{', …' if lacking[4:] else ''}, "
