@@ -83,13 +83,13 @@ def resolve_dtype(name: str) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, default: str) -> str:
+def dtype_for(dtype: str | None, plans: Sequence[str | None], config: Any, default: str) -> str:
     """Returns the dtype that a model is loaded in: as asked, else that of its plans, else the default.
 
     A plan is a file, a directory or an id, `NO_PLAN`, or None for the one in the configuration. One of another dtype is
     a UsageError, one that cannot be read ModelUnavailable.
     """
-    typed, carried = asked, carried_by(config.get_text_config()).get(CONFIG_KEY)
+    user_dtype, carried = dtype, carried_by(config.get_text_config()).get(CONFIG_KEY)
     for plan in plans:
         if plan == NO_PLAN or (plan is None and carried is None):
             continue
@@ -97,15 +97,15 @@ def dtype_for(asked: str | None, plans: Sequence[str | None], config: Any, defau
             planned = (Plan.from_dict(carried) if plan is None else Plan.from_pretrained(plan)).dtype
         except (PlanError, OSError) as error:
             raise ModelUnavailable(f"plan: {plan!r}: {error}") from error
-        kind = resolve_dtype(asked or planned)
+        kind = resolve_dtype(dtype or planned)
         if ((config.dtype or torch.float32) if kind == "auto" else kind) is not DTYPES[planned]:
-            remedy = f"give --dtype {planned}, or leave --dtype out" if typed else "give plans of one dtype"
+            remedy = f"give --dtype {planned}, or leave --dtype out" if user_dtype else "give plans of one dtype"
             raise UsageError(
-                f"dtype: got {asked}, and the plan {plan or 'in the configuration'} was calibrated in {planned}; "
+                f"dtype: got {dtype}, and the plan {plan or 'in the configuration'} was calibrated in {planned}; "
                 f"{remedy}"
             )
-        asked = planned
-    return asked or default
+        dtype = planned
+    return dtype or default
 
 
 def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
@@ -117,17 +117,14 @@ def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
     if name is None or name == "auto":
         return torch.device(default)
     count = torch.cuda.device_count() if default == "cuda" else 0
-    known = ["auto", "cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
+    names = ["auto", "cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    known += [other.type] if other is not None and other.type != "cuda" else []
-    if name in known or (not here and re.fullmatch(r"cuda(:\d{1,2})?", name)):
+    names += [other.type] if other is not None and other.type != "cuda" else []
+    if name in names or (not here and re.fullmatch(r"cuda(:\d{1,2})?", name)):
         return torch.device(name)
-    if here:
-        seen = f"{count or 'no'} CUDA device{'s' * (count != 1)} here"
-        wanted = f"{' or '.join(known)}, since torch sees {seen}"
-    else:
-        wanted = "cpu, cuda or cuda:1, say"
-    raise UsageError(f"device: got {name!r}, expected {wanted}; give --device {default}")
+    devices = f"{count or 'no'} CUDA device{'s' * (count != 1)}"
+    expected = f"{' or '.join(names)}, since torch sees {devices} here" if here else "cpu, cuda or cuda:1, say"
+    raise UsageError(f"device: got {name!r}, expected {expected}; give --device {default}")
 
 
 def placed(model: Any, device: str | None) -> Any:
@@ -145,12 +142,12 @@ def placed(model: Any, device: str | None) -> Any:
     return accelerate.dispatch_model(model, places, skip_keys="past_key_values")
 
 
-def _objective(config: Any, asked: str, name: str) -> Objective:
+def _objective(config: Any, objective: str, name: str) -> Objective:
     """What is asked for, else what a checkpoint was saved to predict: by its architectures, else by its family."""
-    if asked != "auto":
-        if asked not in get_args(Objective):
-            raise UsageError(unknown("objective", asked, ("auto", *get_args(Objective))))
-        return asked  # type: ignore[return-value]
+    if objective != "auto":
+        if objective not in get_args(Objective):
+            raise UsageError(unknown("objective", objective, ("auto", *get_args(Objective))))
+        return objective  # type: ignore[return-value]
     saved = config.architectures or []
     if any(name.endswith("ForMaskedLM") for name in saved):
         return "masked"
@@ -277,7 +274,7 @@ def why_not(model: str | Path, error: Exception) -> str:
 
 def _neighbour(model: str | Path) -> str:
     path = Path(model).expanduser()
-    names = [] if path.exists() else [one.parent.name for one in path.parent.glob("*/config.json")]
+    names = [] if path.exists() else [file.parent.name for file in path.parent.glob("*/config.json")]
     near = nearest(path.name, names, 0.75)
     return near and str(path.parent / near)
 
@@ -316,11 +313,11 @@ def arms(
     are the same tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
     ModelUnavailable for an implementation that is unknown or refused, or a plan of another model.
     """
-    known = known_implementations()
+    names = known_implementations()
     models = []
     for implementation, plan in zip(implementations, plans or [None] * len(implementations), strict=True):
-        if implementation not in known and "/" not in implementation:
-            raise ModelUnavailable(unknown("attention implementation", implementation, known))
+        if implementation not in names and "/" not in implementation:
+            raise ModelUnavailable(unknown("attention implementation", implementation, names))
         _refuse_impossible(implementation)
         shared = {id(p): p for p in checkpoint.model.parameters()}
         arm = copy.deepcopy(checkpoint.model, shared)

@@ -39,9 +39,9 @@ def with_documents(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, cut: in
         lost = past and structure.window is not None
         fit = bool((more == more[0]).all()) and bool(more[0] >= past if lost else more[0] == past)
     if not fit:
-        shown = [cu.tolist() if look and cu.shape[0] < 9 else f"{cu.shape[0] - 1} documents" for cu in (cu_q, cu_k)]
+        cus = [cu.tolist() if look and cu.shape[0] < 9 else f"{cu.shape[0] - 1} documents" for cu in (cu_q, cu_k)]
         raise ValueError(
-            f"cu_seq_lens_k: got {shown[1]} for cu_seq_lens_q {shown[0]}, expected the same, if all documents see what "
+            f"cu_seq_lens_k: got {cus[1]} for cu_seq_lens_q {cus[0]}, expected the same, if all documents see what "
             f"a cache holds, or the same with its tokens ({past}) added to all but the 0, if the first one does"
         )
     if equal and type(past) is int and past and (structure.windowed or structure.chunk is not None):
@@ -66,8 +66,8 @@ def with_documents(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, cut: in
         spans = structure.spans.to(k_documents.device)
         changes["spans"] = torch.where(spans >= 0, spans * many + k_documents, spans)
     if structure.k_segments is not None:
-        q_known = structure.k_segments if structure.q_segments is None else structure.q_segments
-        q_documents = q_known.to(q_documents.device) * many + q_documents
+        numbers = structure.k_segments if structure.q_segments is None else structure.q_segments
+        q_documents = numbers.to(q_documents.device) * many + q_documents
         k_documents = structure.k_segments.to(k_documents.device) * many + k_documents
     return structure.with_changes(q_segments=q_documents, k_segments=k_documents, **changes)
 
@@ -106,10 +106,10 @@ def with_selected_keys(
         indices, size = blocks, indexer.block_size
     if indices is None:
         return structure
-    most, index = -(-length // size), indices.long()
-    index = index.masked_fill((index < 0) | (index >= most), most)
-    found = torch.zeros((*index.shape[:-1], most + 1), dtype=torch.bool, device=index.device)
-    keep = found.scatter(-1, index, True)[..., :most]
+    blocks_of_keys, index = -(-length // size), indices.long()
+    index = index.masked_fill((index < 0) | (index >= blocks_of_keys), blocks_of_keys)
+    nothing = torch.zeros((*index.shape[:-1], blocks_of_keys + 1), dtype=torch.bool, device=index.device)
+    keep = nothing.scatter(-1, index, True)[..., :blocks_of_keys]
     if blocks is None:
         keep = keep[:, None]
     else:
@@ -117,13 +117,13 @@ def with_selected_keys(
     return structure.with_changes(mask=keep if structure.mask is None else structure.mask & keep)
 
 
-def _check(name: str, cu: Tensor, most: int, cut_off: bool = False) -> None:
+def _check(name: str, cu: Tensor, tokens: int, cut_off: bool = False) -> None:
     kind = cu.ndim != 1 or cu.is_floating_point() or cu.dtype is torch.bool or cu.shape[0] < 2
     sums = [] if kind or tracing() or not cu.is_cpu else cu.tolist()
-    if kind or (sums and (sums[0] != 0 or sums != sorted(sums) or (sums[-1] > most and not cut_off))):
-        shown = f"{cu.dtype}, shape {tuple(cu.shape)}" if kind else sums if len(sums) < 9 else [*sums[:8], "…"]
+    if kind or (sums and (sums[0] != 0 or sums != sorted(sums) or (sums[-1] > tokens and not cut_off))):
+        value = f"{cu.dtype}, shape {tuple(cu.shape)}" if kind else sums if len(sums) < 9 else [*sums[:8], "…"]
         raise ValueError(
-            f"{name}: got {shown}, expected cumulative lengths of the documents, integers from 0 to at most {most}, "
+            f"{name}: got {value}, expected cumulative lengths of the documents, integers from 0 to at most {tokens}, "
             "the tokens of the call; make them with cumsum"
         )
 

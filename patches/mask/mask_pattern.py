@@ -50,8 +50,8 @@ def _all_of(captured: dict[str, Any]) -> MaskFields | None:
         if rules is None or "spans" in merged or ("spans" in rules and merged):
             return None
         for name, value in rules.items():
-            known = merged.setdefault(name, value)
-            if known is not value and (isinstance(value, Tensor) or known != value):
+            first = merged.setdefault(name, value)
+            if first is not value and (isinstance(value, Tensor) or first != value):
                 return None
     return merged
 
@@ -59,10 +59,10 @@ def _all_of(captured: dict[str, Any]) -> MaskFields | None:
 def _any_of(captured: dict[str, Any]) -> MaskFields | None:
     # "causal, or in the same span", which lets the tokens of an image see one another
     parts = [read_pattern(function) for function in captured["mask_functions"]]
-    known = [rules for rules in parts if rules is not None]
-    if not len(parts) == len(known) == 2 or sorted([*known[0], *known[1]]) != ["causal", "spans"]:
+    read = [rules for rules in parts if rules is not None]
+    if not len(parts) == len(read) == 2 or sorted([*read[0], *read[1]]) != ["causal", "spans"]:
         return None
-    return known[0] | known[1]
+    return read[0] | read[1]
 
 
 def _packed_positions(captured: dict[str, Any]) -> MaskFields | None:

@@ -59,11 +59,11 @@ def adaattn_mask(
     if config is not None and (family.unrouted or not uses_interface(type(config))):
         raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
     alone: bool = False
-    told: dict[str, Any] = {}
+    caller: dict[str, Any] = {}
     if family.loses_borders and not tracing():
         from .packed_arguments import caller_arguments  # imported here: few families keep documents to themselves
 
-        alone, told = caller_arguments()
+        alone, caller = caller_arguments()
 
     def stock() -> Tensor:
         built = sdpa_mask(
@@ -111,10 +111,10 @@ def adaattn_mask(
     structure = MaskStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
     if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
         store_structure(key, structure)
-    if told:
+    if caller:
         from .documents import with_documents, with_restarts
 
-        cu_q, cu_k, positions = map(told.get, ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
+        cu_q, cu_k, positions = map(caller.get, ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
         if cu_q is not None:
             structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
         elif alone and positions is not None:
@@ -150,11 +150,12 @@ def _for_graphs(structure: MaskStructure, device: Any, padding: Tensor | None, c
     if torch.compiler.is_compiling() and _is_read(structure, torch.device(device).type, config):
         return structure
     batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
-    known = None  # models with settings of this package keep the padding, as plans count from the first real token
-    if raw_settings(config) is not None:
-        known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
+    if raw_settings(config) is None:
+        padding = None
+    elif padding is None:  # models with settings of this package keep it: plans count from the first real token
+        padding = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
     return MaskStructure(
-        batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=known, mask=structure.visible(device=device),
+        batch, q_len, kv_len, q_offset=structure.q_offset, key_padding=padding, mask=structure.visible(device=device),
         dropped=structure.dropped,
     )  # fmt: skip
 

@@ -25,20 +25,20 @@ def caller_arguments() -> tuple[bool, dict[str, Any]]:
     """
     # what calls the mask function: in Transformers it has the cache among its arguments
     caller = sys._getframe(2)
-    inside = caller.f_locals
-    caches = [inside[name] for name in CACHE_KEYWORDS if name in inside]
+    variables = caller.f_locals
+    caches = [variables[name] for name in CACHE_KEYWORDS if name in variables]
     model: Any = None
     frame: FrameType | None = caller
     while frame is not None:
-        inside, frame = frame.f_locals, frame.f_back
-        owner = inside.get("self", model)
+        variables, frame = frame.f_locals, frame.f_back
+        owner = variables.get("self", model)
         if model is None and isinstance(owner, nn.Module):
             model = owner
         if owner is not model:
             break
         # a call around the model's forward, which itself may have set its arguments anew
-        if model is not None and {"self", "args", "kwargs"} <= inside.keys():
-            said = arguments_of(inspect.signature(type(model).forward), inside["args"], inside["kwargs"])
-            bare = len(caches) == 1 and caches[0] is None and said.get("attention_mask") is None
-            return bare, said
+        if model is not None and {"self", "args", "kwargs"} <= variables.keys():
+            arguments = arguments_of(inspect.signature(type(model).forward), variables["args"], variables["kwargs"])
+            bare = len(caches) == 1 and caches[0] is None and arguments.get("attention_mask") is None
+            return bare, arguments
     return False, {}

@@ -68,11 +68,11 @@ class StructuredMask:
                 device = argument.device
         if device is None or torch.device(device) == self.device:
             return self
-        there, structure = torch.device(device), self.structure
+        target, structure = torch.device(device), self.structure
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
-        moved = _moved(structure, there) if grows else structure.cached(_moved, there)
-        return StructuredMask(moved, there, self.fixed_chunks, self.cut)
+        moved = _moved(structure, target) if grows else structure.cached(_moved, target)
+        return StructuredMask(moved, target, self.fixed_chunks, self.cut)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask."""
@@ -158,6 +158,6 @@ def maskless(
     return batch, q_len, k_shape[2], bool(causal) and q_len > 1
 
 
-def _moved(structure: MaskStructure, there: torch.device) -> MaskStructure:
-    tensors = (one for one in vars(structure).items() if isinstance(one[1], Tensor))
-    return structure.with_changes(**{name: tensor.to(there) for name, tensor in tensors})
+def _moved(structure: MaskStructure, device: torch.device) -> MaskStructure:
+    tensors = (field for field in vars(structure).items() if isinstance(field[1], Tensor))
+    return structure.with_changes(**{name: tensor.to(device) for name, tensor in tensors})

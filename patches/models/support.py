@@ -35,10 +35,10 @@ def is_ours(implementation: Any) -> bool:
     return isinstance(implementation, str) and implementation.removeprefix("paged|").startswith("adaattn")
 
 
-def model_in(thing: Any) -> Any:
+def model_in(holder: Any) -> Any:
     """Returns the model of what holds one and is none itself, such as a pipeline; anything else as it is."""
-    held = None if isinstance(thing, (nn.Module, type)) else getattr(thing, "model", None)
-    return held if isinstance(held, nn.Module) else thing
+    model = None if isinstance(holder, (nn.Module, type)) else getattr(holder, "model", None)
+    return model if isinstance(model, nn.Module) else holder
 
 
 def unloaded(source: Any, implementation: str = "adaattn") -> Any:
@@ -64,14 +64,14 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
 
 def configs_of(model: nn.Module) -> list[Any]:
     """Returns the configurations of a model's parts, each once."""
-    found = {id(one): one for part in model.modules() if (one := getattr(part, "config", None)) is not None}
-    return [*found.values()]
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    return [*configs.values()]
 
 
 def implementations(model: nn.Module) -> set[str]:
     """Returns the attention implementations of a model's towers."""
-    found = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
-    return {name for name in found if isinstance(name, str)}
+    names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
+    return {name for name in names if isinstance(name, str)}
 
 
 def runs_ours(model: nn.Module) -> bool:
@@ -100,9 +100,9 @@ def check(model: Holder | PreTrainedConfig) -> None:
         BackendRefusal: The backend that its name or settings force can serve no call on this machine.
         TypeError: It is none of these.
     """
-    held = model_in(model)
-    refuse_no_model(held, PreTrainedConfig)
-    for config in _configs(held):
+    root = model_in(model)
+    refuse_no_model(root, PreTrainedConfig)
+    for config in _configs(root):
         reason = refusal_of(config)
         if reason is not None:
             raise UnsupportedModel(reason)

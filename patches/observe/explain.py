@@ -80,39 +80,39 @@ class Explanation:
         """One line per group of layers with equal backend, call and plan; then the refusals not listed before."""
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         groups: dict[tuple[str, str, CallKind, str], list[LayerChoice]] = {}
-        shown: dict[str, str] = {}
+        plan_of_layer: dict[str, str] = {}
         for choice in self.layers:
-            plan = "as above" if choice.plan and shown.get(choice.layer) == choice.plan else choice.plan
+            plan = "as above" if choice.plan and plan_of_layer.get(choice.layer) == choice.plan else choice.plan
             groups.setdefault((choice.phase, choice.backend, choice.kind, plan), []).append(choice)
-            shown[choice.layer] = choice.plan
+            plan_of_layer[choice.layer] = choice.plan
         indent = " " * 11
-        apart: dict[str, list[str]] = {}
-        said: dict[str, tuple[str, ...]] = {}
-        before: dict[str, tuple[str, ...]] = {}
+        elsewhere: dict[str, list[str]] = {}
+        refusals: dict[str, tuple[str, ...]] = {}
+        listed: dict[str, tuple[str, ...]] = {}
 
         def why_not() -> Iterator[str]:
             """All backends that could also serve; each that refuses; those whose reasons are above."""
-            if behind := [name for name, reasons in said.items() if not reasons]:
-                yield f"{indent}would serve, too: {', '.join(behind)}"
-            again = [name for name, reasons in said.items() if reasons and before.get(name) == reasons]
-            if again:
-                yield f"{indent}not {', '.join(again)}: for the reasons above"
-            for name, reasons in said.items():
-                if reasons and name not in again:
+            if able := [name for name, reasons in refusals.items() if not reasons]:
+                yield f"{indent}would serve, too: {', '.join(able)}"
+            repeated = [name for name, reasons in refusals.items() if reasons and listed.get(name) == reasons]
+            if repeated:
+                yield f"{indent}not {', '.join(repeated)}: for the reasons above"
+            for name, reasons in refusals.items():
+                if reasons and name not in repeated:
                     yield f"{indent}not {name}: {'; '.join(reasons)}"
-            before.update(said)
+            listed.update(refusals)
 
         for number, ((phase, backend, kind, plan), layers) in enumerate(groups.items()):
             first, last = layers[0].layer, layers[-1]
             refused = dict(last.refused)
             for name in () if self.verbose else last.refused:
-                if (needed := BACKENDS[name].supports.device) not in ("", kind.device.type):
+                if (device_type := BACKENDS[name].supports.device) not in ("", kind.device.type):
                     del refused[name]
-                    if name not in apart.setdefault(needed, []):
-                        apart[needed].append(name)
-            if number and refused != said:
+                    if name not in elsewhere.setdefault(device_type, []):
+                        elsewhere[device_type].append(name)
+            if number and refused != refusals:
                 lines += why_not()
-            said = refused
+            refusals = refused
             span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
             lines.append(f"  {phase:8} {span}: {backend}  [{kind.words()}]")
             if kind.features & DROPOUT and kind.device.type == "cpu":
@@ -120,9 +120,9 @@ class Explanation:
             if plan:
                 lines.append(f"{indent}plan: {plan}")
         lines += why_not()
-        for needed, names in apart.items():
-            absent = ", no GPU here" if needed == "cuda" and not torch.cuda.is_available() else ""
-            lines.append(f"{indent}{needed.upper()} only{absent}: {', '.join(names)}")
+        for device_type, names in elsewhere.items():
+            absent = ", no GPU here" if device_type == "cuda" and not torch.cuda.is_available() else ""
+            lines.append(f"{indent}{device_type.upper()} only{absent}: {', '.join(names)}")
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
         lines += [f"  unknown  {sentence}" for sentence in self.unknown]
@@ -168,54 +168,49 @@ def explain(
         OSError: No configuration can be read there.
         BackendRefusal: A forced backend cannot serve a layer.
     """
-    held = unloaded(model) if isinstance(model, (str, Path)) else model_in(model)
-    refuse_other_attention(held)
-    towers = [(name, tower) for name, tower in towers_of(held) if runs_ours(tower)]
+    root = unloaded(model) if isinstance(model, (str, Path)) else model_in(model)
+    refuse_other_attention(root)
+    towers = [(name, tower) for name, tower in towers_of(root) if runs_ours(tower)]
     if not towers:
         raise ValueError(
-            f"model: got {type(held).__name__}, which holds no Transformers model that can be built from its "
+            f"model: got {type(root).__name__}, which holds no Transformers model that can be built from its "
             "configuration; pass the model that it was made of"
         )
-    given = None if plan is None else Plan.from_pretrained(plan)
-    own = plan_in if isinstance(model, (str, Path)) else plan_of
-    plans = [own(tower) if given is None else given for _, tower in towers]
-    waiting = [(*tower, its) for tower, its in zip(towers, plans, strict=True)]
+    if plan is not None:
+        plans: list[Plan | None] = [Plan.from_pretrained(plan)] * len(towers)
+    else:
+        plans = [(plan_in if isinstance(model, (str, Path)) else plan_of)(tower) for _, tower in towers]
+    queue = [(*tower, tower_plan) for tower, tower_plan in zip(towers, plans, strict=True)]
     layers: list[LayerChoice] = []
     memories: list[CacheMemory] = []
     unknown: list[str] = []
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    while waiting:
-        name, tower, its = waiting.pop(0)
-        where = device or (tower.device.type if tower.device.type != "meta" else here)
-        choices, memory, missed = _explained(name, tower, its, dtype or tower.dtype, inputs, where, cache, streaming)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    while queue:
+        name, tower, tower_plan = queue.pop(0)
+        where = device or (tower.device.type if tower.device.type != "meta" else default)
+        choices, memory, gaps = _explained(
+            name, tower, tower_plan, dtype or tower.dtype, inputs, where, cache, streaming
+        )
         memories += [] if memory is None else [memory]
         children = [(f"{name}.{child}".strip("."), module) for child, module in tower.named_children()]
         parts = [part for place, module in children for part in towers_of(module, place) if runs_ours(part[1])]
-        if missed and not choices and inputs is None and parts:
-            waiting[:0] = [(*part, its) for part in parts]
+        if gaps and not choices and inputs is None and parts:
+            queue[:0] = [(*part, tower_plan) for part in parts]
         else:
-            layers, unknown = layers + choices, unknown + missed
+            layers, unknown = layers + choices, unknown + gaps
     if unknown and not layers:
-        check(held)
+        check(root)
         raise ValueError(unknown[0])
-    shown = [choice for its in plans if its is not None for layer in its.layers for choice in layer.choices]
+    used = [choice for each in plans if each is not None for layer in each.layers for choice in layer.choices]
     return Explanation(
         ", ".join(type(tower).__name__ for _, tower in towers),
         ", ".join(dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers)),
         tuple(layers),
         memories[0] if memories else None,
-        legend(shown),
+        legend(used),
         verbose,
         tuple(unknown),
     )
-
-
-class _Unasked(TorchFunctionMode):
-    """Answers no where a model asks whether all of a mask is true, say, which only data could tell."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        no = func is torch.Tensor.__bool__ and args[0].is_meta
-        return False if no else func(*args, **(kwargs or {}))
 
 
 def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -232,12 +227,14 @@ def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 Call = tuple[str, nn.Module, CallKind, str | None]  # name and module, facts of the call, the backend that is forced
 
 
-class _DryRun(Listener):
+class _DryRun(Listener, TorchFunctionMode):
     """A copy of a model on the meta device, whose calls are noted and answered by tensors of the right shape."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
         with torch.device("meta"):
             copied: Any = type(model)(copy.deepcopy(model.config))
+        self.device, self.unknown = torch.device(device), list[str]()
         self.model = copied.to(dtype=dtype).eval()
         self.names = {module: name for name, module in copied.named_modules()}
         self.calls: list[Call] = []
@@ -250,16 +247,33 @@ class _DryRun(Listener):
                 vars(part)["forward"] = partial(_or_input, part.forward)
 
     def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
-        """Note a call, and answer it by an uninitialised tensor."""
-        self.calls.append((self.names.get(module, type(module).__name__), module, call.checked_kind(), call.backend))
+        """Note a call as one of the device that is asked about, and answer it by an uninitialised tensor."""
+        kind = call.checked_kind()._replace(device=self.device)
+        self.calls.append((self.names.get(module, type(module).__name__), module, kind, call.backend))
         batch, heads, q_len, _ = call.query.shape
         return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
 
-    def run(self, **keywords: Any) -> Any:
-        """Runs the copy; `calls` are then those of this pass."""
-        self.calls = []
-        with torch.set_grad_enabled(self.model.training), listening(self), _Unasked():
-            return self.model(**keywords)
+    def run(self, phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
+        """Runs the copy: its output, None where it needs data, which `unknown` then says, and its calls."""
+        self.calls, out = [], None
+        try:
+            with torch.set_grad_enabled(self.model.training), listening(self), self:
+                out = self.model(**keywords)
+        except BackendRefusal:
+            raise
+        except _FOREIGN as error:
+            self.unknown.append(_unknown(phase, self.model, error))
+        return out, self.calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers no where a model asks whether all of a mask is true, say, which only data could tell."""
+        no = func is torch.Tensor.__bool__ and args[0].is_meta
+        return False if no else func(*args, **(kwargs or {}))
+
+
+def _unknown(phase: str, model: nn.Module, error: Exception) -> str:
+    why = str(error).strip().partition("\n")[0]
+    return f"{phase}: {type(model).__name__} cannot run without data: {why:.240}"
 
 
 def _explained(
@@ -267,7 +281,7 @@ def _explained(
     model: PreTrainedModel,
     plan: Plan | None,
     dtype: torch.dtype,
-    given: Mapping[str, torch.Tensor] | None,
+    inputs: Mapping[str, Any] | None,
     device: str,
     stored: str,
     streaming: bool,
@@ -278,8 +292,7 @@ def _explained(
     as generation with a static cache compiles it. Models that are trained with attention dropout begin with a step of
     training.
     """
-    found: dict[tuple[str, str, CallKind], LayerChoice] = {}
-    missed: list[str] = []
+    choices: dict[tuple[str, str, CallKind], LayerChoice] = {}
     labels: dict[int, str] = {}
     for layer in () if plan is None else plan.layers:
         heads: dict[str, list[str]] = {}
@@ -289,64 +302,45 @@ def _explained(
             f"{label} on key/value head{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
             for label, numbers in heads.items()
         )
-
     spans = spans_of(model, plan) if streaming else None
-
-    def missing(phase: str, error: Exception) -> None:
-        why = str(error).strip().partition("\n")[0]
-        missed.append(f"{phase}: {type(model).__name__} cannot run without data: {why:.240}")
-
-    def calls_of(phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
-        out = None
-        try:
-            out = dry.run(**keywords)
-        except BackendRefusal:
-            raise
-        except _FOREIGN as error:
-            missing(phase, error)
-        where = torch.device(device)
-        return out, [(name, who, kind._replace(device=where), forced) for name, who, kind, forced in dry.calls]
 
     def add(phase: str, calls: list[Call]) -> None:
         exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
         for name, module, kind, forced in calls:
             key = (f"{path}.{name}".strip("."), phase, kind)
-            if key not in found:
+            if key not in choices:
                 backend, index = choose(kind, forced).name, getattr(module, "layer_idx", None)
                 refused = {name: refusals_of(name, kind) for name in (*order(kind), *BACKENDS) if name != backend}
                 of_plan = labels.get(index, "") if isinstance(index, int) and not exact else ""
-                found[key] = LayerChoice(*key, backend, refused, of_plan)
+                choices[key] = LayerChoice(*key, backend, refused, of_plan)
 
     try:
-        dry = _DryRun(model, dtype)
-        inputs = _inputs(dry.model) if given is None else {name: value.to("meta") for name, value in given.items()}
+        dry = _DryRun(model, dtype, device)
+        inputs = _inputs(dry.model) if inputs is None else {name: value.to("meta") for name, value in inputs.items()}
     except _FOREIGN as error:
-        missing("inputs", error)
-        return [], None, missed
+        return [], None, [_unknown("inputs", model, error)]
     if model.training:
         dry.model.train()
-        _, calls = calls_of("training", **inputs)
+        _, calls = dry.run("training", **inputs)
         if any(kind.features & DROPOUT for _, _, kind, _ in calls):
             add("training", calls)
         dry.model.eval()
-    takes = cache_keyword(inspect.signature(type(model).forward)) is not None
-    cached = takes and model.can_generate() and not model.config.is_encoder_decoder
+    takes_cache = cache_keyword(inspect.signature(type(model).forward)) is not None
+    uses_cache = takes_cache and model.can_generate() and not model.config.is_encoder_decoder
     # with a cache Transformers does not look for packed documents, which would need data
-    keywords: dict[str, Any] = {"use_cache": True} if cached else {}
+    keywords: dict[str, Any] = {"use_cache": True} if uses_cache else {}
     if stored != "model":
         keywords |= with_cache(dry.model, AdaAttnCache(dry.model, stored))
-    out, calls = calls_of("prefill", **inputs, **keywords)
+    out, calls = dry.run("prefill", **inputs, **keywords)
     add("prefill", calls)
     if out is not None and "input_ids" in inputs:
-        add("padded", calls_of("padded", **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1])
-    filled = None if out is None or not cached else cache_in(out)
+        add("padded", dry.run("padded", **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1])
+    filled = None if out is None or not uses_cache else cache_in(out)
     if filled is None:
-        return list(found.values()), None, missed
-    memory = None
-    if isinstance(filled, Cache):
-        memory = memory_of(filled, stored, spans)
+        return list(choices.values()), None, dry.unknown
+    memory = memory_of(filled, stored, spans) if isinstance(filled, Cache) else None
     step = {"input_ids": inputs["input_ids"][:, :1], "use_cache": True, **with_cache(dry.model, filled)}
-    _, calls = calls_of("decode", **step)
+    _, calls = dry.run("decode", **step)
     add("decode", calls)
     if device == "cuda":
         compiled = []
@@ -357,7 +351,7 @@ def _explained(
             if kind.stored is None and (forced is None or not refusals_of(forced, kind)):
                 compiled.append((name, module, kind, forced))
         add("compiled", compiled)
-    return list(found.values()), memory, missed
+    return list(choices.values()), memory, dry.unknown
 
 
 def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:

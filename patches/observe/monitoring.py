@@ -62,13 +62,13 @@ def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     Raises:
         ValueError: If the model carries no plan.
     """
-    held = model_in(model)
-    bound = bound_plan(held)
+    root = model_in(model)
+    bound = bound_plan(root)
     if bound is None:
         raise ValueError("the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`")
     monitor = bound.monitor = Monitor(bound.plan, sample_rows=sample_rows)
     bound.session = None
-    layers = {id(module): index for index, module in attention_modules(held, bound.plan.model_type)}
+    layers = {id(module): index for index, module in attention_modules(root, bound.plan.model_type)}
     with listening(Watch(monitor, layers)):
         yield monitor
 

@@ -57,8 +57,8 @@ def head_map(call: AttentionCall, head: int) -> Tensor:
 
     def masks() -> Iterator[Tensor]:
         for start in range(0, q_len, SIZE):
-            seen = structure.visible(start, min(start + SIZE, q_len), device=call.query.device)
-            yield seen[0, head if seen.shape[1] > 1 else 0]
+            visible = structure.visible(start, min(start + SIZE, q_len), device=call.query.device)
+            yield visible[0, head if visible.shape[1] > 1 else 0]
 
     return pooled_weights(
         call.query[0, head], call.key[0, group], masks(), (SIZE, SIZE), scaling=call.scaling, softcap=call.softcap
@@ -75,9 +75,9 @@ def plan_map(call: AttentionCall, head: int, bound_layer: BoundLayer | None) -> 
             "behind which rows are exact; give a shorter prompt"
         )
     groups = call.query.shape[1] // call.key.shape[1]
-    own = [head // groups]
-    choice = bound_layer.plan.choices[own[0]]
-    return head_map(choice.defined(some_heads(call, own), own, bound_layer.tensors), head % groups)
+    kv_heads = [head // groups]
+    choice = bound_layer.plan.choices[kv_heads[0]]
+    return head_map(choice.defined(some_heads(call, kv_heads), kv_heads, bound_layer.tensors), head % groups)
 
 
 class AttentionRecord(Listener):
@@ -132,20 +132,20 @@ class AttentionRecord(Listener):
         sums = layer.sums.setdefault(phase, {})
         (batch, heads), padding = call.query.shape[:2], structure.key_padding
         chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(call.query.device)
-        seen = structure.visible(rows=chosen, device=call.query.device).expand(batch, -1, -1, -1)
+        visible = structure.visible(rows=chosen, device=call.query.device).expand(batch, -1, -1, -1)
         if padding is not None and (structure.causal or structure.q_len == structure.kv_len):
             # rows of padding see keys, too, but say nothing of the text
             place = (chosen + structure.q_offset).clamp(0, structure.kv_len - 1)
-            seen = seen & padding.to(place.device)[:, None, place, None]
+            visible = visible & padding.to(place.device)[:, None, place, None]
         bias = call.bias
         if bias is not None:
             bias = bias.expand(batch, -1, structure.q_len, structure.kv_len)[:, :, chosen]
         for row in range(batch):
-            found = head_sums(
+            sums_of_row = head_sums(
                 call.query[row][:, chosen],
                 call.key[row],
                 call.value[row],
-                seen[row],
+                visible[row],
                 chosen + structure.q_offset,
                 scaling=call.scaling,
                 softcap=call.softcap,
@@ -153,7 +153,7 @@ class AttentionRecord(Listener):
                 sink_logits=call.sink_logits,
                 answer=out[row].transpose(0, 1)[:, chosen],
             )
-            sums |= {name: sums[name] + values if name in sums else values for name, values in found.items()}
+            sums |= {name: sums[name] + values if name in sums else values for name, values in sums_of_row.items()}
         if phase != "decode" and structure.q_len == structure.kv_len:
             for row in range(batch):
                 query, key = call.query[row : row + 1], call.key[row : row + 1]
@@ -238,16 +238,16 @@ class AttentionRecord(Listener):
         layers = [self._layer(index) for index in sorted(self.layers)]
         layers = [layer for layer in layers if phase in layer["phases"]]
         if not layers:
-            seen = sorted({name for layer in self.layers.values() for name in layer.sums})
-            raise ValueError(f"phase: got {phase!r}, expected one that was seen: {', '.join(seen) or 'none was'}")
-        shown = {
+            phases = sorted({name for layer in self.layers.values() for name in layer.sums})
+            raise ValueError(f"phase: got {phase!r}, expected one that was seen: {', '.join(phases) or 'none was'}")
+        labels = {
             "entropy": "entropy (nats)",
             "sink_mass": f"mass on the first {SINK_KEYS} keys",
             "block_density_95": "blocks for 95 % of the mass",
             "sqnr_int8": "int8 operands: SQNR (dB)",
         }
         figure = Figure(figsize=(10, 7), layout="constrained")
-        for axes, (name, label) in zip(figure.subplots(2, 2).flat, shown.items(), strict=True):
+        for axes, (name, label) in zip(figure.subplots(2, 2).flat, labels.items(), strict=True):
             image = axes.imshow(
                 [layer["phases"][phase]["heads"][name] for layer in layers], aspect="auto", cmap="cividis"
             )
@@ -298,10 +298,10 @@ def record(
     """
     if rows < 1:
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
-    held = model_in(model)
-    refuse_other_attention(held)
+    root = model_in(model)
+    refuse_other_attention(root)
     bound_layers = None
     if against is not None:
-        bound_layers = BoundPlan.of(held, Plan.from_pretrained(against), unverified=True).by_index
-    with listening(AttentionRecord(held, rows, seed, dict.fromkeys(maps), bound_layers)) as listener:
+        bound_layers = BoundPlan.of(root, Plan.from_pretrained(against), unverified=True).by_index
+    with listening(AttentionRecord(root, rows, seed, dict.fromkeys(maps), bound_layers)) as listener:
         yield listener

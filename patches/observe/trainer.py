@@ -21,25 +21,6 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
-class _Tally(Listener):
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[CallKind, str | None]] = Counter()
-
-    def before(self, module: nn.Module, call: AttentionCall) -> None:
-        self.counts[call.checked_kind(), call.backend] += 1
-
-    def drained(self) -> dict[str, float]:
-        total = sum(self.counts.values())
-        if not total:
-            return {}
-        shares: Counter[str] = Counter()
-        for (kind, forced), count in self.counts.items():
-            shares[f"adaattn/backend/{choose(kind, forced).name}"] += count
-            shares[f"adaattn/structure/{kind.shape}"] += count
-        self.counts.clear()
-        return {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
-
-
 def plan_statistics(model: nn.Module) -> dict[str, float]:
     """Returns what a model's plan predicts, as numbers for a logger; empty for a model without a plan.
 
@@ -51,19 +32,19 @@ def plan_statistics(model: nn.Module) -> dict[str, float]:
         return {}
     kinds = Counter("exact" if c.is_exact else c.kind for layer in plan.layers for c in layer.choices)
     exact = sum(unit.exact_price for unit in plan.units)
-    found = {
+    numbers = {
         "adaattn/plan/heads": float(sum(kinds.values())),
         "adaattn/plan/predicted_risk": plan.predicted_loss,
         **{f"adaattn/plan/{kind}": float(count) for kind, count in sorted(kinds.items())},
     }
     if exact > 0:
-        found["adaattn/plan/price"] = sum(unit.price for unit in plan.units) / exact
+        numbers["adaattn/plan/price"] = sum(unit.price for unit in plan.units) / exact
     if plan.verified is not None and unproven(plan) is None:
-        found["adaattn/plan/verified_upper"] = plan.verified.upper
-    return found
+        numbers["adaattn/plan/verified_upper"] = plan.verified.upper
+    return numbers
 
 
-class AdaAttnCallback(TrainerCallback):
+class AdaAttnCallback(TrainerCallback, Listener):
     """Adds AdaAttn's numbers to the logs of a Trainer.
 
     `Trainer(callbacks=[AdaAttnCallback()])` adds them to `state.log_history` and the printed lines.
@@ -73,7 +54,7 @@ class AdaAttnCallback(TrainerCallback):
 
     def __init__(self) -> None:
         """Creates a callback, which counts from the beginning of training to its end."""
-        self._tally = _Tally()
+        self._calls: Counter[tuple[CallKind, str | None]] = Counter()
         self._listening = ExitStack()
         self._plan: dict[str, float] = {}
 
@@ -88,13 +69,25 @@ class AdaAttnCallback(TrainerCallback):
     ) -> None:
         """Read the plan and begin to count."""
         self._listening.close()
-        self._tally = _Tally()
-        self._listening.enter_context(listening(self._tally))
+        self._calls.clear()
+        self._listening.enter_context(listening(self))
         self._plan = plan_statistics(kwargs["model"])
+
+    def before(self, module: nn.Module, call: AttentionCall) -> None:
+        """Count a call."""
+        self._calls[call.checked_kind(), call.backend] += 1
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the numbers to the log that is being written."""
-        numbers = {**self._tally.drained(), **self._plan}
+        numbers: dict[str, float] = {}
+        if total := sum(self._calls.values()):
+            shares: Counter[str] = Counter()
+            for (kind, forced), count in self._calls.items():
+                shares[f"adaattn/backend/{choose(kind, forced).name}"] += count
+                shares[f"adaattn/structure/{kind.shape}"] += count
+            numbers = {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
+            self._calls.clear()
+        numbers |= self._plan
         logs: dict[str, float] | None = kwargs.get("logs")
         if logs is not None:
             logs.update(numbers)

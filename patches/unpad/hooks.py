@@ -52,7 +52,7 @@ class _Frame:
         layout = self.layout
         if layout is None:
             return value
-        if isinstance(value, Tensor) and layout.is_packed(value):
+        if isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == (1, layout.tokens):
             # pad each tensor once: outputs that are the same object must stay the same object
             if id(value) not in self.padded:
                 self.padded[id(value)] = value, layout.pad(value)
@@ -77,13 +77,11 @@ class Unpadding:
         """Registers nothing yet; `install` does."""
         self.top, self.trunk, self.on_padded = top, trunk, "run"
         self.calls: Counter[str] = Counter()
-        config: Any = trunk.config
-        self.config = config
+        self.config: Any = trunk.config
         self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
         self._rule = position_rule(trunk, self.config)
-        self.least = LEAST_STATES // config.get_text_config().hidden_size
+        self.least = LEAST_STATES // self.config.get_text_config().hidden_size
         self._handles: list[RemovableHandle] = []
-        self._said: set[str] = set()
         head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None
         ending = next((end for end in _TOKEN_WISE if head.endswith(end)), None)
         self.takes_cache = cache_keyword(self._signatures[1]) is not None
@@ -123,8 +121,8 @@ class Unpadding:
         """Hands the packed call to a model, and its padded form to a pooler; None leaves the call as it is."""
         frames = () if tracing() else _frames.get()
         if module is not self.top and module is not self.trunk:
-            held = bool(frames) and frames[-1].owner is self
-            return (tuple(frames[-1].pad(a) for a in args), kwargs) if held else None
+            inside = bool(frames) and frames[-1].owner is self
+            return (tuple(frames[-1].pad(a) for a in args), kwargs) if inside else None
         if tracing():
             return None
         if any(frame.owner is self and frame.module is module for frame in frames):
@@ -160,8 +158,7 @@ class Unpadding:
                     f"{type(self.top).__name__}: this call cannot run without its padding: {layout}. "
                     "Change the call, or prepare the model with on_padded='run'"
                 )
-            if layout not in FREE and layout not in self._said:
-                self._said.add(layout)
+            if layout not in FREE and self.calls[layout] == 1:
                 logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, layout)
             return None
         self.calls[UNPADDED] += 1

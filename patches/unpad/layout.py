@@ -48,10 +48,6 @@ class PackedLayout:
         flat = flat.index_copy_(0, self.index.to(packed.device), packed[0])
         return flat.view(self.batch, self.length, *packed.shape[2:])
 
-    def is_packed(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this layout's packed shape `[1, tokens, features]`."""
-        return tensor.ndim == 3 and tensor.shape[0] == 1 and tensor.shape[1] == self.tokens
-
 
 class PackedPrefill(Cache):
     """Replaces an empty cache, or none, during one forward pass over packed tokens.

@@ -74,8 +74,8 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
     if arguments.get("encoder_hidden_states") is not None:
         return "cross-attention (encoder_hidden_states)"
     for name in ("output_attentions", "output_router_logits"):
-        wanted = arguments.get(name)
-        if getattr(config, name, False) if wanted is None else wanted:
+        value = arguments.get(name)
+        if getattr(config, name, False) if value is None else value:
             return f"{name} asks for what only the padded form has"
     if pools == "first" and any(layout.starts):
         return "a row does not begin with a real token, and its first place is pooled"
@@ -90,10 +90,10 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
         if not isinstance(value, Tensor):
             continue
         if name == "position_ids":
-            known = value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
+            fits = value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
         else:
-            known = value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
-        if not known:
+            fits = value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
+        if not fits:
             return f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]"
     return layout
 
@@ -112,7 +112,7 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> str | None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
-    step = any(given.shape[1] == 1 for given in inputs)  # which looks at no data
+    step = any(tensor.shape[1] == 1 for tensor in inputs)  # which looks at no data
     if not step and isinstance(keep, int) and keep and not bool(mask[:, -keep:].any(1).all()):
         return "all logits to keep of a row are at padding"
     if arguments.get("start_positions") is not None:
@@ -140,8 +140,8 @@ def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) ->
     """Whether the model creates a cache for this call, though none was passed."""
     if not has_cache(config) or (module.training and getattr(module, "gradient_checkpointing", False)):
         return False
-    wanted = arguments.get("use_cache")
-    return bool(getattr(config, "use_cache", False) if wanted is None else wanted)
+    use_cache = arguments.get("use_cache")
+    return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
 
 
 def pack_call(
