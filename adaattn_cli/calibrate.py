@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration.inputs import OutOfTime, Run, refuse_longer
-from adaattn_hf.calibration.measure import measured
+from adaattn_hf.calibration.inputs import OutOfTime, Run, open_inputs, refuse_longer
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.state import forget, kept_in
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import team as processes
@@ -134,16 +134,16 @@ def calibrated(
                 return out_of_memory(job, device, progress.stage.partition(" for ")[0], error)
 
             with room_or_sentence(no_room):
-                measurement = measured(
+                inputs = open_inputs(
                     Subject(placed(loaded.model, wanted)),
                     loaded.encode,
                     job.data,
                     job.settings,
                     verify_data=job.verify_data,
                     scoring=scoring,
-                    prices=job.prices,
                     run=Run(job.target, job.options.resume, job.known, step, say, expect, job.began),
                 )
+                measurement = measure(inputs, job.prices)
                 state, proven = measurement.state, proven_in(job.target, "", "*/")
                 # the smaller first: what it proves is a candidate of the larger
                 for place, budget in sorted(job.budgets.items(), key=lambda one: one[1]):

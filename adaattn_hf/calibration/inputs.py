@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from adaattn_hf.eval.arms import ModelArms
 from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
+from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.subject import Subject
 
 from ..stats.stopwatch import timed
@@ -157,10 +159,26 @@ def open_inputs(
     scoring: Objective = NEXT_TOKEN,
     run: Run | None = None,
 ) -> Inputs:
-    """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
+    """Prepares a model for calibration and samples its text; a plan that it carries is removed.
 
-    A model that cannot carry a plan is refused, and text that is too short or named twice.
+    A model that cannot carry a plan is a ValueError, and text that is too short or named twice.
+
+    Args:
+        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        encode: Maps text to token ids, without special tokens.
+        data: Files and directories of text.
+        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
+        scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
+        run: What is kept, and who is told.
     """
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
+    subject.remove_plan()
+    steps = scoring.generates and cache_keyword(signature(subject.model.forward)) is not None
+    if settings.aim != "prompt" and not steps:
+        raise ValueError(
+            f"aim is {settings.aim!r} for {type(subject.model).__name__}, which has no decode step and keeps no cache, "
+            "expected a causal model that takes one; leave --aim out, and prompts are what a plan is for"
+        )
     settings = replace(settings, windows=scoring.spans(settings.windows))
     model = subject.model.eval()
     refuse_longer(settings.lengths, subject.positions, type(model).__name__)
