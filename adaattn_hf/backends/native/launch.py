@@ -210,14 +210,14 @@ def forward(
     library's choice. RuntimeError: the library is missing or refuses the call.
     """
     native = loaded()
-    q, k, v = readable(query=q, key=k, value=v)
+    (q, k, v), packed = rules.packed(q, k, v)
     batch, heads, q_len, _ = q.shape
     # plain tensors, whatever subclass the query is of
     out = torch.empty(batch, q_len, heads, head_dim_of(v), dtype=q.dtype, device="cpu")
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
     level = native.level if level is None else level
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    run(native.forward, (q, k, v), addresses, (out, lse), scaling, rules.packed(q, k), level)
+    run(native.forward, (q, k, v), addresses, (out, lse), scaling, packed, level)
     return out, lse
 
 
@@ -237,7 +237,8 @@ def backward(
     """
     native = loaded()
     q, k, v, out, lse = saved
-    q, k, v, out, lse, grad = readable(query=q, key=k, value=v, out=out, lse=lse, grad=grad)
+    (q, k, v), packed = rules.packed(q, k, v)
+    out, lse, grad = readable(out=out, lse=lse, grad=grad)
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     check_rule("grad", grad, shape, q.dtype, "strided")
     check_rule("out", out, shape, q.dtype, "contiguous")
@@ -256,7 +257,7 @@ def backward(
     )  # fmt: skip
     level = native.level if level is None else level
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    run(native.handle.ada_backward, (q, k, v), addresses, (out, lse), scaling, rules.packed(q, k), level, tail)
+    run(native.handle.ada_backward, (q, k, v), addresses, (out, lse), scaling, packed, level, tail)
     return dq, dk, dv, None if bias is None or dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
 
 

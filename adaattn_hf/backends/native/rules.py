@@ -81,8 +81,12 @@ class Rules:
     sinks_at_runs: bool = True
     visible: bytes = b""
 
-    def packed(self, query: Tensor, key: Tensor) -> bytes:
-        """The rules' part of the argument structure; those that do not fit queries and keys are a ValueError."""
+    def packed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], bytes]:
+        """The three tensors with their numbers in memory, and the rules' part of the argument structure.
+
+        What is not `readable`, and rules that do not fit queries and keys, are a ValueError.
+        """
+        tensors = readable(query=query, key=key, value=value)
         (batch, heads, q_len, dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
         for name, (letters, dtype, form) in _COVERS:
@@ -104,7 +108,7 @@ class Rules:
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
-        return (self.visible or self.see()) + self.heads_packed() + scores + stored
+        return tensors, (self.visible or self.see()) + self.heads_packed() + scores + stored
 
     def see(self) -> bytes:
         """What queries see, packed."""
@@ -136,15 +140,15 @@ _COVERS = tuple((one.name, one.metadata["covers"]) for one in fields(Rules) if o
 
 def find_rules(structure: MaskStructure) -> Rules:
     """The rules of a structure; `structure.cached(find_rules)` makes them once for the layers of a pass."""
-    window = -1 if structure.window is None else min(structure.window, _FAR)
-    rules = Rules(structure.causal, window, min(structure.sinks, _FAR), sinks_at_runs=structure.sinks_at_runs)
+    at_runs, window = structure.sinks_at_runs, -1 if structure.window is None else min(structure.window, _FAR)
+    rules = Rules(structure.causal, window, min(structure.sinks, _FAR), sinks_at_runs=at_runs)
     if structure.one_run_a_row and structure.key_padding is None:
         rules.offset = structure.offset()
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     elif (structure.chunk is None or not structure.sinks) and (runs := structure.segments()):
         rules.segments = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
     else:  # no runs could be told, or no query sees any key: an empty table would say that there are no borders
-        rules = Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
+        rules = Rules(mask=structure.visible(), sinks_at_runs=at_runs)
     rules.visible = rules.see()
     return rules
 
