@@ -83,6 +83,8 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
         return "its head reads a place that the mask hides"
     if layout.tokens > getattr(config, "keep_window_size", layout.tokens):
         return "it chooses keys among those of all packed rows, where they are more than keep_window_size"
+    if getattr(config, "attn_temperature_tuning", False) and max(layout.tokens, layout.length) >= config.floor_scale:
+        return "it scales queries by columns of the row, from floor_scale on"
     if getattr(config, "token_dropout", False) and ids is not None and bool((ids == config.mask_token_id).any()):
         return "it scales a row by its share of masked tokens, which one packed row has not"
     windows = ("sliding_window", "attention_chunk_size", "local_attention")

@@ -108,6 +108,10 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "
     [
         ("esm", {"token_dropout": True, "mask_token_id": 7}, tf.AutoModel, "share of masked tokens"),
         (
+            "llama4_text", {"floor_scale": 18, "attn_scale": 1.0, "no_rope_layers": [0, 0]}, tf.AutoModelForCausalLM,
+            "floor_scale",
+        ),
+        (
             "llama", {"max_position_embeddings": 8, "rope_parameters": {
                 "rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, tf.AutoModelForCausalLM, "largest position",
         ),
@@ -124,7 +128,7 @@ def test_numbers_that_go_by_the_padded_row_are_those_of_the_padded_form(
     """Whole columns of padding, as of texts that are padded to a length; a row with masked tokens beside others."""
     pair = models(family, changes, auto)
     ids, mask = tokens(length=16), torch.ones(BATCH, 16, dtype=torch.long)
-    mask[0, 4:], mask[1:, 6:], ids[ids == 7], ids[1, 2:4] = 0, 0, 8, 7
+    mask[0, 4:], mask[1:, 7:], ids[ids == 7], ids[1, 2:4] = 0, 0, 8, 7
     positions = {"position_ids": torch.arange(16)[None]} if given else {}
     adaattn_hf.prepare(pair.ours)
     with torch.no_grad():
