@@ -7,6 +7,7 @@ with marks in the place of what is not understood, it would be measured as other
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ TABLE_SUFFIXES = (".json", ".parquet", ".csv", ".arrow")
 """Rows that `adaattn eval` reads through the package datasets, and calibration does not."""
 OTHER_TABLES = (".tsv", ".xls", ".xlsx", ".ods", ".feather", ".npy")
 """Tables that nobody reads here; as plain text their separators and numbers would be measured."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Escapes of JSON can write halves of characters, which have no form in UTF-8."""
 UTF_16, UTF_32 = "iconv -f UTF-16 -t UTF-8", "iconv -f UTF-32 -t UTF-8"
 MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"\x1f\x8b", "compressed by gzip", "gunzip"),
@@ -105,7 +108,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"data: {path} line {number + 1} is not JSON: {error}") from error
 
 
@@ -116,8 +119,13 @@ def text_of(record: Any, where: str, fields: tuple[str, ...] = ("text",)) -> str
         raise ValueError(f"{where} is {_kind(record)}, expected an object with the text field {named}")
     for name in fields:
         if name in record:
-            if isinstance(record[name], str):
-                return str(record[name])
+            if isinstance(text := record[name], str):
+                if _SURROGATE.search(text):
+                    raise ValueError(
+                        f"{where}: its field {name!r} holds half of a character (an escape such as \\ud800), expected "
+                        "text in Unicode; leave the line out, or write the character whole"
+                    )
+                return text
             raise ValueError(
                 f"{where}: its field {name!r} is {_kind(record[name])}, expected a string; leave the line out, or give "
                 "it text"

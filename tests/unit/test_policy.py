@@ -144,8 +144,9 @@ def test_price_lines_interpolate_and_round_trip() -> None:
     assert PriceTable.from_json(table.to_json()).to_json() == table.to_json()
     with pytest.raises(KeyError, match="no prefill price"):
         table.price("prefill", 1000, "w64")
-    with pytest.raises(ValueError, match="prices file"):
-        PriceTable.from_json("{}")
+    for text in ("{}", "[" * 200_000):
+        with pytest.raises(ValueError, match="prices file"):
+            PriceTable.from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,7 @@ def test_price_lines_interpolate_and_round_trip() -> None:
         ({"prefill": {"64": {"exact": [1.0, math.inf]}}}, "a slope of inf"),
         ({"prefill": {"64": {"exact": [1.0]}}}, "not a table of prices"),
         ({"prefill": {"64": {"exact": None}}}, "not a table of prices"),
+        ({"prefill": {"64": {"exact": [10**400, 1.0]}}}, "not a table of prices"),
         ({"prefill": {"0": {"exact": [1.0, 1.0]}}}, "one below 1 token"), ({"prefill": {"64": {}}}, "without prices"),
         ({"prefill": []}, "not a table of prices"),
     ],
