@@ -29,7 +29,7 @@ from .served import requests, training
 UNSORTED = (512, 210, 120, 80, 60, 40, 31, 12)
 SORTED = (128, 126, 125, 124, 122, 121, 120, 118)
 Make = Callable[[torch.device, str | None], Job]
-LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+LARGE: Any = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 XLMR = partial(hf.XLMRobertaConfig, vocab_size=250002, type_vocab_size=1)
 BERT: Shape = "BERT-base", hf.BertModel, hf.BertConfig()
 BERT_LARGE: Shape = "BERT-large", hf.BertModel, hf.BertConfig(**LARGE)

@@ -262,8 +262,8 @@ def prompt(
     for kind in ("DynamicCache", "StaticCache"):
         arms[f"adaattn, {kind}"] = Arm(partial(_prompt, plain, inputs, CACHES[kind]))
     arms["adaattn, prepare"] = Arm(partial(_prompt, prepared, inputs, CACHES["DynamicCache"]))
-    said = {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "prompt"}
-    said["real tokens"] = sum(real) / batch / length
+    said = {"timed": "whole model", "dtype": "bfloat16", "real tokens": sum(real) / batch / length}
+    said["prompt or step"] = "prompt"
     rows = f"{batch} x " * (batch > 1)
     return Job(f"{named(sizes, directory)}, prompt of {rows}{length:,} tokens{', left-padded' * left}", said, arms)
 

@@ -109,9 +109,8 @@ def requests(
     Where prompts are longer than the stated plan's window of `captured`, an arm runs by it.
     """
     model = language(device, sizes, directory) if ON_CUDA else shaped(TINY, device, torch.float32)
-    arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention"} | dict(
-        absent or {}
-    )
+    arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention"}
+    arms |= absent or {}
     said: dict[str, Any] = {"timed": "whole model", "dtype": "bfloat16"}
     said |= {"prompt or step": "step, after the last prompt is read", "engine": "standing manager, prompts kept"}
     ending = contextlib.ExitStack()
