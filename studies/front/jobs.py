@@ -76,6 +76,8 @@ def measure(job: Job, device: torch.device, rounds: int) -> dict[str, dict[str, 
         except FAILURES as error:
             found[name] = {"absent": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
     running = [name for name in found if "wall" in found[name]]
+    if not running:
+        raise RuntimeError(f"no arm of {job.says} ran: {found}")
     for number in range(rounds):
         for place in turn(len(running), number):
             arm = job.arms[running[place]]

@@ -84,7 +84,7 @@ class Served:
         """Raises RuntimeError where the engine fails, or serves requests one after another."""
         if self.manager is None:
             self.manager = self.start()
-            self.answers(1)
+            self.answers(2)  # pages of a request that ends with its prompt are not kept
             torch.cuda.empty_cache()
         found = self.answers(NEW)
         read, end = max(one.timestamps[0] for one in found), max(one.timestamps[-1] for one in found)
