@@ -199,4 +199,5 @@ def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str
     rows = [f"more rows (--batch-size, now {s.batch})"] * (s.aim == "step")
     of = f" in a step of {counted(s.batch, 'row')}" if s.aim == "step" else ""
     would = " or ".join([*longer, *rows, "a larger budget"])
-    return f"no candidate saves {'memory' if s.with_cache else 'time'}{of} on this machine; {would} would change that"
+    saved = "memory" if s.with_cache else "time"
+    return f"no candidate within the budget saves {saved}{of} on this machine; {would} would change that"

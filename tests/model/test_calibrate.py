@@ -113,7 +113,7 @@ def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> N
     dear = letter_prices(**{label: 2.0 for label in CHOICES if label != "exact"})
     found = calibrate(model, encode, text, SETTINGS, prices=dear)
     assert found.plan.is_exact
-    assert "no candidate saves time on this machine; longer --lengths (now 192)" in found.sentence
+    assert "no candidate within the budget saves time on this machine; longer --lengths (now 192)" in found.sentence
 
 
 @pytest.mark.parametrize("price", [1.0, 1.00005])
@@ -127,7 +127,7 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     same = letter_prices(**{**dict.fromkeys(CHOICES, price), "exact": 1.0})
     found = calibrate(model, encode, text, SETTINGS, prices=same)
     assert found.plan.is_exact
-    assert "no candidate saves time" in found.sentence
+    assert "no candidate within the budget saves time" in found.sentence
     assert found.report["price_plan_seconds"] == found.report["price_exact_seconds"]
     assert 0.0 <= found.report["rounding"] < 1e-6, "two exact kernels in float32"
 

@@ -240,7 +240,7 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
     dear = tmp_path / "dear.json"
     dear.write_text(price_table(LENGTH, {"exact": 1.0, "bf16": 2.0, "int8": 0.1}).to_json())
     words = ("--prices", dear, "--families", "bf16,int8", "--from", out / "adaattn_plan.json")  # risks travelled on
-    again(*words, to="other", code=BUDGET_NOT_MET, says=("no candidate saves time", ", which lack int8"))
+    again(*words, to="other", code=BUDGET_NOT_MET, says=("the budget saves time", ", which lack int8"))
     (tmp_path / "other" / RISKS_FILE).write_bytes(b"")
     (tmp_path / "old").mkdir()
     with np.load(made / RISKS_FILE) as arrays:  # of a build that measured none for retrieval
