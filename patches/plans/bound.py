@@ -113,8 +113,8 @@ class BoundPlan:
         self.configs = self.readers
         self.data = self.plan.to_dict()
         for config in self.configs:
-            kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
-            config.adaattn = {**kept, **self.carried, CONFIG_KEY: self.data}
+            settings = {name: value for name, value in carried_by(config).items() if name != CARRIED}
+            config.adaattn = {**settings, **self.carried, CONFIG_KEY: self.data}
         trunk = base_of(model)
         trunk.__dict__[PLAN] = self
         self.give()
@@ -143,8 +143,8 @@ class BoundPlan:
         if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
             return
         # a copy has no readers yet
-        held: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
-        configs = [config for config in held if getattr(config, "model_type", None) == self.plan.model_type]
+        readers: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
+        configs = [config for config in readers if getattr(config, "model_type", None) == self.plan.model_type]
         if any("adaattn" in str(config._attn_implementation) for config in configs):
             self.check_pass(trunk)
             self.threads.add(get_ident())
@@ -225,7 +225,7 @@ class BoundPlan:
     def _train(self, trunk: nn.Module) -> None:
         """Notes that a model is trained under its plan, which is not saved any more then; adapters alone leave it."""
         planned = [bound_layer for bound_layer in self.layers.values() if bound_layer is not None]
-        if not (planned and any(one.requires_grad for one in trunk.parameters())):
+        if not (planned and any(parameter.requires_grad for parameter in trunk.parameters())):
             return
         for bound_layer in planned:
             if not bound_layer.has_gradient:
@@ -281,8 +281,8 @@ def checked_layer(module: nn.Module) -> BoundLayer | None:
 
 def bound_plan(model: nn.Module) -> BoundPlan | None:
     """Returns the plan that is bound to a model, None where there is none."""
-    found = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
-    return next(found, None)
+    plans = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
+    return next(plans, None)
 
 
 def doors(trunk: nn.Module) -> Iterator[BoundPlan]:
