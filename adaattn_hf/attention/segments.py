@@ -43,15 +43,15 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     # per row of `[rows, length]` the run of each number, in order; None if one comes back after another
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    rows, places = new.nonzero(as_tuple=True)
-    begins = places.tolist()
+    rows, starts = new.nonzero(as_tuple=True)
+    begins = starts.tolist()
     stops = (after or ids.shape[1] for after in [*begins[1:], 0])  # after a row's last run another row begins, at 0
-    found: list[dict[int, Run]] = [{} for _ in range(ids.shape[0])]
-    for row, begin, stop, number in zip(rows.tolist(), begins, stops, ids[rows, places].tolist(), strict=False):
-        if number in found[row]:
+    runs: list[dict[int, Run]] = [{} for _ in range(ids.shape[0])]
+    for row, begin, stop, number in zip(rows.tolist(), begins, stops, ids[rows, starts].tolist(), strict=False):
+        if number in runs[row]:
             return None
-        found[row][number] = begin, stop
-    return found
+        runs[row][number] = begin, stop
+    return runs
 
 
 def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:

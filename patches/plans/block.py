@@ -83,7 +83,7 @@ def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> 
     current, bound_plans = trunk.__dict__.get(PLAN), [*doors(trunk)]
     for bound in bound_plans:
         if bound.plan is plan and bound.unverified is unverified:
-            if bound.seen is None or not bound.seen.same():
+            if bound.snapshot is None or not bound.snapshot.same():
                 bound.check_model(trunk)
             return bound
     bound = BoundPlan.of(model, plan, unverified=unverified)
