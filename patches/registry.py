@@ -49,12 +49,12 @@ def register(*, impossible: bool = False) -> None:
             AttentionInterface.register(engine_name(name), partial(_attend_requests, backend))
 
 
-def _attend_requests(backend: str | None, *given: Any, **told: Any) -> tuple[Tensor, None]:
+def _attend_requests(backend: str | None, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     # few processes need what it imports
     from .call.batching import attend_requests, continuous_batching_runs_outside_graphs
 
     attend = continuous_batching_runs_outside_graphs if torch.compiler.is_compiling() else attend_requests
-    return attend(backend, *given, **told)
+    return attend(backend, *args, **kwargs)
 
 
 def engine_name(name: str) -> str:

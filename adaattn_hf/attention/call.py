@@ -193,8 +193,8 @@ class AttentionCall:
         if compiling:
             shape, features, packed, keys = facts_in_graph(structure, device.type)
         else:
-            asked = facts_of, device.type, named
-            shape, features, packed, keys = structure.made.get(asked) or structure.cached(*asked)
+            facts_key = facts_of, device.type, named
+            shape, features, packed, keys = structure.made.get(facts_key) or structure.cached(*facts_key)
         rules, bias, sinks = self.per_head, self.bias, self.sink_logits
         if rules is not None:
             features |= rules.features

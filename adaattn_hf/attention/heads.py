@@ -226,24 +226,24 @@ def some_range(call: AttentionCall, first: int, stop: int) -> AttentionCall:
     Keys after the last of these rows are left out, unless they are codes, whose record speaks of all of them.
     """
     structure, key, value, bias = call.structure, call.key, call.value, call.bias
-    seen = structure.kv_len if call.stored is not None else min(structure.kv_len, structure.offset() + stop)
+    keys = structure.kv_len if call.stored is not None else min(structure.kv_len, structure.offset() + stop)
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
-        bias = bias if bias.shape[-1] == 1 else bias[..., :seen]
+        bias = bias if bias.shape[-1] == 1 else bias[..., :keys]
     return replace(
         call,
         query=call.query[:, :, first:stop],
-        key=key[:, :, :seen],
-        value=value[:, :, :seen],
-        structure=structure.cached(_range_of, first, stop, seen),
+        key=key[:, :, :keys],
+        value=value[:, :, :keys],
+        structure=structure.cached(_range_of, first, stop, keys),
         bias=bias,
     )
 
 
-def _range_of(structure: MaskStructure, first: int, stop: int, seen: int) -> MaskStructure:
-    padding = None if structure.key_padding is None else structure.key_padding[:, :seen]
+def _range_of(structure: MaskStructure, first: int, stop: int, keys: int) -> MaskStructure:
+    padding = None if structure.key_padding is None else structure.key_padding[:, :keys]
     return structure.with_changes(
-        q_len=stop - first, kv_len=seen, q_offset=structure.offset() + first, key_padding=padding
+        q_len=stop - first, kv_len=keys, q_offset=structure.offset() + first, key_padding=padding
     )
 
 
@@ -252,13 +252,13 @@ def joined_heads(parts: Sequence[tuple[Sequence[int], AttentionResult]], groups:
 
     Each comes with its key/value heads, each of which has `groups` query heads.
     """
-    place = {head: (part, at) for part, (heads, _) in enumerate(parts) for at, head in enumerate(heads)}
-    places = [place[head] for head in sorted(place)]
+    location = {head: (part, at) for part, (heads, _) in enumerate(parts) for at, head in enumerate(heads)}
+    order = [location[head] for head in sorted(location)]
 
     def together(tensors: list[Tensor], dim: int) -> Tensor:
-        if list(place) == sorted(place):
+        if list(location) == sorted(location):
             return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-        return torch.cat([tensors[part].narrow(dim, at * groups, groups) for part, at in places], dim)
+        return torch.cat([tensors[part].narrow(dim, at * groups, groups) for part, at in order], dim)
 
     lses = [result.lse for _, result in parts if result.lse is not None]
     out, lse = together([result.out for _, result in parts], 2), together(lses, 1) if lses else None

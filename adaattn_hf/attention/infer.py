@@ -30,8 +30,8 @@ def infer_structure(call: AttentionCall, window: int | None = None) -> Attention
         call = replace(call, structure=structure, bias=None)
     if structure.mask is None or structure.spans is not None:
         return call
-    found = structure.cached(_read, window)
-    return None if found is None else replace(call, structure=found)
+    inferred = structure.cached(_read, window)
+    return None if inferred is None else replace(call, structure=inferred)
 
 
 def numbers_alone(call: AttentionCall) -> tuple[Tensor, AttentionCall] | None:
@@ -64,14 +64,14 @@ def _candidates(structure: MaskStructure, visible: Tensor, window: int | None) -
         if square:
             yield from _documents(visible, window, structure.key_padding)
         return
-    seen = visible.any(1)
+    seen_keys = visible.any(1)
     rows = visible.any(2)
     if not bool(rows.any()):
         return
     index = torch.arange(kv_len, device=visible.device)
     last = torch.where(visible, index, -1).amax(2)
     offset = int((last - torch.arange(q_len, device=visible.device))[rows].max())
-    padding = None if bool(seen.all()) else seen
+    padding = None if bool(seen_keys.all()) else seen_keys
     causal = MaskStructure(
         batch, q_len, kv_len, causal=True, q_offset=offset, key_padding=padding, dropped=structure.dropped
     )

@@ -9,11 +9,11 @@ import torch
 from .structure import MaskStructure
 
 # What a call asks for beside attention over its structure. A backend refuses each that it does not name.
-GRAD, DROPOUT, SOFTCAP, SINKS, BIAS, LSE = (1 << place for place in range(6))
-COMPILING, OPAQUE, STORED, HEAD_WINDOWS, HEAD_BF16, HEAD_INT8, HEAD_UNTIL = (1 << place for place in range(6, 13))
+GRAD, DROPOUT, SOFTCAP, SINKS, BIAS, LSE = (1 << bit for bit in range(6))
+COMPILING, OPAQUE, STORED, HEAD_WINDOWS, HEAD_BF16, HEAD_INT8, HEAD_UNTIL = (1 << bit for bit in range(6, 13))
 # What else is known of it.
-PER_HEAD, HEAD_SINKS, WINDOW, WINDOW_SINKS, ONE_QUERY, LOOKED, HOLES = (1 << place for place in range(13, 20))
-BEHIND, CUT_SINKS, EMPTY, SYMBOLIC, SUBCLASS = (1 << place for place in range(20, 25))
+PER_HEAD, HEAD_SINKS, WINDOW, WINDOW_SINKS, ONE_QUERY, LOOKED, HOLES = (1 << bit for bit in range(13, 20))
+BEHIND, CUT_SINKS, EMPTY, SYMBOLIC, SUBCLASS = (1 << bit for bit in range(20, 25))
 PAGES = 1 << 25
 
 SINKS_AWAY = HEAD_SINKS | CUT_SINKS
@@ -151,8 +151,8 @@ class CallKind(NamedTuple):
         values = "" if self.head_dim_v == self.head_dim else f" and {self.head_dim_v} for values"
         heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
         sizes = f"head_dim {self.head_dim}{values}"
-        asked = [word for bit, word in _WORDS.items() if self.features & bit]
-        facts = [self.shape, dtype, sizes, f"{heads} per key/value head", self.device.type, *asked]
+        options = [word for bit, word in _WORDS.items() if self.features & bit]
+        facts = [self.shape, dtype, sizes, f"{heads} per key/value head", self.device.type, *options]
         return ", ".join(facts if self.stored is None else [*facts, f"keys and values stored as {self.stored}"])
 
 

@@ -64,7 +64,7 @@ class Pages(MaskStructure):
         at = torch.arange(self.longest, device=device)
         if self.window is not None:
             keep = keep & ((at > self.positions(device) - self.window) | (at < self.sinks))
-        seen = torch.zeros(self.batch, self.kv_len, dtype=torch.bool, device=device)
-        seen[keep.nonzero()[:, 0], places[keep]] = True
-        found = seen[:, None, None]
-        return found if self.mask is None else found & self.mask.to(device)
+        visible = torch.zeros(self.batch, self.kv_len, dtype=torch.bool, device=device)
+        visible[keep.nonzero()[:, 0], places[keep]] = True
+        keep = visible[:, None, None]
+        return keep if self.mask is None else keep & self.mask.to(device)

@@ -64,10 +64,11 @@ class Runs(MaskStructure):
 
     def positions(self, device: torch.device | str) -> Tensor:
         """`[batch, q_len]`: how many tokens of its sequence stand before each query."""
-        found = torch.zeros(self.batch, self.q_len, dtype=torch.long, device="cpu")
+        positions = torch.zeros(self.batch, self.q_len, dtype=torch.long, device="cpu")
         for first, run in zip(self.firsts, self.runs, strict=True):
-            found[run.row, run.q_start : run.q_start + run.q_len] = torch.arange(first, first + run.q_len, device="cpu")
-        return found.to(device)
+            places = torch.arange(first, first + run.q_len, device="cpu")
+            positions[run.row, run.q_start : run.q_start + run.q_len] = places
+        return positions.to(device)
 
     def visible(
         self, start: int = 0, stop: int | None = None, *, rows: Tensor | None = None, device: torch.device | str = "cpu"
@@ -75,26 +76,26 @@ class Runs(MaskStructure):
         """Boolean `[batch, 1, rows, kv_len]`: what the same rules say within each run."""
         keep = torch.zeros(self.batch, 1, self.q_len, self.kv_len, dtype=torch.bool, device=device)
         for run in self.runs:
-            own = MaskStructure(1, run.q_len, run.k_len, self.causal, run.offset, self.window, self.sinks)
+            alone = MaskStructure(1, run.q_len, run.k_len, self.causal, run.offset, self.window, self.sinks)
             queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
-            keep[run.row, 0, queries, keys] = own.visible(device=device)[0, 0]
+            keep[run.row, 0, queries, keys] = alone.visible(device=device)[0, 0]
         return keep[:, :, start:stop] if rows is None else keep[:, :, rows.to(device)]
 
 
 def own_rows(structure: MaskStructure) -> Tensor:
     """`[batch or 1, q_len]`, on the host: how many queries of its sequence come with each; padding does not count."""
     if isinstance(structure, Runs):
-        found = torch.zeros(structure.batch, structure.q_len, dtype=torch.long, device="cpu")
+        counts = torch.zeros(structure.batch, structure.q_len, dtype=torch.long, device="cpu")
         for run in structure.runs:
-            found[run.row, run.q_start : run.q_start + run.q_len] = run.q_len
-        return found
+            counts[run.row, run.q_start : run.q_start + run.q_len] = run.q_len
+        return counts
     numbers, real = torch.zeros(1, structure.q_len, dtype=torch.long, device="cpu"), structure.padding_on_host()
     if structure.k_segments is not None:
         numbers = structure.on_host(structure.k_segments if structure.q_segments is None else structure.q_segments)
     counted = numbers >= 0
     if real is not None:
-        places = torch.arange(structure.q_len, device="cpu") + structure.offset()
-        counted = counted & real[:, places.clamp(0, structure.kv_len - 1)]
+        positions = torch.arange(structure.q_len, device="cpu") + structure.offset()
+        counted = counted & real[:, positions.clamp(0, structure.kv_len - 1)]
     number = torch.nn.functional.pad((numbers.diff() != 0).cumsum(1), (1, 0)).expand(counted.shape)
     return torch.zeros_like(number).scatter_add(1, number, counted.long()).gather(1, number)
 
@@ -102,10 +103,10 @@ def own_rows(structure: MaskStructure) -> Tensor:
 def only(structure: MaskStructure, chosen: Tensor) -> MaskStructure:
     """The structure in which sequences see nothing whose queries are not `chosen` `[batch or 1, q_len]`."""
     if isinstance(structure, Runs):
-        kept = [
+        runs = [
             (run, n) for run, n in zip(structure.runs, structure.firsts, strict=True) if chosen[run.row, run.q_start]
         ]
-        return structure.with_changes(runs=tuple(run for run, _ in kept), firsts=tuple(n for _, n in kept))
+        return structure.with_changes(runs=tuple(run for run, _ in runs), firsts=tuple(n for _, n in runs))
     if structure.k_segments is not None:
         numbers = structure.k_segments if structure.q_segments is None else structure.q_segments
         # no key has a number below 0

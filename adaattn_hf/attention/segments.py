@@ -43,15 +43,15 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     # per row of `[rows, length]` the run of each number, in order; None if one comes back after another
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    rows, places = new.nonzero(as_tuple=True)
-    begins = places.tolist()
+    rows, starts = new.nonzero(as_tuple=True)
+    begins = starts.tolist()
     stops = (after or ids.shape[1] for after in [*begins[1:], 0])  # after a row's last run another row begins, at 0
-    found: list[dict[int, Run]] = [{} for _ in range(ids.shape[0])]
-    for row, begin, stop, number in zip(rows.tolist(), begins, stops, ids[rows, places].tolist(), strict=False):
-        if number in found[row]:
+    runs: list[dict[int, Run]] = [{} for _ in range(ids.shape[0])]
+    for row, begin, stop, number in zip(rows.tolist(), begins, stops, ids[rows, starts].tolist(), strict=False):
+        if number in runs[row]:
             return None
-        found[row][number] = begin, stop
-    return found
+        runs[row][number] = begin, stop
+    return runs
 
 
 def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
@@ -61,7 +61,7 @@ def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
     """
     offset, q_len, kv_len, causal = structure.offset(), structure.q_len, structure.kv_len, structure.causal
     padding = structure.padding_on_host()
-    found: list[Segment] = []
+    segments: list[Segment] = []
     real = None if padding is None else _real_runs(padding)
     if real is None and padding is not None:
         return None
@@ -70,8 +70,8 @@ def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
             start = max(low - offset, 0) if causal else 0
             high = min(high, q_len + offset) if causal else high
             if q_len > start and high > low:
-                found.append(Segment(row, start, q_len - start, low, high - low, start + offset - low))
-        return tuple(found)
+                segments.append(Segment(row, start, q_len - start, low, high - low, start + offset - low))
+        return tuple(segments)
     starts = None if structure.chunk_start is None else structure.on_host(structure.chunk_start).tolist()
     documents = [[((0, q_len), (0, kv_len))]]
     if structure.k_segments is not None:
@@ -99,8 +99,8 @@ def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
                     a, d = max(a, c - offset), min(d, b + offset)
                 a, b = max(a, 0), min(b, q_len)
                 if b > a and d > c:
-                    found.append(Segment(row, a, b - a, c, d - c, a + offset - c))
-    return tuple(found)
+                    segments.append(Segment(row, a, b - a, c, d - c, a + offset - c))
+    return tuple(segments)
 
 
 def _chunks(chunk: int, origin: int, offset: int, q: Run, k: Run) -> list[tuple[int, int, int, int]]:

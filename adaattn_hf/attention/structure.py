@@ -143,8 +143,8 @@ class MaskStructure:
     @property
     def longest(self) -> int:
         """At most so many tokens have the sequences, those counted that a cache dropped; padding is not looked at."""
-        gone = self.dropped  # steps come here layer by layer
-        return self.kv_len + (self.cached(MaskStructure._dropped)[1] if isinstance(gone, Tensor) else gone)
+        dropped = self.dropped  # steps come here layer by layer
+        return self.kv_len + (self.cached(MaskStructure._dropped)[1] if isinstance(dropped, Tensor) else dropped)
 
     def within(self, limit: int) -> bool | None:
         """Whether all rows stand before `limit` or in sequences up to it, or none do; None if rows or data differ."""
@@ -232,10 +232,10 @@ class MaskStructure:
         keep: Tensor | None = None
         count = (self.q_len if stop is None else stop) - start if rows is None else len(rows)
 
-        def of_rows(given: Tensor, dim: int) -> Tensor:
+        def of_rows(tensor: Tensor, dim: int) -> Tensor:
             if rows is None:
-                return given.narrow(dim, start, count)
-            return given.index_select(dim, rows.to(given.device))
+                return tensor.narrow(dim, start, count)
+            return tensor.index_select(dim, rows.to(tensor.device))
 
         def both(a: Tensor | None, b: Tensor) -> Tensor:
             return b if a is None else a & b
@@ -294,8 +294,8 @@ class MaskStructure:
     def first_token(self, device: torch.device | str) -> Tensor:
         """`[batch or 1, kv_len]`: the same of its first token, which is negative where a cache dropped that."""
         start, dropped = self._sequence_start(device), self.dropped
-        gone = -dropped.to(device)[:, None] if isinstance(dropped, Tensor) else -dropped
-        return torch.where(start == 0, gone, start)
+        first = -dropped.to(device)[:, None] if isinstance(dropped, Tensor) else -dropped
+        return torch.where(start == 0, first, start)
 
     def _sequence_start(self, device: torch.device | str) -> Tensor:
         # `[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to
@@ -341,12 +341,12 @@ class MaskStructure:
         return tensor if tensor.is_cpu or tensor.is_meta else self.cached(MaskStructure._fetch)[id(tensor)]
 
     def _fetch(self) -> dict[int, Tensor]:
-        given = (self.q_offset, self.chunk_start, self.key_padding, self.q_segments, self.k_segments, self.dropped)
-        tensors = {id(t): t for t in given if isinstance(t, Tensor)}
-        found = {key: t.to("cpu", non_blocking=t.is_cuda) for key, t in tensors.items()}
+        rules = (self.q_offset, self.chunk_start, self.key_padding, self.q_segments, self.k_segments, self.dropped)
+        tensors = {id(t): t for t in rules if isinstance(t, Tensor)}
+        on_host = {key: t.to("cpu", non_blocking=t.is_cuda) for key, t in tensors.items()}
         for device in {t.device for t in tensors.values() if t.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return found
+        return on_host
 
     def segments(self) -> tuple[Segment, ...] | None:
         """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).

@@ -55,15 +55,15 @@ class Supports:
 
     def refusals(self, kind: CallKind) -> list[str]:
         """All the reasons why a call of a kind cannot be served; empty if it can."""
-        kernels, asked, sizes = self.kernels, kind.features, (kind.head_dim, kind.head_dim_v)
-        reasons = [f"{kernels} have no {name}" for bit, name in OPTIONS.items() if asked & bit & ~self.features]
+        kernels, features, sizes = self.kernels, kind.features, (kind.head_dim, kind.head_dim_v)
+        reasons = [f"{kernels} have no {name}" for bit, name in OPTIONS.items() if features & bit & ~self.features]
         if self.device and kind.device.type != self.device:
             where = "CPUs" if self.device == "cpu" else "CUDA devices"
             reasons.append(f"{kernels} run on {where}, got {kind.device.type} tensors")
         if self.dtypes and kind.dtype not in self.dtypes:
             names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
-            known = f"{', '.join(names[:-1])} or {names[-1]}"
-            reasons.append(f"{kernels} compute in {known}, got {str(kind.dtype).removeprefix('torch.')}")
+            dtypes = f"{', '.join(names[:-1])} or {names[-1]}"
+            reasons.append(f"{kernels} compute in {dtypes}, got {str(kind.dtype).removeprefix('torch.')}")
         if self.widest and max(sizes) > self.widest:
             reasons.append(f"{kernels} serve head sizes up to {self.widest}, got {max(sizes)}")
         if any(size % self.multiple for size in sizes):
@@ -74,7 +74,7 @@ class Supports:
             reasons.append(f"{kernels} take equal head sizes of keys and values, got {sizes[0]}, {sizes[1]}")
         if not self.dense and kind.shape == "irregular":
             reasons.append(f"{kernels} take no dense mask")
-        return reasons + [why for bits, why in self.unless if asked & bits == bits]
+        return reasons + [why for bits, why in self.unless if features & bits == bits]
 
 
 class Backend(Protocol):
@@ -121,8 +121,8 @@ def installed(module: str, whole: bool = False) -> bool:
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return False
-    found = importlib.util.find_spec(module)
-    return found is not None and (not whole or found.origin is not None)
+    spec = importlib.util.find_spec(module)
+    return spec is not None and (not whole or spec.origin is not None)
 
 
 def capturing(device: torch.device) -> bool:

@@ -97,5 +97,5 @@ def driver() -> str:
     """Version of the NVIDIA driver, `unknown` where the system does not say."""
     version = Path("/proc/driver/nvidia/version")
     text = version.read_text(encoding="utf-8") if version.is_file() else ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group() if found else "unknown"
+    number = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return number.group() if number else "unknown"

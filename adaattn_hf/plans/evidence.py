@@ -120,7 +120,7 @@ class Verified:
     @property
     def compared(self) -> tuple[int, int, int]:
         """How many needles only stock attention retrieves, how many only the plan, and how many stock attention."""
-        asked = self.needles or USUAL_NEEDLES
-        stock, plan = (round(asked * (one or 0.0)) for one in (self.retrieval_stock, self.retrieval_plan))
+        needles = self.needles or USUAL_NEEDLES
+        stock, plan = (round(needles * (share or 0.0)) for share in (self.retrieval_stock, self.retrieval_plan))
         lost = self.needles_lost if self.needles else max(stock - plan, 0)
         return lost, lost + plan - stock, stock

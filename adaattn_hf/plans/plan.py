@@ -126,13 +126,13 @@ class Plan:
                     f"{name}.passed is true with an upper bound of {proof.upper!r} nats/token, above the budget of "
                     f"{self.budget!r}: the plan contradicts its own verification; calibrate again"
                 )
-        indices, known = [layer.layer for layer in self.layers], list(self.attention_layers)
-        for name, rising in (("lengths", list(self.lengths)), ("layers", indices), ("attention_layers", known)):
+        indices, layers = [layer.layer for layer in self.layers], list(self.attention_layers)
+        for name, rising in (("lengths", list(self.lengths)), ("layers", indices), ("attention_layers", layers)):
             if rising != sorted(set(rising)):
                 raise PlanError(f"{name} are {rising!s:.200}, expected rising numbers, each once")
-        if known and not set(indices) <= set(known):
+        if layers and not set(indices) <= set(layers):
             raise PlanError(
-                f"layers are {indices!s:.200}, expected some of the model's {known!s:.200}; calibrate again"
+                f"layers are {indices!s:.200}, expected some of the model's {layers!s:.200}; calibrate again"
             )
 
     def __hash__(self) -> int:
@@ -151,26 +151,26 @@ class Plan:
         Raises:
             PlanError: The protocol's entry is malformed.
         """
-        found = self.protocol.get("cache")
-        if found is None:
+        cache = self.protocol.get("cache")
+        if cache is None:
             return None
-        known = ("model", *FORMATS)
+        formats = ("model", *FORMATS)
         if (
-            not isinstance(found, Mapping)
-            or not isinstance(found.get("streaming"), bool)
-            or found.get("stored") not in known
+            not isinstance(cache, Mapping)
+            or not isinstance(cache.get("streaming"), bool)
+            or cache.get("stored") not in formats
         ):
             raise PlanError(
-                f"protocol.cache is {found!r:.120}, expected a mapping with stored, one of {', '.join(known)}, and "
+                f"protocol.cache is {cache!r:.120}, expected a mapping with stored, one of {', '.join(formats)}, and "
                 "streaming, true or false"
             )
-        return found["stored"], found["streaming"]
+        return cache["stored"], cache["streaming"]
 
     @property
     def cache_verified(self) -> Verified | None:
         """The verdict of held-out text on the plan over its cache, None without one; PlanError if it is malformed."""
-        kept = None if self.cache is None else self.protocol["cache"].get("verified")
-        proof: Verified | None = read(kept, Verified | None, "protocol.cache.verified")
+        verdict = None if self.cache is None else self.protocol["cache"].get("verified")
+        proof: Verified | None = read(verdict, Verified | None, "protocol.cache.verified")
         return proof
 
     @property
@@ -180,10 +180,10 @@ class Plan:
         Raises:
             PlanError: The protocol's entry is malformed.
         """
-        found = self.protocol.get("decode")
-        if found not in (None, "exact"):
-            raise PlanError(f"protocol.decode is {found!r:.60}, expected 'exact' or no such entry")
-        return found is not None
+        steps = self.protocol.get("decode")
+        if steps not in (None, "exact"):
+            raise PlanError(f"protocol.decode is {steps!r:.60}, expected 'exact' or no such entry")
+        return steps is not None
 
     @property
     def max_length(self) -> int:
@@ -272,12 +272,12 @@ class Plan:
         Raises:
             PlanError: Its tensors are not in memory.
         """
-        place, data = Path(directory), self.tensor_bytes()
+        folder, data = Path(directory), self.tensor_bytes()
         if data is not None:
-            write_atomically(place / store.TENSORS_FILE, data)
-        write_atomically(place / store.PLAN_FILE, self.to_json())
-        if not (place / store.CARD_FILE).exists():
-            write_atomically(place / store.CARD_FILE, card(self, str(directory)))
+            write_atomically(folder / store.TENSORS_FILE, data)
+        write_atomically(folder / store.PLAN_FILE, self.to_json())
+        if not (folder / store.CARD_FILE).exists():
+            write_atomically(folder / store.CARD_FILE, card(self, str(directory)))
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Uploads the plan, its tensors and a card to a repository of the Hub, which is made where there is none.
@@ -295,10 +295,10 @@ class Plan:
         Raises:
             PlanError: Its tensors are not in memory.
         """
-        with tempfile.TemporaryDirectory() as place:
-            write_atomically(Path(place, store.CARD_FILE), card(self, repo_id))
-            self.save_pretrained(place)
-            return store.upload(place, repo_id, private, token)
+        with tempfile.TemporaryDirectory() as folder:
+            write_atomically(Path(folder, store.CARD_FILE), card(self, repo_id))
+            self.save_pretrained(folder)
+            return store.upload(folder, repo_id, private, token)
 
     def tensor_bytes(self) -> bytes | None:
         """Returns a plan's safetensors file, `None` for a plan without; PlanError if its tensors are not in memory."""

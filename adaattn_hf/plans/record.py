@@ -38,12 +38,12 @@ def read_record(cls: type[Record], data: Any) -> Record:
     return cls(**checked_keys({field.name for field in declared}, data, optional))
 
 
-def checked_keys(known: Set[str], data: Mapping[Any, Any], optional: Set[str] = frozenset()) -> dict[str, Any]:
-    """Returns the mapping as a dictionary if it has the known keys and no other, else PlanError."""
+def checked_keys(names: Set[str], data: Mapping[Any, Any], optional: Set[str] = frozenset()) -> dict[str, Any]:
+    """Returns the mapping as a dictionary if it has these keys and no other, else PlanError."""
     for name in data:
-        if name not in known:
-            raise PlanError(unknown("key", str(name), known))
-    missing = sorted(known - optional - data.keys())
+        if name not in names:
+            raise PlanError(unknown("key", str(name), names))
+    missing = sorted(names - optional - data.keys())
     if missing:
         raise PlanError(f"the data lacks the keys {missing}; write the plan again with `adaattn calibrate`")
     return dict(data)
@@ -73,7 +73,7 @@ def read(value: Any, kind: Any, name: str) -> Any:
             raise PlanError(f"{name} is {type(value).__name__}, expected a list")
         if len(value) > bounds:
             raise PlanError(f"{name} has {len(value)} entries, expected at most {bounds}")
-        return tuple(read(item, inner[0], f"{name}[{place}]") for place, item in enumerate(value))
+        return tuple(read(item, inner[0], f"{name}[{index}]") for index, item in enumerate(value))
     if get_origin(kind) is Mapping:
         if not isinstance(value, Mapping):
             raise PlanError(f"{name} is {type(value).__name__}, expected a mapping")

@@ -97,7 +97,7 @@ def losses(bound_layer: BoundLayer, call: AttentionCall, rows: Tensor) -> Tensor
     The call has a batch of one and a plain structure. Rows beyond the plan's lengths lose 0.
     """
     kv_heads, q_len, count = call.key.shape[1], call.query.shape[2], len(rows)
-    found = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")
+    totals = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")
     # short calls are computed in the model's precision: repeat rows, so that the sample of a long call is not short
     many = rows.repeat(-(-MIN_PREFILL_ROWS // count)) if q_len >= MIN_PREFILL_ROWS > count else rows
     for choice, heads in bound_layer.launches:
@@ -106,6 +106,6 @@ def losses(bound_layer: BoundLayer, call: AttentionCall, rows: Tensor) -> Tensor
         for alone, at in ((Choice(choice.keys), rows), (Choice(None, choice.operands), many)):
             if not alone.is_exact:
                 _, lost = row_outputs(part, at.to(part.query.device), [EXACT, alone], bound_layer.tensors, heads)
-                found[list(heads)] += lost[1, :, :count].view(len(heads), -1, count).amax(1).cpu()
+                totals[list(heads)] += lost[1, :, :count].view(len(heads), -1, count).amax(1).cpu()
     within = execute.rows_within(call.structure, bound_layer.max_length, call.query.device)
-    return found * (within[0, rows.to(within.device)].cpu() if isinstance(within, Tensor) else within)
+    return totals * (within[0, rows.to(within.device)].cpu() if isinstance(within, Tensor) else within)

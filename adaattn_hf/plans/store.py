@@ -42,7 +42,7 @@ def plan_file(source: str | Path) -> Path:
     path = Path(source)
     file = path if path.is_file() else _beside(source, PLAN_FILE) or _beside(source, CONFIG_FILE)
     if file is None:
-        inside = sorted(str(one.parent) for one in path.glob(f"*/{PLAN_FILE}"))[:3]  # a run for several budgets
+        inside = sorted(str(plan.parent) for plan in path.glob(f"*/{PLAN_FILE}"))[:3]  # a run for several budgets
         raise PlanError(
             f"{source} {'holds no plan' if path.is_dir() else 'does not exist'}; expected a plan, or a directory "
             f"or repository of the Hub that holds what `adaattn calibrate` wrote{', such as ' * bool(inside)}"
@@ -107,14 +107,14 @@ def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[st
 
     PlanError: they are nowhere, or others than the plan names.
     """
-    kept = _tensors.get(name)
-    found = keep_held(name, source or "", raw) if kept is None else _use(name, kept)
-    if found is None:
+    remembered = _tensors.get(name)
+    tensors = keep_held(name, source or "", raw) if remembered is None else _use(name, remembered)
+    if tensors is None:
         raise PlanError(
             f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "
             "adaattn_hf.load_plan(model, directory) with the directory that `adaattn calibrate` wrote"
         )
-    return found
+    return tensors
 
 
 def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerTensors:
@@ -140,11 +140,11 @@ def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerT
     return LayerTensors(mean, bases["query_basis"], bases["key_basis"])
 
 
-def _read(file: Path, most: int) -> bytes:
+def _read(file: Path, limit: int) -> bytes:
     try:
         size = file.stat().st_size
-        if size > most:
-            raise PlanError(f"{file} has {size} bytes, expected a plan of at most {most}")
+        if size > limit:
+            raise PlanError(f"{file} has {size} bytes, expected a plan of at most {limit}")
         return file.read_bytes()
     except OSError as error:
         raise PlanError(f"{file} cannot be read ({error.strerror}); give a plan that can") from error
@@ -160,10 +160,10 @@ def text_file(file: Path) -> str:
 
 def _beside(source: str | Path, name: str) -> Path | None:
     path = Path(source)
-    place = path.parent if path.is_file() else path
+    folder = path.parent if path.is_file() else path
     words = str(source)
-    if place.is_dir() or place.parent.is_dir() or words.count("/") != 1 or words.startswith((".", "/", "~")):
-        return place / name if words and (place / name).is_file() else None
+    if folder.is_dir() or folder.parent.is_dir() or words.count("/") != 1 or words.startswith((".", "/", "~")):
+        return folder / name if words and (folder / name).is_file() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -191,9 +191,9 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
             data = b""  # which has another hash
     else:
         return None
-    found = hashlib.sha256(data).hexdigest()
-    if found != name:
-        raise PlanError(f"{where} has hash {found[:12]}…, the plan names {name[:12]}…; calibrate again")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != name:
+        raise PlanError(f"{where} has hash {digest[:12]}…, the plan names {name[:12]}…; calibrate again")
     try:
         return _use(name, _safetensors().torch.load(data))
     except (_safetensors().SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for

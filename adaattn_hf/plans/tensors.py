@@ -23,6 +23,6 @@ class LayerTensors:
         """The tensors of some key/value heads."""
         return LayerTensors(
             None if self.key_mean is None else self.key_mean[list(heads)],
-            {place: self.query_basis[head] for place, head in enumerate(heads) if head in self.query_basis},
-            {place: self.key_basis[head] for place, head in enumerate(heads) if head in self.key_basis},
+            {index: self.query_basis[head] for index, head in enumerate(heads) if head in self.query_basis},
+            {index: self.key_basis[head] for index, head in enumerate(heads) if head in self.key_basis},
         )

@@ -61,8 +61,8 @@ def quotient(whole: Iterable[float], part: Iterable[float]) -> float | None:
     if not 0.0 < largest < math.inf:
         return None
     numerator, denominator = (sum(value / largest for value in values) for values in (above, below))
-    found = numerator / denominator if denominator > 0.0 else math.inf
-    return found if math.isfinite(found) else None
+    ratio = numerator / denominator if denominator > 0.0 else math.inf
+    return ratio if math.isfinite(ratio) else None
 
 
 def counted(number: int, noun: str) -> str:

@@ -111,11 +111,11 @@ def attend_requests(
         pages, numbers = _pages(borders, window, kwargs), (kwargs["k_cache"], kwargs["v_cache"])
         own = key.transpose(0, 2), value.transpose(0, 2)
         keys, values = (_row(tensor).transpose(0, 1).expand(len(own[0]), -1, -1, -1) for tensor in numbers)
-        asked: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux, "own": own}
-        call = AttentionCall(query.transpose(0, 2), keys, values, UNREAD, **asked)
-        answer = attend_ordinary(module, call, StructuredMask(pages, query.device), None, backend, {})
-        if answer is not None:
-            return answer.transpose(0, 1), None
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux, "own": own}
+        call = AttentionCall(query.transpose(0, 2), keys, values, UNREAD, **options)
+        output = attend_ordinary(module, call, StructuredMask(pages, query.device), None, backend, {})
+        if output is not None:
+            return output.transpose(0, 1), None
         key, value = (_gathered(pages, *pair) for pair in zip(numbers, own, strict=True))
     _refuse_capture(borders.device)
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
@@ -134,22 +134,22 @@ def attend_requests(
     for rows, structure in parts:
         batch, steps = structure.batch, structure.q_len == 1
         part = query if alone else query[:, :, rows]
-        answer, _ = attend(
+        output, _ = attend(
             module, part.transpose(0, 2) if steps else part, key.expand(batch, -1, -1, -1),
             value.expand(batch, -1, -1, -1), StructuredMask(structure, query.device), 0.0, scaling,
             softcap=softcap, s_aux=s_aux,
         )  # fmt: skip
-        answer = answer.transpose(0, 1) if steps else answer
+        output = output.transpose(0, 1) if steps else output
         if alone:
-            return answer, None
-        out[:, rows] = answer
+            return output, None
+        out[:, rows] = output
     return out, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def continuous_batching_runs_outside_graphs(*given: Any, **told: Any) -> tuple[Tensor, None]:
+def continuous_batching_runs_outside_graphs(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Runs it outside a compiled graph, as the lengths of requests are read on the host; named for torch's errors."""
-    return attend_requests(*given, **told)
+    return attend_requests(*args, **kwargs)
 
 
 def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
@@ -160,12 +160,12 @@ def _refuse(module: nn.Module, mask: Any, dropout: float, is_causal: bool | None
             'that was made in it behind copied.set_attn_implementation("adaattn")'
         )
     refuse_unknown(module, {name: kwargs[name] for name in kwargs.keys() - _DECLARED}, IGNORED_KEYWORDS)
-    asked = {
+    arguments = {
         "attention_mask": mask is not None and "a mask",
         "dropout": dropout,
         "is_causal": is_causal is False and "False",
     }
-    for name, got in asked.items():
+    for name, got in arguments.items():
         if got:
             raise ValueError(
                 f"{name}: got {got} in a step of continuous batching, expected none: requests are told apart by "
@@ -198,12 +198,12 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
     table = kwargs.get("block_table")
     if table is not None:
         if hasattr(cache, "get_cache_for_block_table"):  # 5.18
-            group, *held = cache.get_cache_for_block_table(module.layer_idx)
+            group, *cached = cache.get_cache_for_block_table(module.layer_idx)
         else:
             group, layer = cache.layer_index_to_group_indices[module.layer_idx]
             shape = -1, cache.block_size, cache.num_key_value_heads, cache.head_dim
-            held = [tensors[layer].view(shape) for tensors in (cache.key_cache, cache.value_cache)]
-        kwargs["block_table"], (kwargs["k_cache"], kwargs["v_cache"]) = table[group], held
+            cached = [tensors[layer].view(shape) for tensors in (cache.key_cache, cache.value_cache)]
+        kwargs["block_table"], (kwargs["k_cache"], kwargs["v_cache"]) = table[group], cached
         return key, value
     key, value = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
     return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
@@ -212,19 +212,19 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
 def _pages(borders: Tensor, window: int | None, kwargs: dict[str, Any]) -> Pages:
     # all layers of a step share it; the engine hands over new sums for each, and a graph has its own
     table, (count, page) = kwargs["block_table"], kwargs["k_cache"].shape[:2]
-    known = borders.__dict__.setdefault(_PAGES, {})
-    asked = capturing(borders.device), table.data_ptr(), page, count, window
-    if asked not in known:
-        known[asked] = Pages.of(table, borders, page, count * page, window)
-    found: Pages = known[asked]
-    return found
+    pages_by_key = borders.__dict__.setdefault(_PAGES, {})
+    key = capturing(borders.device), table.data_ptr(), page, count, window
+    if key not in pages_by_key:
+        pages_by_key[key] = Pages.of(table, borders, page, count * page, window)
+    pages: Pages = pages_by_key[key]
+    return pages
 
 
-def _gathered(structure: Pages, pages: Tensor, own: Tensor) -> Tensor:
+def _gathered(structure: Pages, pages: Tensor, new: Tensor) -> Tensor:
     # keys or values of all requests out of the engine's pages, where each request's own are written first
-    _refuse_capture(own.device)
-    rows, last, places = structure.cached(_read_pages, own.device)
-    _row(pages)[last] = own[rows, :, 0]
+    _refuse_capture(new.device)
+    rows, last, places = structure.cached(_read_pages, new.device)
+    _row(pages)[last] = new[rows, :, 0]
     return _row(pages)[places].transpose(0, 1)[None]
 
 
@@ -243,9 +243,9 @@ def _parts(
     cu_q: Tensor, cu_k: Tensor, positions: Tensor | None, q_len: int, kv_len: int, window: int | None, limit: int | None
 ) -> tuple[Part, ...]:
     """The parts of a step by running sums `[requests + 1]`, made once for all layers; beyond a limit they are apart."""
-    (queries, known), (keys, _) = _read(cu_q), _read(cu_k)
-    asked = id(keys), kv_len, window, limit
-    if asked not in known:
+    (queries, parts_by_key), (keys, _) = _read(cu_q), _read(cu_k)
+    key = id(keys), kv_len, window, limit
+    if key not in parts_by_key:
         places = None if positions is None else _read(positions)[0][0]
         alike: dict[tuple[bool, bool, bool], list[tuple[Segment, int]]] = {}
         for run in aligned_runs(queries, keys, q_len, kv_len, True):
@@ -268,8 +268,8 @@ def _parts(
             structure = Runs.of(runs, batch, length, kv_len, True, window)
             structure.firsts = firsts
             parts.append((rows, structure))
-        known[asked] = keys, tuple(parts)  # the lengths are kept so that their identity stays theirs
-    made: tuple[Part, ...] = known[asked][1]
+        parts_by_key[key] = keys, tuple(parts)  # the lengths are kept so that their identity stays theirs
+    made: tuple[Part, ...] = parts_by_key[key][1]
     return made
 
 
@@ -277,7 +277,7 @@ def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
     # numbers for which the host waits once, and what was made of them for all layers; tensors made in inference mode do
     # not count writes: these are taken to be made anew for every step
     version = 0 if sums.is_inference() else sums._version
-    held = sums.__dict__.get(_KNOWN)
-    if held is None or held[0] != version:
-        held = sums.__dict__[_KNOWN] = version, sums.tolist(), {}
-    return held[1], held[2]
+    numbers = sums.__dict__.get(_KNOWN)
+    if numbers is None or numbers[0] != version:
+        numbers = sums.__dict__[_KNOWN] = version, sums.tolist(), {}
+    return numbers[1], numbers[2]

@@ -50,11 +50,11 @@ def attend_extended(
     settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
     forced = settings.backend if backend is None else backend
     collected = None if compiling else collecting()
-    wanted = kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
+    wants_weights = kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
     if not compiling:
         call.layer, call.backend = module.__dict__.get("layer_idx"), forced
     if streams is not None:
-        return restored(streams.attend(module, call, forced, bool(wanted)), dtype), None
+        return restored(streams.attend(module, call, forced, bool(wants_weights)), dtype), None
     out, bound_layer = ask(heard_by, module, call) if heard_by else None, None
     bound = LAYER in module.__dict__ or (not compiling and instead() is not None)
     if out is None and settings.plan is not None and not bound:
@@ -62,7 +62,7 @@ def attend_extended(
 
         say(str(settings.plan.get("weight_hash")), UNBOUND)
         module.__dict__[LAYER] = None
-    if bound and (out is None or wanted):
+    if bound and (out is None or wants_weights):
         # imported here: models without plans need nothing of them
         from adaattn_hf.plans import execute
 
@@ -87,7 +87,7 @@ def attend_extended(
             else execute.attend(bound_layer, call, forced, sliding_window).out
         )
     weights = None
-    if wanted:
+    if wants_weights:
         weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call)
     if heard_by:
         show(heard_by, module, call, out)
@@ -154,12 +154,12 @@ def _read_mask(
         if structure.q_len == q_len and structure.kv_len == kv_len:
             return structure, None
         # made for the first layer of a cache whose layers hold unequal numbers of tokens: it may hide nothing
-        known = structure if torch.compiler.is_compiling() else structure.simplified()
+        simplified = structure if torch.compiler.is_compiling() else structure.simplified()
         if (
-            known.q_len != q_len
-            or not known.plain
-            or known.windowed
-            or (known.causal and not (q_len == 1 and known.offset() >= known.kv_len - 1))
+            simplified.q_len != q_len
+            or not simplified.plain
+            or simplified.windowed
+            or (simplified.causal and not (q_len == 1 and simplified.offset() >= simplified.kv_len - 1))
         ):
             raise ValueError(
                 f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got "

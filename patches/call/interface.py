@@ -23,7 +23,7 @@ from adaattn_hf.backends.select import kernel_of
 from adaattn_hf.config import settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
-from ..plans.slots import BLOCKS, LAYER, instead, layer_of
+from ..plans.slots import BLOCKS, LAYER, instead
 from .extended import attend_extended as attend_extended
 from .extended import collecting
 from .keywords import ALLOWED_KEYWORDS
@@ -166,8 +166,10 @@ def attend_ordinary(
             return None  # also where it is said that a plan is not bound
         backend = settings.backend if backend is None else backend
     call.structure = structure
-    # as `layer_of` does, without a call where no block is open
-    bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
+    blocks = instead()
+    bound_layer: BoundLayer | None = fields.get(LAYER)
+    if blocks is not None:
+        bound_layer = blocks.get(module, bound_layer)
     if bound_layer is not None:
         bound = None if module.training or bound_layer.owner is None else bound_layer.owner()
         if bound is None or get_ident() not in bound.threads:

@@ -53,8 +53,8 @@ def check_call(
                 "point (added to the scores); say which with attention_mask.bool() or .float()"
             )
     if position_bias is not None:
-        known = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
-        if not known or position_bias.dim() < 2 or position_bias.layout != torch.strided:
+        is_float = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
+        if not is_float or position_bias.dim() < 2 or position_bias.layout != torch.strided:
             got = (
                 f"{position_bias.dtype}, {position_bias.layout}, shape {tuple(position_bias.shape)}"
                 if isinstance(position_bias, Tensor)

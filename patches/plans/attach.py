@@ -41,26 +41,26 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
     Raises:
         PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
     """
-    held = model_in(model)
-    refuse_other_attention(held, PlanError)
+    inner = model_in(model)
+    refuse_other_attention(inner, PlanError)
     if plan is None:
-        bound, found = bound_plan(held), plan_in(held)
-        if bound is not None and (found is None or found == bound.plan):
-            found, unverified = bound.plan, unverified or bound.unverified
-        if found is None:
+        bound, chosen = bound_plan(inner), plan_in(inner)
+        if bound is not None and (chosen is None or chosen == bound.plan):
+            chosen, unverified = bound.plan, unverified or bound.unverified
+        if chosen is None:
             raise PlanError(
-                f"model: the configuration of this {type(held).__name__} holds no plan; make one with "
+                f"model: the configuration of this {type(inner).__name__} holds no plan; make one with "
                 "`adaattn calibrate`"
             )
     else:
-        found = Plan.from_pretrained(plan)
-    BoundPlan.of(held, found, unverified=unverified).install(held)
-    priced, here = str(found.protocol.get("machine", "")), machine_name(next(held.parameters()).device)
-    if priced and priced.rsplit(", ", 2)[0] != here:  # it also names threads and torch
+        chosen = Plan.from_pretrained(plan)
+    BoundPlan.of(inner, chosen, unverified=unverified).install(inner)
+    priced, machine = str(chosen.protocol.get("machine", "")), machine_name(next(inner.parameters()).device)
+    if priced and priced.rsplit(", ", 2)[0] != machine:  # it also names threads and torch
         say(
-            found.weight_hash,
+            chosen.weight_hash,
             f"the plan keeps its budget here as there, but was chosen by times that were measured on {priced}; here is "
-            f"{here}: it may gain less; `adaattn calibrate MODEL --data FILES --from PLAN` prices and chooses anew",
+            f"{machine}: it may gain less; `adaattn calibrate MODEL --data FILES --from PLAN` prices and chooses anew",
         )
     return model
 
@@ -70,13 +70,13 @@ def load_carried(model: Model, plan: Plan | None = None) -> Model:
 
     A model that runs another attention is left without; returns the model.
     """
-    held = model_in(model)
-    if not runs_ours(held):
-        unbind(held)
-    elif plan_in(held) is not None:
-        load_plan(held)
-    elif plan is not None and any(config.model_type == plan.model_type for config in configs_of(held)):
-        load_plan(held, plan)
+    inner = model_in(model)
+    if not runs_ours(inner):
+        unbind(inner)
+    elif plan_in(inner) is not None:
+        load_plan(inner)
+    elif plan is not None and any(config.model_type == plan.model_type for config in configs_of(inner)):
+        load_plan(inner, plan)
     return model
 
 
@@ -88,9 +88,9 @@ def plan_of(model: Holder) -> Plan | None:
 
 def remove_plan(model: Model) -> Model:
     """Removes the plan from a model and its configuration: every layer is exact again. Returns the model."""
-    held = model_in(model)
-    unbind(held)
-    for config in configs_of(held):
+    inner = model_in(model)
+    unbind(inner)
+    for config in configs_of(inner):
         settings = carried_by(config)
         if CONFIG_KEY in settings:
             rest = {name: value for name, value in settings.items() if name not in (CONFIG_KEY, CARRIED)}

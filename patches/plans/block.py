@@ -54,12 +54,12 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
     Raises:
         PlanError: The plan does not belong to the model, or the model runs another attention.
     """
-    held = model_in(model)
-    refuse_other_attention(held, PlanError)
-    trunk = base_of(held)
+    inner = model_in(model)
+    refuse_other_attention(inner, PlanError)
+    trunk = base_of(inner)
     modules: dict[Any, Any] = {module: None for module in trunk.modules() if hasattr(module, "config")}
     if plan is not None:
-        bound = _bound(held, trunk, Plan.from_pretrained(plan), unverified)
+        bound = _bound(inner, trunk, Plan.from_pretrained(plan), unverified)
         modules |= {**bound.layers, trunk: bound}
     outer = instead()
     with _lock:
@@ -80,14 +80,14 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
 
 
 def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:
-    own, known = trunk.__dict__.get(PLAN), [*doors(trunk)]
-    for bound in known:
+    current, bound_plans = trunk.__dict__.get(PLAN), [*doors(trunk)]
+    for bound in bound_plans:
         if bound.plan is plan and bound.unverified is unverified:
-            if bound.seen is None or not bound.seen.same():
+            if bound.snapshot is None or not bound.snapshot.same():
                 bound.check_model(trunk)
             return bound
     bound = BoundPlan.of(model, plan, unverified=unverified)
-    for oldest in [one for one in known if one is not own][: 1 - MAX_CHECKED_PLANS]:
+    for oldest in [other for other in bound_plans if other is not current][: 1 - MAX_CHECKED_PLANS]:
         oldest.close(trunk)
     bound.open(trunk)
     return bound

@@ -70,7 +70,7 @@ class BoundPlan:
         trunk: The model without its head, by a weak reference.
         threads: Those in which a pass of the model is open that was compared at its start.
         monitor, session: What watches the model, and the settings that asked for it, None for a block.
-        seen: The model as it was checked.
+        snapshot: The model as it was checked.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ class BoundPlan:
     threads: set[int] = field(default_factory=set, init=False)
     monitor: Any = field(default=None, init=False)
     session: Any = field(default=None, init=False)
-    seen: Snapshot | None = field(default=None, init=False)
+    snapshot: Snapshot | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, *, unverified: bool = False) -> Self:
@@ -113,8 +113,8 @@ class BoundPlan:
         self.configs = self.readers
         self.data = self.plan.to_dict()
         for config in self.configs:
-            kept = {name: value for name, value in carried_by(config).items() if name != CARRIED}
-            config.adaattn = {**kept, **self.carried, CONFIG_KEY: self.data}
+            settings = {name: value for name, value in carried_by(config).items() if name != CARRIED}
+            config.adaattn = {**settings, **self.carried, CONFIG_KEY: self.data}
         trunk = base_of(model)
         trunk.__dict__[PLAN] = self
         self.give()
@@ -143,8 +143,8 @@ class BoundPlan:
         if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
             return
         # a copy has no readers yet
-        held: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
-        configs = [config for config in held if getattr(config, "model_type", None) == self.plan.model_type]
+        readers: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
+        configs = [config for config in readers if getattr(config, "model_type", None) == self.plan.model_type]
         if any("adaattn" in str(config._attn_implementation) for config in configs):
             self.check_pass(trunk)
             self.threads.add(get_ident())
@@ -170,20 +170,20 @@ class BoundPlan:
             if not self.layers:  # a copy
                 self._take(trunk)
             return
-        seen = self.seen
-        if seen is None or not seen.same():
-            seen = self.check_model(trunk)
+        snapshot = self.snapshot
+        if snapshot is None or not snapshot.same():
+            snapshot = self.check_model(trunk)
         # a block does not train
         if trunk.training and torch.is_grad_enabled() and not in_backward() and trunk.__dict__.get(PLAN) is self:
             self._train(trunk)
         if self.state is State.AS_VERIFIED and not trunk.training:
-            refuse_autocast(self.plan, seen.tensors[0].device.type)
+            refuse_autocast(self.plan, snapshot.tensors[0].device.type)
 
     # ------------------------------------------------------------------ once, and where something has changed
     def check_model(self, trunk: nn.Module) -> Snapshot:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
         now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
-        if self.seen is None or not self.seen.covers(now):
+        if self.snapshot is None or not self.snapshot.covers(now):
             refuse_other_weights(self.plan, trunk, modules)
         for module in modules.values():
             refuse_other_configuration(self.plan, module.config)
@@ -191,7 +191,7 @@ class BoundPlan:
         refuse_other_settings(self.facts, facts)
         self.facts = {**facts, **self.facts}
         self._take(trunk)
-        self.seen = now
+        self.snapshot = now
         if now.adapted:
             say(
                 self.plan.weight_hash,
@@ -225,7 +225,7 @@ class BoundPlan:
     def _train(self, trunk: nn.Module) -> None:
         """Notes that a model is trained under its plan, which is not saved any more then; adapters alone leave it."""
         planned = [bound_layer for bound_layer in self.layers.values() if bound_layer is not None]
-        if not (planned and any(one.requires_grad for one in trunk.parameters())):
+        if not (planned and any(parameter.requires_grad for parameter in trunk.parameters())):
             return
         for bound_layer in planned:
             if not bound_layer.has_gradient:
@@ -281,8 +281,8 @@ def checked_layer(module: nn.Module) -> BoundLayer | None:
 
 def bound_plan(model: nn.Module) -> BoundPlan | None:
     """Returns the plan that is bound to a model, None where there is none."""
-    found = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
-    return next(found, None)
+    plans = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
+    return next(plans, None)
 
 
 def doors(trunk: nn.Module) -> Iterator[BoundPlan]:

@@ -33,14 +33,14 @@ def configs_for(model: nn.Module, plan: Plan, unverified: bool) -> list[Any]:
     That is another model, major version of Transformers or number of layers, or a plan that must be `unverified` to
     run, as held-out text has not shown it good, or the format of its cache.
     """
-    here = importlib.metadata.version("transformers")
-    if here.split(".")[0] != plan.transformers.split(".")[0]:
+    installed = importlib.metadata.version("transformers")
+    if installed.split(".")[0] != plan.transformers.split(".")[0]:
         raise PlanError(
-            f"the plan was made with transformers {plan.transformers}, this is {here}: another major version may "
+            f"the plan was made with transformers {plan.transformers}, this is {installed}: another major version may "
             "compute another function; calibrate again"
         )
     modules = dict(attention_modules(model, plan.model_type))
-    configs = [*{id(one.config): one.config for one in modules.values()}.values()]
+    configs = [*{id(module.config): module.config for module in modules.values()}.values()]
     for config in configs or [getattr(model, "config", model)]:
         refuse_other_configuration(plan, config)
         depth = getattr(config, "num_hidden_layers", None)
@@ -78,17 +78,17 @@ def bound_layer_for(
             f"{heads // groups}; give the plan of this model, or calibrate again"
         )
     source = getattr(config, "_name_or_path", None)
-    found = layer_tensors(plan.tensors, layer.layer, source, settings) if plan.tensors else LayerTensors()
+    tensors = layer_tensors(plan.tensors, layer.layer, source, settings) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
         head_dim = config.hidden_size // config.num_attention_heads
     for head, choice in enumerate(layer.choices):
         for part in choice.parts:
-            wrong = part.misfit(found, head, len(layer.choices), head_dim)
+            wrong = part.misfit(tensors, head, len(layer.choices), head_dim)
             if wrong is not None:
                 raise PlanError(f"plan of layer {layer.layer}: {wrong}; calibrate again")
-    own = _own_heads(module, layer.layer, len(layer.choices), head_dim)
-    return BoundLayer(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype, owner)
+    local_heads = _own_heads(module, layer.layer, len(layer.choices), head_dim)
+    return BoundLayer(layer, tensors, plan.max_length, local_heads, plan.exact_steps, plan.dtype, owner)
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
@@ -121,11 +121,11 @@ def allowed_by(budget: float) -> float:
 
 def refuse_beyond_budget(budget: float, settings: Mapping[str, Any]) -> None:
     """Refuses a plan's budget, nats/token, above that of a model's settings (PlanError), where they have one."""
-    most = AdaAttnConfig(budget=settings.get("budget", 0.0)).budget
-    if 0.0 < allowed_by(most) < budget:
+    limit = AdaAttnConfig(budget=settings.get("budget", 0.0)).budget
+    if 0.0 < allowed_by(limit) < budget:
         raise PlanError(
-            f"budget: got a plan for {wording.allowed(budget)} perplexity, expected at most +{100 * most:g} %, as the "
-            f"model's settings say (config.adaattn, set by a preset); calibrate with --budget {100 * most:g}%, or "
+            f"budget: got a plan for {wording.allowed(budget)} perplexity, expected at most +{100 * limit:g} %, as the "
+            f"model's settings say (config.adaattn, set by a preset); calibrate with --budget {100 * limit:g}%, or "
             "allow more: adaattn_hf.configure(model, 'exact') sets no limit"
         )
 

@@ -38,22 +38,22 @@ def computes_by(config: Any) -> dict[str, Any]:
 
     Configurations of other towers within it are not among them.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in sorted(vars(config).items()):
         if not (name.startswith("_") or name in _SILENT or any(word in name for word in _SILENT_WORDS)):
             with suppress(TypeError):  # no JSON data: tensors, functions, other configurations
-                found[name] = json.loads(json.dumps(value))
-    return found
+                settings[name] = json.loads(json.dumps(value))
+    return settings
 
 
 def other_model(plan: Plan, config: Any) -> str | None:
     """Returns in words that a configuration is of another model than a plan: both names, and a setting that differs."""
-    own = {**computes_by(config), "model_type": config.model_type}
+    settings = {**computes_by(config), "model_type": config.model_type}
     for name, there in {"model_type": plan.model_type, **plan.configuration}.items():
-        if name in _SIZES and own.get(name, there) != there:
-            differs = f"{name.replace('_', ' ')} {there} there, {own[name]} here"
-            held = plan.protocol.get(MODEL, plan.model_type)
-            return f"a plan of {held}; {name_of_model(config)} is another model ({differs})"
+        if name in _SIZES and settings.get(name, there) != there:
+            differs = f"{name.replace('_', ' ')} {there} there, {settings[name]} here"
+            planned_for = plan.protocol.get(MODEL, plan.model_type)
+            return f"a plan of {planned_for}; {name_of_model(config)} is another model ({differs})"
     return None
 
 
@@ -67,13 +67,13 @@ def refuse_other_configuration(plan: Plan, config: Any) -> None:
     refuse_other_settings(plan.configuration, computes_by(config))
 
 
-def refuse_other_settings(planned: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def refuse_other_settings(planned: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuses settings that differ from those of a plan by the same names (PlanError)."""
     for name, value in planned.items():
-        if name in own and own[name] != value:
+        if name in settings and settings[name] != value:
             raise PlanError(
-                f"{name}: the plan was verified for a model with {value!r:.300}, this one has {own[name]!r:.300}; undo "
-                "that change, or calibrate again"
+                f"{name}: the plan was verified for a model with {value!r:.300}, this one has {settings[name]!r:.300}; "
+                "undo that change, or calibrate again"
             )
 
 
@@ -85,5 +85,5 @@ def name_of_model(model: Any) -> str:
         return name
     whole = path.resolve()
     # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
-    kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
-    return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name
+    cached = whole.parents[1].name if whole.parent.name == "snapshots" else ""
+    return "/".join(cached.split("--")[1:]) if cached.startswith("models--") else whole.name

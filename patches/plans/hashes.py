@@ -36,7 +36,7 @@ def weight_hash(module: nn.Module) -> str:
 def model_hash(model: nn.Module) -> str:
     """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model."""
     weights = saved_weights(base_of(model))
-    return WHOLE + _hash({name: held for name, held in weights.items() if not name.startswith("pooler.")})
+    return WHOLE + _hash({name: weight for name, weight in weights.items() if not name.startswith("pooler.")})
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -65,11 +65,11 @@ def _hash(weights: dict[str, Any]) -> str:
 def _contents(name: str, value: Any) -> list[bytes]:
     if isinstance(value, Tensor):
         # sharded ones are gathered first
-        held: Any = value.detach()
-        whole = held.full_tensor() if hasattr(held, "full_tensor") else held
+        gathered: Any = value.detach()
+        whole = gathered.full_tensor() if hasattr(gathered, "full_tensor") else gathered
         return [content for piece in pieces(whole) for content in _of_tensor(piece)]
     if isinstance(value, (list, tuple)):
-        return [content for one in value for content in _contents(name, one)]
+        return [content for item in value for content in _contents(name, item)]
     if isinstance(value, (bool, int, float, str, bytes, torch.dtype, type(None))):
         return [repr(value).encode()]
     raise PlanError(

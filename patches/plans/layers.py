@@ -14,23 +14,23 @@ from adaattn_hf.plans.plan import PlanError
 def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterator[tuple[int, nn.Module]]:
     """Yields the innermost modules with `layer_idx` and weights, of a tower if named; PlanError if two claim one."""
     number_layers(model)
-    seen: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, module in model.named_modules():
         index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
         if not isinstance(index, int) or config is None or model_type not in (None, config.model_type):
             continue
         if not _holds_weights(module) or not hasattr(module, "is_causal"):
             continue
-        if index in seen:
+        if index in names:
             raise PlanError(
-                f"{seen[index]} and {name} both are layer {index}; plans serve models of one attention per layer"
+                f"{names[index]} and {name} both are layer {index}; plans serve models of one attention per layer"
             )
-        seen[index] = name
+        names[index] = name
         yield index, module
 
 
 def _holds_weights(module: nn.Module) -> bool:
-    return any(True for held in (module.parameters(), module.buffers()) for _ in held)
+    return any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
 
 
 def number_layers(model: nn.Module) -> None:
@@ -53,11 +53,11 @@ def running_model(module: nn.Module) -> nn.Module | None:
     its own model, and a layer that another model runs is refused while one that is run by itself is served.
     """
     frame: Any = sys._getframe(1)
-    found: nn.Module | None = None
+    outermost: nn.Module | None = None
     while frame is not None:
         # what is read of a frame lives as long as that: of no other function, whose caller may delete a model
         host: Any = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if host is not found and hasattr(type(host), "base_model_prefix") and module in {*host.modules()}:
-            found = host
+        if host is not outermost and hasattr(type(host), "base_model_prefix") and module in {*host.modules()}:
+            outermost = host
         frame = frame.f_back
-    return found
+    return outermost

@@ -29,13 +29,14 @@ class Part(NamedTuple):
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Its buffers that are saved with it: quantised layers keep their weights there."""
-        found, passing = self.module._buffers, self.module._non_persistent_buffers_set
-        return {name: held for name, held in found.items() if held is not None and name not in passing}
+        buffers, passing = self.module._buffers, self.module._non_persistent_buffers_set
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None and name not in passing}
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """Its parameters and the buffers that are saved with it."""
-        return {name: held for name, held in self.module._parameters.items() if held is not None} | self.buffers
+        parameters = self.module._parameters
+        return {name: weight for name, weight in parameters.items() if weight is not None} | self.buffers
 
     @property
     def steady(self) -> dict[str, Tensor]:
@@ -44,7 +45,8 @@ class Part(NamedTuple):
         each = kinds.values() if isinstance(kinds, Mapping) else (kinds,)
         if any("dynamic" in str(kind) or kind == "longrope" for kind in each):
             return self.buffers
-        return {name: held for name, held in self.module._buffers.items() if held is not None and not held.is_meta}
+        buffers = self.module._buffers
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None and not buffer.is_meta}
 
 
 def parts(module: nn.Module, prefix: str = "", listed: bool = False) -> Iterator[Part]:
@@ -62,7 +64,7 @@ def parts(module: nn.Module, prefix: str = "", listed: bool = False) -> Iterator
 
 def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
     """Returns the module that a wrapper keeps under one of the names, None for what wraps nothing."""
-    return next((found for name in names if (found := module._modules.get(name)) is not None), None)
+    return next((inner for name in names if (inner := module._modules.get(name)) is not None), None)
 
 
 def saved_weights(module: nn.Module) -> dict[str, Any]:
@@ -70,23 +72,23 @@ def saved_weights(module: nn.Module) -> dict[str, Any]:
 
     Hooks are bypassed: FSDP frees gathered weights in its own in mid-forward. PlanError: a weight has no data.
     """
-    found: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     for part in parts(module):
-        own: dict[str, Any] = {}
-        part.module._save_to_state_dict(own, part.prefix, False)
+        state: dict[str, Any] = {}
+        part.module._save_to_state_dict(state, part.prefix, False)
         # what accelerate's hook brings for the pass in the place of a weight that it offloaded
-        kept = getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)
-        for name, weight in own.items():
+        offloaded = getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)
+        for name, weight in state.items():
             if not (isinstance(weight, Tensor) and weight.is_meta):
-                found[name] = weight
-            elif kept is not None:
-                found[name] = kept[name.removeprefix(part.prefix)]
+                saved[name] = weight
+            elif offloaded is not None:
+                saved[name] = offloaded[name.removeprefix(part.prefix)]
             else:
                 raise PlanError(
                     f"{name} has no data (device 'meta'), expected the weights that the plan was made for; load them, "
                     "then the plan"
                 )
-    return found
+    return saved
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -106,9 +108,9 @@ def module_dtype(module: nn.Module) -> str:
     """
     inside = [*parts(module)]
     weights = [weight for part in inside for weight in part.module._parameters.values() if weight is not None]
-    held = (*weights, *(buffer for part in inside for buffer in part.buffers.values()))
-    found = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
-    dtype = getattr(getattr(module, "config", None), "dtype", None) if found is None else found
+    tensors = (*weights, *(buffer for part in inside for buffer in part.buffers.values()))
+    weight_dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    dtype = getattr(getattr(module, "config", None), "dtype", None) if weight_dtype is None else weight_dtype
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"{type(module).__name__} has no floating-point weights; a plan needs a model that has")
     return str(dtype).removeprefix("torch.")

@@ -35,36 +35,37 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     Raises:
         ConfigError: Unknown preset or setting, settings of another type, or there is no Transformers model.
     """
-    held = model_in(model)
-    refuse_no_model(held)
+    inner = model_in(model)
+    refuse_no_model(inner)
     if not isinstance(settings, (AdaAttnConfig, str)):
         raise ConfigError(
             f"settings: got {settings!r:.80}, expected an AdaAttnConfig or the name of a preset; call "
             "adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(shadow=3)), say"
         )
-    configs = [config for config in configs_of(held) if isinstance(config, PreTrainedConfig)]
+    configs = [config for config in configs_of(inner) if isinstance(config, PreTrainedConfig)]
     if not configs:
         raise ConfigError(
-            f"model: got {type(held).__name__}, expected a Transformers model, or an object that contains one "
+            f"model: got {type(inner).__name__}, expected a Transformers model, or an object that contains one "
             "(pipeline, PEFT model); pass what from_pretrained returned"
         )
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        present = [one for config in configs if isinstance(one := getattr(config, "adaattn", None), Mapping)]
+        present = [carried for config in configs if isinstance(carried := getattr(config, "adaattn", None), Mapping)]
         plan, tensors = (
-            next((one[key] for one in present if one.get(key) is not None), None) for key in (CONFIG_KEY, CARRIED)
+            next((carried[key] for carried in present if carried.get(key) is not None), None)
+            for key in (CONFIG_KEY, CARRIED)
         )
-        budget, most = 0.0 if plan is None else Plan.from_dict(plan).budget, allowed_by(chosen.budget)
-        if budget <= most:
+        budget, allowed = 0.0 if plan is None else Plan.from_dict(plan).budget, allowed_by(chosen.budget)
+        if budget <= allowed:
             chosen = replace(chosen, plan=plan, tensors=None if plan is None else tensors)
-        elif most > 0.0:
+        elif allowed > 0.0:
             warn(
                 f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
-                f"{chosen.preset!r} allows ({most:.4g}); it is taken away"
+                f"{chosen.preset!r} allows ({allowed:.4g}); it is taken away"
             )
     data = chosen.to_dict()
-    if (bound := bound_plan(held)) is not None and data["plan"] != bound.data:
-        unbind(held)
+    if (bound := bound_plan(inner)) is not None and data["plan"] != bound.data:
+        unbind(inner)
     for config in configs:
         config.adaattn = data
     settings_of(data)  # parsed now, so that its warnings come here

@@ -23,8 +23,5 @@ instead = instead_of.get
 
 def layer_of(module: nn.Module) -> BoundLayer | None:
     """Returns an attention module's part of the plan that holds in this thread, None if it is exact."""
-    blocks = instead()
-    if blocks is not None and module in blocks:
-        bound_layer: BoundLayer | None = blocks[module]
-        return bound_layer
-    return module.__dict__.get(LAYER)
+    bound_layer: BoundLayer | None = (instead() or {}).get(module, module.__dict__.get(LAYER))
+    return bound_layer

@@ -50,7 +50,7 @@ class Snapshot:
         tensors, pointers: Its weights, and the memory address of each.
         counted, versions: Those that count changes in place (tensors of `torch.inference_mode` do not), and counters.
         holders, lengths: The dictionaries of parameters and children of all submodules and wrappers, and their sizes.
-        held: All the values of these, one dictionary after the other.
+        contents: All the values of these, one dictionary after the other.
         buffers: Dictionary, name and value of each buffer that no pass changes; others may come and go beside it.
         order: Its weights in the order of the model, and whether each belongs to one of its layers.
         inside: By attention module, the names of the weights that it holds.
@@ -59,11 +59,13 @@ class Snapshot:
     def __init__(self, trunk: nn.Module) -> None:
         inside = [*parts(trunk)]
         read = [part.module for part in inside if _read_by_attention(part)]
-        settings: list[tuple[dict[str, Any], str]] = [(vars(one), "config") for one in read if "config" in vars(one)]
+        settings: list[tuple[dict[str, Any], str]] = [
+            (vars(module), "config") for module in read if "config" in vars(module)
+        ]
         values = [room[name] for room, name in settings]
         owners = {id(config): config for part in inside if (config := getattr(part.module, "config", None)) is not None}
-        for one in (*owners.values(), *read):
-            settings += [(vars(one), name) for name in computes_by(one)]
+        for owner in (*owners.values(), *read):
+            settings += [(vars(owner), name) for name in computes_by(owner)]
         self.values = values + [deepcopy(room[name]) for room, name in settings[len(values) :]]
         self.rooms, self.names = [room for room, _ in settings], [name for _, name in settings]
         # what stands around a projection of attention may compute something else, though it holds no weights
@@ -72,27 +74,27 @@ class Snapshot:
             for part in inside
             if hasattr(part.module, "is_causal")
         }
-        self.adapted = any(inner_of(one, ADAPTERS) is not None for part in inside for one in part.wrappers)
+        self.adapted = any(inner_of(wrapper, ADAPTERS) is not None for part in inside for wrapper in part.wrappers)
         self.unwrapped = len(_unwrapped)
 
         self.holders: list[dict[str, Any]] = []
         weights: list[torch.Tensor] = []
         for part in inside:
-            own = {name: weight for name, weight in part.module._parameters.items() if weight is not None}
+            parameters = {name: weight for name, weight in part.module._parameters.items() if weight is not None}
             # accelerate offloads weights and brings them for each pass, FSDP makes them of its flat ones
-            if not any(weight.is_meta or hasattr(weight, "_fsdp_flattened") for weight in own.values()):
+            if not any(weight.is_meta or hasattr(weight, "_fsdp_flattened") for weight in parameters.values()):
                 self.holders += [part.module._parameters] if part.module._parameters else []
-                weights += own.values()
-            elif (kept := getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)) is not None:
-                pairs = [(kept[name], kept[name]) for name, weight in own.items() if weight.is_meta]
-                weights += [one for one, again in pairs if one is again]  # from a disk they are read anew
-            self.holders += [held for one in (part.module, *part.wrappers) if (held := one._modules)]
-        steady = [(part.module._buffers, name, held) for part in inside for name, held in part.steady.items()]
+                weights += parameters.values()
+            elif (offloaded := getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)) is not None:
+                pairs = [(offloaded[name], offloaded[name]) for name, weight in parameters.items() if weight.is_meta]
+                weights += [weight for weight, again in pairs if weight is again]  # from a disk they are read anew
+            self.holders += [module._modules for module in (part.module, *part.wrappers) if module._modules]
+        steady = [(part.module._buffers, name, buffer) for part in inside for name, buffer in part.steady.items()]
         self.buffers: Any = [*zip(*steady, strict=True)] or [(), (), ()]
         self.tensors = [piece for weight in (*weights, *self.buffers[2]) for piece in pieces(weight)]
         self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.versions, self.pointers = [*map(_version, self.counted)], [*map(_pointer, self.tensors)]
-        self.lengths, self.held = [*map(len, self.holders)], [*chain.from_iterable(map(_values, self.holders))]
+        self.lengths, self.contents = [*map(len, self.holders)], [*chain.from_iterable(map(_values, self.holders))]
         self.order = [(weight, part.listed) for part in inside for weight in part.weights.values()]
 
     def same(self) -> bool:
@@ -106,7 +108,7 @@ class Snapshot:
         return (
             self._unwritten()
             and [*map(len, self.holders)] == self.lengths
-            and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.held))
+            and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.contents))
             and all(map(is_, map(_get, rooms, names), buffers))
         )
 
@@ -120,7 +122,7 @@ class Snapshot:
         each end where it lacks layers, it lacks what stands between them and that end, too (embeddings, a last norm): a
         model that only lost layers is no stage.
         """
-        start = next((at for at, one in enumerate(self.order) if later.order and one[0] is later.order[0][0]), 0)
+        start = next((at for at, entry in enumerate(self.order) if later.order and entry[0] is later.order[0][0]), 0)
         end = start + len(later.order)
         lost = [listed for _, listed in (*self.order[:start], *self.order[end:])]
         ends = [listed for _, listed in (*self.order[:start][:1], *self.order[end:][-1:])]
@@ -129,7 +131,7 @@ class Snapshot:
             and all(self.inside.get(module, names) == names for module, names in later.inside.items())
             and self._unwritten()
             and end <= len(self.order)
-            and all(one[0] is other[0] for one, other in zip(self.order[start:end], later.order, strict=False))
+            and all(mine[0] is theirs[0] for mine, theirs in zip(self.order[start:end], later.order, strict=False))
             and (not lost or (any(lost) and not any(ends)))
         )
 
@@ -145,11 +147,11 @@ def facts_of(trunk: nn.Module) -> dict[str, Any]:
 
     A layer is named by its own number: the second stage of a pipeline holds layer 7, say, as its first.
     """
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for part in filter(_read_by_attention, parts(trunk)):
         number = getattr(part.module, "layer_idx", None)
         prefix = part.prefix if number is None else re.sub(r"\d+", str(number), part.prefix, count=1)
-        found |= {prefix + name: value for name, value in computes_by(part.module).items()}
+        facts |= {prefix + name: value for name, value in computes_by(part.module).items()}
         for name in part.steady.keys() - part.buffers.keys():
-            found[f"{prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
-    return found
+            facts[f"{prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
+    return facts

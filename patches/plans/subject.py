@@ -39,8 +39,8 @@ class Subject:
     @property
     def positions(self) -> int | None:
         """The longest input that the model can read."""
-        known = (learned_positions(self.model), stated_positions(self.model.config))
-        return min((count for count in known if count is not None), default=None)
+        limits = (learned_positions(self.model), stated_positions(self.model.config))
+        return min((count for count in limits if count is not None), default=None)
 
     def exact_plan(self, indices: Sequence[int]) -> Plan:
         """A plan of this model that names these layers, and leaves each exact: what others are made from."""

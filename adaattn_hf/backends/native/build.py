@@ -44,9 +44,9 @@ def levels(machine: str) -> dict[str, list[str]]:
 
 def compiler() -> list[str] | None:
     """The command of the C++ compiler: `$CXX` if set, else the first of c++, g++, clang++ that exists."""
-    asked = os.environ.get("CXX", "")
-    if asked:
-        command = shlex.split(asked)
+    named = os.environ.get("CXX", "")
+    if named:
+        command = shlex.split(named)
         return command if shutil.which(command[0]) else None
     return next(([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
@@ -58,8 +58,8 @@ def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     if sys.platform not in ("linux", "darwin"):
         report["reason"] = f"no build for the platform {sys.platform!r}; Linux and macOS have one"
     elif (command := compiler()) is None:  # a system that has no build is not asked for one
-        asked = os.environ.get("CXX")
-        where = f"CXX={asked!r} names none" if asked else "none of c++, g++ and clang++ was found"
+        named = os.environ.get("CXX")
+        where = f"CXX={named!r} names none" if named else "none of c++, g++ and clang++ was found"
         report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
     else:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
@@ -79,26 +79,26 @@ def _compile(command: list[str], target: Path, extra: list[str], report: dict[st
     if "clang" not in str(report["compiler"]):
         base += GCC_FLAGS
     kernels, dispatch = str(SOURCES / "kernels.cpp"), str(SOURCES / "dispatch.cpp")
-    wanted = levels(platform.machine().lower())
+    targets = levels(platform.machine().lower())
 
     def run(arguments: list[str]) -> str:
         done = subprocess.run([*base, *arguments], capture_output=True, text=True, check=False)  # noqa: S603
         return "" if done.returncode == 0 else (done.stderr or f"exit status {done.returncode}")
 
     with tempfile.TemporaryDirectory() as scratch:
-        objects = {name: str(Path(scratch) / f"{name}.o") for name in (*wanted, "dispatch")}
+        objects = {name: str(Path(scratch) / f"{name}.o") for name in (*targets, "dispatch")}
 
-        def one(name: str) -> str:
+        def compile_level(name: str) -> str:
             names = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}", "-c", kernels]
-            return run([*(["-c", dispatch] if name == "dispatch" else wanted[name] + names), "-o", objects[name]])
+            return run([*(["-c", dispatch] if name == "dispatch" else targets[name] + names), "-o", objects[name]])
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            errors = dict(zip(objects, pool.map(one, objects), strict=True))
+            errors = dict(zip(objects, pool.map(compile_level, objects), strict=True))
         for name in ("dispatch", "portable"):
             if errors[name]:
                 report["reason"] = f"the compiler failed on {name}: {errors[name][-600:]}"
                 return
-        for name in wanted:
+        for name in targets:
             if errors[name]:
                 run([f"-DADA_TABLE=ada_kernels_{name}", "-DADA_ABSENT", "-c", kernels, "-o", objects[name]])
         fresh = target / f"{NAME}.{os.getpid()}"
@@ -108,7 +108,7 @@ def _compile(command: list[str], target: Path, extra: list[str], report: dict[st
             report["reason"] = f"the linker failed: {failed[-600:]}"
             return
         os.replace(fresh, target / NAME)
-        report["built"], report["levels"] = True, [name for name in wanted if not errors[name]]
+        report["built"], report["levels"] = True, [name for name in targets if not errors[name]]
 
 
 def main() -> int:

@@ -16,7 +16,6 @@ from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallKind
 from ..base import Kernel
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
 from .rules import (
-    ALL_ALIKE,
     FLOATS,
     NO_RULES,
     NONE4,
@@ -50,12 +49,12 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
     if kind.features & _EXTRAS or len(groups) > 1 or (groups and groups[0][1].key_mean is not None):
         return in_full
     # the groups keep alive the windows that are packed
-    native, of_heads = loaded(), groups[0][1].heads_packed() if groups else ALL_ALIKE
+    native, of_heads = loaded(), (groups[0][1] if groups else NO_RULES).heads_packed()
     heads, dim_v, sinks = kind.heads, kind.head_dim_v, rules is not None and any(rules.sinks)
 
     def launch(call: AttentionCall) -> AttentionResult:
         query, key, value, structure = call.query, call.key, call.value, call.structure
-        visible = structure.made.get(_FIND_RULES) or structure.cached(find_rules)
+        shared = structure.made.get(_FIND_RULES) or structure.cached(find_rules)  # by the layers of a pass
         codes = NOTHING_ELSE if call.stored is None else codes_packed(call.stored, key)
         try:
             # as `in_memory` asks of each, without a call for each in every layer; the kind says the device
@@ -70,10 +69,10 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
         if codes is None or not in_place:
             call.check()  # tensors that must be written out first, or refused
             return in_full(call)
-        if rules is not None and (visible.mask is not None or (sinks and not visible.sinks_at_runs)):
+        if rules is not None and (shared.mask is not None or (sinks and not shared.sinks_at_runs)):
             return in_full(call)
         out = query.new_empty(structure.batch, structure.q_len, heads, dim_v)
-        packed = visible.visible + of_heads + codes
+        packed = shared.visible + of_heads + codes
         run(native.forward, (query, key, value), (q_at, k_at, v_at), (out, None), call.scaling, packed, native.level)
         return _new(AttentionResult, (out, None))  # without a call of Python for each layer
 
@@ -91,11 +90,11 @@ def groups_of(
 
     Where `windows` (and sinks) of the heads are given, heads of a call have one in common, and it asks for none.
     """
-    alike: dict[tuple[str, Any], list[int]] = {}
+    heads_by_rule: dict[tuple[str, Any], list[int]] = {}
     for head, precision in enumerate(rules.precisions):
-        alike.setdefault((precision, None if windows is None else windows[head]), []).append(head)
+        heads_by_rule.setdefault((precision, None if windows is None else windows[head]), []).append(head)
     groups = []
-    for (precision, _), heads in alike.items():
+    for (precision, _), heads in heads_by_rule.items():
         # products of half precision are those of the model, but for int8
         of_heads = Rules(compute=precision if precision == "int8" or dtype == torch.float32 else "model")
         if windows is None:
@@ -116,8 +115,8 @@ def by_groups(call: AttentionCall, groups: Groups) -> AttentionResult:
     """
     rules, structure = call.per_head, call.structure
     assert rules is not None
-    visible, windows = structure.cached(find_rules), None
-    if visible.mask is not None or (any(rules.sinks) and not visible.sinks_at_runs):
+    shared, windows = structure.cached(find_rules), None
+    if shared.mask is not None or (any(rules.sinks) and not shared.sinks_at_runs):
         windows = rules.windows_in(structure)
         groups = groups_of(rules, call.query.dtype, windows)
     results: list[tuple[tuple[int, ...], AttentionResult]] = []
@@ -125,12 +124,12 @@ def by_groups(call: AttentionCall, groups: Groups) -> AttentionResult:
         part = some_heads(call, heads)
         if windows is not None:
             window, sinks = windows[heads[0]]
-            visible = find_rules(part.structure.with_changes(window=window, sinks=sinks))
-        asked = replace(
-            visible, compute=of_heads.compute, key_mean=of_heads.key_mean,
+            shared = find_rules(part.structure.with_changes(window=window, sinks=sinks))
+        part_rules = replace(
+            shared, compute=of_heads.compute, key_mean=of_heads.key_mean,
             head_windows=of_heads.head_windows, head_sinks=of_heads.head_sinks,
         )  # fmt: skip
-        results.append((heads, computed(part, asked)))
+        results.append((heads, computed(part, part_rules)))
     return joined_heads(results, call.query.shape[1] // call.key.shape[1])
 
 

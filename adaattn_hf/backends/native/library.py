@@ -120,8 +120,8 @@ def load(directory: Path) -> Library | str:
     best = int(handle.ada_best_level())
     if not 0 <= best < len(LEVELS):
         return f"the native library names instruction set {best}, expected 0 to {len(LEVELS) - 1}; reinstall adaattn-hf"
-    here = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
-    level = LEVELS.index(from_environment(LEVEL_VARIABLE, here, LEVELS[best]))
+    runnable = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
+    level = LEVELS.index(from_environment(LEVEL_VARIABLE, runnable, LEVELS[best]))
     return Library(handle, handle.ada_forward, path, level, _share_threads(handle))
 
 
@@ -171,28 +171,28 @@ def library() -> Library | None:
 
 def loaded() -> Library:
     """The loaded library. Raises RuntimeError where there is none; the error says why."""
-    found = library()
-    if found is None:
+    native = library()
+    if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
-    return found
+    return native
 
 
 def level_here() -> str:
     """Name of the instruction set that calls use on this machine, `none` without the library."""
-    found = library()
-    return "none" if found is None else found.level_name
+    native = library()
+    return "none" if native is None else native.level_name
 
 
 def level_names() -> tuple[str, ...]:
     """Instruction sets that can run on this machine; empty without a library."""
-    found = library()
-    return () if found is None else tuple(name for name in LEVELS if found.has_level(name))
+    native = library()
+    return () if native is None else tuple(name for name in LEVELS if native.has_level(name))
 
 
 def reset_peak() -> None:
     """Begins a new count of `peak_bytes`; without a library there is nothing to count."""
-    if (found := library()) is not None:
-        found.handle.ada_peak_bytes(1)
+    if (native := library()) is not None:
+        native.handle.ada_peak_bytes(1)
 
 
 def peak_bytes() -> int:
@@ -201,5 +201,5 @@ def peak_bytes() -> int:
     These are packed keys and values, tables and scratch, in the sizes that the calls asked for; a thread keeps such
     buffers between calls, which counts where a call uses them.
     """
-    found = library()
-    return 0 if found is None else int(found.handle.ada_peak_bytes(0))
+    native = library()
+    return 0 if native is None else int(native.handle.ada_peak_bytes(0))

@@ -32,8 +32,6 @@ NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
 _SCORES_ALONE = bytes(SCORES.size)
 
-ALL_ALIKE = bytes(HEADS.size)
-"""What the library is told of heads that all do the same in the precision at hand."""
 NOTHING_ELSE = bytes(SCORES.size + STORED.size)
 """What it is told of scores that nothing changes, of keys and values that are numbers."""
 _FAR = 1 << 40  # further than any key: a window or sinks beyond it hide and exempt the same keys
@@ -108,9 +106,9 @@ class Rules:
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
-        return tensors, (self.visible or self.see()) + self.heads_packed() + scores + stored
+        return tensors, (self.visible or self.visible_packed()) + self.heads_packed() + scores + stored
 
-    def see(self) -> bytes:
+    def visible_packed(self) -> bytes:
         """What queries see, packed."""
         table, mask = self.segments, self.mask
         return VISIBLE.pack(
@@ -149,7 +147,7 @@ def find_rules(structure: MaskStructure) -> Rules:
         rules.segments = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
     else:  # no runs could be told, or no query sees any key: an empty table would say that there are no borders
         rules = Rules(mask=structure.visible(), sinks_at_runs=at_runs)
-    rules.visible = rules.see()
+    rules.visible = rules.visible_packed()
     return rules
 
 

@@ -75,13 +75,13 @@ class Choice:
 
     def head_rule(self, few: bool) -> dict[str, Any] | None:
         """Returns the choice as rules per head (`HeadRules`), None if they cannot express it; see `Part.head_rule`."""
-        asked: dict[str, Any] = {}
+        rules: dict[str, Any] = {}
         for part in self.parts:
             rule = part.head_rule(few)
             if rule is None:
                 return None
-            asked.update(rule)
-        return asked
+            rules.update(rule)
+        return rules
 
     def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
         """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention."""

@@ -83,6 +83,6 @@ class Window(Keys):
         a quarter. A cache is worth a quarter of its tokens, which costs no launch that decoding over it would not have.
         """
         length = setting.length
-        most = 3 * length // 4 - SINKS
-        widest = most if setting.memory else 5 * length // 8 if setting.causal else most // 2
+        longest = 3 * length // 4 - SINKS
+        widest = longest if setting.memory else 5 * length // 8 if setting.causal else longest // 2
         return [cls(window, SINKS) for window in setting.windows if window <= widest]
