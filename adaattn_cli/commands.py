@@ -54,6 +54,8 @@ def _check_eval(options: Options) -> None:
         raise ValueError("resume: got both --resume and --overwrite, expected one of them")
     if options.resume and options.output_dir is None:
         raise ValueError("resume: got no --output-dir, expected the directory of the interrupted run")
+    if options.max_ppl_ratio is not None and not 0 < options.max_ppl_ratio < float("inf"):
+        raise ValueError(f"max_ppl_ratio: got {options.max_ppl_ratio}, expected a ratio such as 1.001")
 
 
 EVAL = Command(

@@ -22,6 +22,9 @@ CPU_ALLOCATOR = "DefaultCPUAllocator"
 FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
 """Words in the plain `RuntimeError` that torch raises where the machine, or a library of CUDA's, has no memory left."""
 
+MOST_THREADS = 1024
+"""A machine without so many CPUs makes this many threads, too; of far more OpenMP makes none, and ends the process."""
+
 
 @contextmanager
 def ending(
@@ -109,9 +112,10 @@ def writable(directory: Path, argument: str) -> None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Sets the number of torch's threads; `None` leaves it unchanged. Raises UsageError if it is less than 1."""
+    """Sets the number of torch's threads; `None` leaves it unchanged. UsageError for none, or more than can be made."""
     if threads is None:
         return
-    if threads < 1:
-        raise UsageError(f"threads is {threads}, expected at least 1")
+    most = max(os.cpu_count() or 1, MOST_THREADS)
+    if not 1 <= threads <= most:
+        raise UsageError(f"threads is {threads}, expected from 1 to {most}")
     torch.set_num_threads(threads)

@@ -51,6 +51,8 @@ class Settings:
                 raise UsageError(f"{name}: got {value}, expected at least 1; leave it out for the default")
         if self.seed < 0:
             raise UsageError(f"seed: got {self.seed}, expected at least 0")
+        if self.prefix_token is not None and not 0 <= self.prefix_token < 1 << 31:
+            raise UsageError(f"prefix_token: got {self.prefix_token}, expected the number of a token of this model")
         if not 0 < self.mask_fraction <= 1:
             raise UsageError(f"mask_fraction: got {self.mask_fraction}, expected more than 0 and at most 1")
         if self.cache is not None and self.padding != "none":

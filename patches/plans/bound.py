@@ -179,6 +179,12 @@ class BoundPlan:
         if self.state is State.AS_VERIFIED and not trunk.training:
             refuse_autocast(self.plan, snapshot.tensors[0].device.type)
 
+    def check_graph(self, bound_layer: BoundLayer) -> None:
+        """Called by each planned layer of a compiled graph; the first one does what the door does elsewhere."""
+        trunk, first = self.trunk(), next(filter(None, self.layers.values()), bound_layer)
+        if trunk is not None and first.plan.layer == bound_layer.plan.layer and get_ident() not in self.threads:
+            self.check_pass(trunk)
+
     # ------------------------------------------------------------------ once, and where something has changed
     def check_model(self, trunk: nn.Module) -> Snapshot:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""

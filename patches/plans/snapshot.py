@@ -143,7 +143,7 @@ def _read_by_attention(part: Part) -> bool:
 
 
 def facts_of(trunk: nn.Module) -> dict[str, Any]:
-    """Settings of attention and the numbers of passing buffers, by name.
+    """Settings of attention, the numbers of passing buffers and the kinds of what holds no weights, by name.
 
     A layer is named by its own number: the second stage of a pipeline holds layer 7, say, as its first.
     """
@@ -154,4 +154,8 @@ def facts_of(trunk: nn.Module) -> dict[str, Any]:
         facts |= {prefix + name: value for name, value in computes_by(part.module).items()}
         for name in part.steady.keys() - part.buffers.keys():
             facts[f"{prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
+    for part in parts(trunk):  # no weight tells an activation from another one
+        module = part.module
+        if not (module._parameters or module._buffers or module._modules):
+            facts[part.prefix.rstrip(".")] = "Identity" if isinstance(module, nn.Dropout) else type(module).__name__
     return facts

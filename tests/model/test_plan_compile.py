@@ -19,6 +19,7 @@ from adaattn_hf.patches.plans.slots import LAYER
 from adaattn_hf.plans import store
 from adaattn_hf.plans.bound_layer import BOUND_LAYERS
 from adaattn_hf.plans.choices import Choice
+from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
 from ..support.plans import plan_for
@@ -154,6 +155,19 @@ def test_a_graph_does_not_outlive_its_plan() -> None:
     attach.remove_plan(model)
     exact = model(ids, use_cache=False).logits
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, exact, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("edited", ["model.embed_tokens", "model.layers.0.self_attn.q_proj"])
+def test_a_compiled_plan_notices_other_weights(edited: str) -> None:
+    model, ids = planned(make_choice("window", 32, 4)), tokens()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(ids, use_cache=False)
+    model.get_submodule(edited).weight.mul_(2)
+    with pytest.raises(PlanError, match="calibrate again"):
+        compiled(ids, use_cache=False)
+    model.get_submodule(edited).weight.div_(2)
+    compiled(ids, use_cache=False)
 
 
 @torch.no_grad()

@@ -103,6 +103,7 @@ SETTINGS: dict[str, tuple[str, Change]] = {
     "rms_norm_eps": ("llama", lambda model: setattr(model.config, "rms_norm_eps", 0.1)),
     r"inv_freq \[\d+\]": ("llama", in_place),
     r"rotary_emb.inv_freq \[\d+\]": ("llama", lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(4))),
+    "layers.1.mlp.act_fn": ("llama", lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU())),
     "rotary_emb.attention_scaling": ("llama", lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0)),
     **{
         f"layers.1.self_attn.{name}": ("llama", lambda model, name=name, value=value:
