@@ -103,11 +103,8 @@ def calibrated(
     Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
     directory. An earlier verified plan of these weights is the first candidate, and is kept if none passes now.
     """
-    wanted = job.options.device
-    if team.size > 1 and (wanted or "cuda") == "cuda" and resolve_device(None).type == "cuda":
-        wanted = f"cuda:{rank}"
-    device = resolve_device(wanted)
-    several = len(job.budgets) > 1
+    wanted = processes.device_of(team, rank, job.options.device)
+    device, several = resolve_device(wanted), len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
     about, worst, results, shown = "", 0, dict[str, Any](), list[Show]()
 

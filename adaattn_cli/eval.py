@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from adaattn_hf._files import write_atomically
@@ -120,11 +119,10 @@ def _runs(options: Options, settings: Settings) -> Iterator[runner.Run]:
         raise UsageError(f"data: got {', '.join(names)}, expected different names: each has a directory")
     for corpus in texts:
         tasks.check(corpus, settings)
-    (crew, device_index), loading = team.join(), options.loading()
-    if crew.size > 1 and options.device in (None, "cuda") and torch.cuda.is_available():
-        loading["device"] = f"cuda:{device_index}"
+    device = team.device_of(*team.join(), options.device)
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
+    loading = options.loading() | {"device": device}
     checkpoint = load(str(options.model), **loading, plans=plans, prefixed=rolls and settings.prefix_token is None)
     for corpus in texts:
         yield f"{checkpoint.name} on {corpus.name}", checkpoint, corpus, settings, corpus.name

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import asdict, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from adaattn_hf.calibration.inputs import Inputs, LengthSample, refuse_longer
+from adaattn_hf.calibration.inputs import Inputs, LengthSample, Run, refuse_longer
 from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.pricing import machine
-from adaattn_hf.calibration.proof import Evidence, activation, gather, judge
+from adaattn_hf.calibration.proof import verdict_at
 from adaattn_hf.calibration.settings import CalibrationSettings, Judged
-from adaattn_hf.eval.arms import ModelArms, stored_tap
+from adaattn_hf.eval.arms import ModelArms
 from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.texts import refuse_repeats
@@ -130,21 +129,17 @@ def _verdicts(
     for length in plan.lengths:
         cut = tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in pool)
         samples[length] = LengthSample((), cut[:1], cut, "")
-    inputs = Inputs(subject, ModelArms(loaded.model), settings, scoring, samples)
+    inputs = Inputs(subject, ModelArms(loaded.model), settings, scoring, samples, other_source=apart)
     rounding = min(stock_distance(inputs).kl, most_rounding(plan.dtype))
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
-    haystacks = settings.haystacks if scoring.generates else 0
     heads = len(bound_layers) * len(plan.layers[0].choices) if programs else 1
-    verdicts, tap = dict[int, Verified](), stored_tap(programs, plan.cache[0] if plan.cache else "model")
+    verdicts, stored = dict[int, Verified](), plan.cache[0] if plan.cache else "model"
     work = {f"verify {length}": float(length) for length in plan.lengths}
     with shown_progress(work, console, quiet=options.quiet) as progress:
-        for length, one in samples.items():
-            evidence = Evidence(apart=apart)
-            step = partial(progress, f"verify {length}", total=len(pool) + haystacks)
-            gather(inputs, tap, one.held_out, evidence, settings.seed + 1, haystacks, step)
-            share = activation(programs, heads, length, scoring.causal)
-            verdicts[length] = judge(
-                evidence, gates, confidence=LEVEL, number=1, predicted=plan.predicted_loss, activation_share=share
+        inputs = replace(inputs, run=Run(progress=progress))
+        for length in plan.lengths:
+            _, verdicts[length] = verdict_at(
+                length, inputs, programs, heads, gates, stored=stored, number=1, predicted=plan.predicted_loss
             )
     return verdicts, gates
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from adaattn_hf.errors import ModelUnavailable
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 
-from .settings import Masking
 from .windows import TokenWindow, next_token
 
 
@@ -76,8 +75,8 @@ class MaskedTokens:
     mask_token: int
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    share: float = Masking.mask_share
-    count: int = Masking.maskings
+    share: float = 0.15
+    count: int = 4
 
     causal: ClassVar[bool] = False
     generates: ClassVar[bool] = False
@@ -89,7 +88,7 @@ class MaskedTokens:
             raise ValueError(f"maskings is {self.count}, expected at least 1 reading of each sequence")
 
     @classmethod
-    def of(cls, tokenizer: Any, share: float = Masking.mask_share, count: int = Masking.maskings) -> MaskedTokens:
+    def of(cls, tokenizer: Any, share: float = share, count: int = count) -> MaskedTokens:
         """Returns the scoring with a tokenizer's mask token and the special tokens that it puts around a text.
 
         A tokenizer without a mask token is refused, and one that changes a text that it puts special tokens around.

@@ -76,11 +76,3 @@ class Settings:
             ("tested", self.attn_implementation, self.plan, self.cache),
         ]
         return [*arms, ("anchor", self.anchor, None, others)] if self.anchor else arms
-
-
-@dataclass(frozen=True)
-class Masking:
-    """How a masked-language model is read: the share of tokens that it is asked for at a time, and how often anew."""
-
-    mask_share: float = 0.15
-    maskings: int = 4

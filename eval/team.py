@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 S = TypeVar("S")
@@ -67,6 +68,12 @@ def join() -> tuple[Team, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
     return present(), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device_of(team: Team, local_rank: int, named: str | None) -> str | None:
+    """Returns the device of a process: the one that is `named`, or of several processes on GPUs, one for each."""
+    each = team.size > 1 and named in (None, "cuda") and torch.cuda.is_available()
+    return f"cuda:{local_rank}" if each else named
 
 
 def leave() -> None:

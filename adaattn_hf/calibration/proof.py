@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +22,9 @@ from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio
 from .inputs import Inputs
 from .layers import Measurement, bound_layers
 from .search import Way
+
+Programs = Mapping[int, BoundLayer]
+"""What the layers of a plan run, by index; exact ones may be absent."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ def gather(
     return evidence
 
 
-def activation(bound_layers: Mapping[int, BoundLayer], heads: int, length: int, causal: bool) -> tuple[float, float]:
+def activation(bound_layers: Programs, heads: int, length: int, causal: bool) -> tuple[float, float]:
     """Returns the shares of (token, head) pairs at a length that a plan changes, and for which it drops keys.
 
     `heads` counts the key/value heads of all layers, exact ones too.
@@ -204,35 +206,46 @@ def worst(verdicts: Iterable[Verified]) -> Verified:
     return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.upper))
 
 
+def verdict_at(
+    length: int, inputs: Inputs, plan: Programs, heads: int, gates: Gates, *, stored: str, number: int, predicted: float
+) -> tuple[Evidence, Verified]:
+    """Returns the verdict of all held-out text of a length on a plan, over a cache of the format `stored`.
+
+    `heads` are those of `activation`; the others are as in `judge`.
+    """
+    s, held_out = inputs.settings, inputs.samples[length].held_out
+    haystacks = s.haystacks if inputs.scoring.generates else 0
+
+    def step(done: int) -> None:
+        inputs.run.progress(f"verify {length}", done, len(held_out) + haystacks)
+
+    step(0)
+    # one seed: masked positions and needles are the same for all candidates, as the text is
+    apart = Evidence(apart=inputs.other_source)
+    evidence = gather(inputs, stored_tap(plan, stored), held_out, apart, s.seed + 1, haystacks, step)
+    share = activation(plan, heads, length, inputs.scoring.causal)
+    verdict = judge(
+        evidence, gates, confidence=1.0 - s.alpha, number=number, activation_share=share, predicted=predicted
+    )
+    return evidence, verdict
+
+
 def prove(measurement: Measurement, way: Way, predicted: Mapping[int, float], gates: Gates, number: int) -> Proof:
     """Returns the verdicts of all held-out text on the `number`-th candidate, at the full level.
 
     It must pass at every length, alone and over its cache's format, so each is tested at the full level (an
     intersection-union test). KL is predicted by length, nats/token.
     """
-    inputs, s = measurement.inputs, measurement.inputs.settings
-    haystacks = s.haystacks if inputs.scoring.generates else 0
+    inputs, s, heads = measurement.inputs, measurement.inputs.settings, len(measurement.layers.units)
     bound, alone, coded = bound_layers(measurement, way.allocation.picks), dict[int, Verified](), dict[int, Verified]()
-
-    def step(length: int, done: int) -> None:
-        inputs.run.progress(f"verify {length}", done, len(inputs.samples[length].held_out) + haystacks)
-
     for stored, verdicts in (("model", alone), (way.stored, coded)):
         if stored == "model" and (verdicts is coded or not bound):
             continue
         for length in s.lengths:
             inputs.refuse_late()
-            step(length, 0)
-            # one seed: masked positions and needles are the same for all candidates, as the text is
-            evidence = gather(
-                inputs, stored_tap(bound, stored), inputs.samples[length].held_out,
-                Evidence(apart=inputs.other_source), s.seed + 1, haystacks, partial(step, length),
-            )  # fmt: skip
-            share = activation(bound, len(measurement.layers.units), length, inputs.scoring.causal)
-            verdicts[length] = judge(
-                evidence, gates, confidence=1.0 - s.alpha, number=number, activation_share=share,
-                predicted=predicted[length],
-            )  # fmt: skip
+            evidence, verdicts[length] = verdict_at(
+                length, inputs, bound, heads, gates, stored=stored, number=number, predicted=predicted[length]
+            )
             if not verdicts[length].passed:
                 return Proof(alone, coded, evidence.worst(1.0 - s.alpha))
     return Proof(alone, coded, evidence.worst(1.0 - s.alpha))

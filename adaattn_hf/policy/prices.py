@@ -36,10 +36,6 @@ class Price:
                 "at least 0, one of them above; measure the prices again"
             )
 
-    def seconds(self, heads: int) -> float:
-        """Returns the time of a launch of that many key/value heads."""
-        return self.constant + self.slope * heads
-
 
 @dataclass(frozen=True)
 class PriceTable:

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from adaattn_hf.eval import corpora, runner
+from adaattn_hf.eval import corpora, provenance
 from adaattn_hf.patches import checkpoint
 
 PAGES = (
@@ -79,11 +79,11 @@ def _saved(kind: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_provenance() -> Iterator[None]:
     """All reports of these tests come from one source and one machine, which are looked at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "provenance", functools.cache(runner.provenance))
+        patch.setattr("adaattn_hf.eval.runner.provenance", functools.cache(provenance.provenance))
         yield
 
 

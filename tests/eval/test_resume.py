@@ -111,10 +111,7 @@ def test_a_journal_is_not_overwritten_unasked(loaded: checkpoint.Checkpoint, tmp
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (
-            {"settings": replace(SETTINGS, attn_implementation="adaattn")},
-            "settings.attn_implementation: there 'eager', n",
-        ),
+        ({"settings": replace(SETTINGS, attn_implementation="adaattn")}, "attn_implementation: there 'eager', now"),
         ({"settings": replace(SETTINGS, batch_size=3)}, "settings.batch_size: there 2, now 3"),
         ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"), ({"weights": True}, "weights: there"),
     ],

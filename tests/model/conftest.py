@@ -2,11 +2,13 @@
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from adaattn_hf.calibration import passes
 from adaattn_hf.patches.plans import bound
 
 from ..support.letters import random_words
@@ -25,6 +27,14 @@ def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     caplog.set_level("WARNING", "adaattn_hf")
     return caplog
+
+
+@pytest.fixture(scope="module")
+def few_rounds() -> Iterator[None]:
+    """Whole passes are timed as often as is asked for, and no oftener where they are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "WORTH", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ from ..support.command import adaattn
 from ..support.interrupting import failing, interrupted
 from ..support.processor import ROUNDS_BF16
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
 LENGTH = 192
 
 
@@ -683,11 +684,11 @@ def test_moments_are_kept_as_they_are_made_and_said_to_be_kept_only_then(
         go(code=130, says=f"what is measured is kept in {plan}; the same command with --resume goes on")
     go(code=2, says="is an interrupted calibration; pass --resume")
     go("--seed", "1", "--resume", code=2, says="belongs to another model, text or settings")
-    passes = Mock(side_effect=layers._calls)
+    observed = Mock(side_effect=layers._calls)
     with monkeypatch.context() as planted:
-        planted.setattr(layers, "_calls", passes)
+        planted.setattr(layers, "_calls", observed)
         go("--resume")
-    assert [length for (_, _, length), _ in passes.call_args_list] == [LENGTH]
+    assert [length for (_, _, length), _ in observed.call_args_list] == [LENGTH]
     assert not list(plan.glob("*partial*"))
     go(to=tmp_path / "whole")
     with np.load(plan / RISKS_FILE) as resumed, np.load(tmp_path / "whole" / RISKS_FILE) as whole:

@@ -8,13 +8,16 @@ import pytest
 import torch
 import transformers as tf
 
-from adaattn_hf.calibration.inputs import OutOfTime
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.inputs import Inputs, OutOfTime
 from adaattn_hf.calibration.ladder import SHARES, TAMED
-from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
+from adaattn_hf.calibration.layers import Measurement
+from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import PriceTable
 
-from ..support.calibration import calibrate, price_table
+from ..support.calibration import open_inputs, price_table
 
 LENGTH, OWN = 192, 48
 WINDOWS = {"w16+16": 0.3, "w32+16": 0.4, "w64+16": 0.6}
@@ -53,7 +56,7 @@ def build(family: str, tokenizer: Any) -> tf.PreTrainedModel:
     return tf.Qwen3ForCausalLM(tf.Qwen3Config(**common, **heads, use_sliding_window=True))
 
 
-def found(family: str, text: Path, settings: CalibrationSettings) -> Calibration:
+def opened(family: str, text: Path, settings: CalibrationSettings) -> Inputs:
     tokenizer: Any = tf.AutoTokenizer.from_pretrained(demo_model_path("llama"))
     torch.manual_seed(0)
     model = build(family, tokenizer)
@@ -67,14 +70,17 @@ def found(family: str, text: Path, settings: CalibrationSettings) -> Calibration
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
 
-    return calibrate(model, encode, [text], settings, prices=prices())
+    return open_inputs(model, encode, [text], settings)
 
 
-@pytest.mark.parametrize("family", ["gemma", "qwen"])
+@pytest.fixture(scope="module", params=["gemma", "qwen"])
+def measurement(request: pytest.FixtureRequest, text: Path) -> Measurement:
+    return measure(opened(request.param, text, SETTINGS), prices())
+
+
 @pytest.mark.parametrize("budget", [1e-2, 1e-9])
-def test_a_search_decides_and_its_plan_changes_something(family: str, budget: float, text: Path) -> None:
-    settings = replace(SETTINGS, budget=budget)
-    result = found(family, text, settings)
+def test_a_search_decides_and_its_plan_changes_something(measurement: Measurement, budget: float) -> None:
+    result = choose_and_verify(measurement, replace(SETTINGS, budget=budget))
     steps = [entry for entry in result.report["history"] if "measured" in entry]
     assert len(steps) <= TAMED * (1 + len(SHARES))
     chosen = [(layer.layer, choice) for layer in result.plan.layers for choice in layer.choices]
@@ -93,6 +99,6 @@ def test_a_search_decides_and_its_plan_changes_something(family: str, budget: fl
 
 def test_no_plan_is_begun_once_the_time_is_over(text: Path) -> None:
     with pytest.raises(OutOfTime, match="1e-06 minutes are over"):
-        found("gemma", text, replace(SETTINGS, budget=1e-2, minutes=1e-6))
+        measure(opened("gemma", text, replace(SETTINGS, minutes=1e-6)), prices())
     with pytest.raises(ValueError, match="minutes is 0"):
         replace(SETTINGS, minutes=0.0)

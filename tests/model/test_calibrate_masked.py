@@ -42,7 +42,7 @@ from ..support.interrupting import failing
 
 LENGTH = 256
 SETTINGS = CalibrationSettings(
-    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=64, labels=2, joint=2, held_out=20,
+    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=64, labels=2, joint=2, held_out=20, rounds=0,
     families=("window", "bf16", "rank"), windows=(32, 64),
 )  # fmt: skip
 

@@ -1,20 +1,18 @@
 """`accelerate launch` with two processes makes the plan of one, byte for byte."""
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
-from adaattn_hf.eval.team import Team, join, present
+from adaattn_hf.eval.team import Team, device_of, join, present
 from adaattn_hf.policy.prices import Price
 
 from ..support.calibration import price_table
 from ..support.command import adaattn
+from ..support.launching import launched
 
 LENGTH = 160
 
@@ -27,24 +25,27 @@ def test_alone_there_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Team().work([1, 2], str)) == ["1", "2"]
 
 
+@pytest.mark.parametrize("gpus", [True, False])
+def test_each_of_several_processes_takes_a_gpu_unless_a_device_is_named(
+    gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    assert [device_of(Team(5, 8), 1, named) for named in (None, "cuda", "cpu", "cuda:0")] == [
+        "cuda:1" if gpus else None, "cuda:1" if gpus else "cuda", "cpu", "cuda:0",
+    ]  # fmt: skip
+    assert device_of(Team(), 0, None) is None
+
+
 @pytest.mark.slow
 def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     text, prices = tmp_path / "text.txt", tmp_path / "prices.json"
     text.write_text("\n\n".join(calibration_pages()[:14]), encoding="utf-8")
     prices.write_text(price_table(LENGTH, {"exact": Price(1e-4, 1.0), "bf16": Price(1e-4, 0.5)}).to_json())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     sizes = f"--lengths {LENGTH} --sequences 3 --rows 16 --labels 1 --joint 3 --held-out 5"
     words = f"--in-place --budget 1% --families bf16 {sizes} --threads 1 --device cpu"
     options = ["--data", str(text), "--prices", str(prices), *words.split()]
-    launcher = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
-    way = [sys.executable, "-P", *launcher.split(), "-m", "adaattn_hf", "calibrate"]
-    two = subprocess.Popen(
-        [*way, str(models[1]), *options], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    two = launched(["calibrate", str(models[1]), *options], tmp_path)
     adaattn("calibrate", models[0], *options)
     said, errors = two.communicate(timeout=600)
     assert two.returncode == 0, errors

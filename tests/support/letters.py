@@ -17,7 +17,7 @@ CHOICES = (
     "exact", "int8", "bf16", "w32+16", "w32+16 bf16", "w32+16 int8", "w64+16", "w64+16 bf16", "w64+16 int8", "r16",
 )  # fmt: skip
 SETTINGS = CalibrationSettings(
-    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=8, needles=2, haystacks=1,
+    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=8, needles=2, haystacks=1, rounds=0,
     windows=(32, 64), families=("window", "bf16", "int8", "rank"),
 )  # fmt: skip
 

@@ -29,6 +29,7 @@ from adaattn_cli.options import FAMILIES, Command, Done, Option, Options, argume
 from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.calibration import settings as calibration
 from adaattn_hf.eval import settings as evaluation
+from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.policy.candidates import known_families
 
@@ -125,8 +126,7 @@ def test_every_option_has_a_help() -> None:
 
 
 SETTINGS: list[tuple[Command, Any]] = [
-    (EVAL, evaluation.Settings), (CALIBRATE, calibration.CalibrationSettings), (CALIBRATE, evaluation.Masking),
-    (VERIFY, calibration.Judged), (VERIFY, evaluation.Masking),
+    (EVAL, evaluation.Settings), (CALIBRATE, calibration.CalibrationSettings), (VERIFY, calibration.Judged),
 ]  # fmt: skip
 BOUND_LAYERS = {"haystacks", "needles", "windows", "alpha", "rounds"}
 """Settings of a calibration that are no options."""
@@ -145,6 +145,9 @@ def differing(command: Command, settings: Any) -> list[str]:
 @pytest.mark.parametrize(("command", "settings"), SETTINGS)
 def test_a_setting_is_an_option_with_the_same_default(command: Command, settings: Any) -> None:
     assert differing(command, settings) == []
+    if command is not EVAL:
+        readings = tuple(command.options[name].default for name in ("mask_share", "maskings"))
+        assert readings == (MaskedTokens.share, MaskedTokens.count)
 
 
 def test_another_default_or_a_missing_option_would_show() -> None:

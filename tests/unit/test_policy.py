@@ -135,7 +135,6 @@ def test_risks_are_means_over_rows_and_finite() -> None:
 
 
 def test_price_lines_interpolate_and_round_trip() -> None:
-    assert Price(1.0, 2.0).seconds(3) == 7.0
     table = PriceTable(
         "m", {"w": "shared"}, {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}}
     )
@@ -319,6 +318,9 @@ def test_a_solver_that_answers_with_a_dearer_plan_is_not_believed(monkeypatch: p
     found = allocate(prices, np.zeros((1, 3, 2)), np.ones(1), launches)
     assert found.picks.tolist() == [0, 0, 0], "dearer, and as dear as exact"
     assert allocate(prices, np.zeros((1, 3, 2)), np.ones(1)).picks.tolist() == [0, 1, 1]
+    for dearer in (1.0, 1.00005):  # by nothing, and by less than the solver's gap
+        prices = np.tile([1.0, dearer], (3, 1))
+        assert allocate(prices, np.zeros((1, 3, 2)), np.ones(1)).picks.tolist() == [0, 0, 0]
 
 
 @given(seed=st.integers(0, 1000))
