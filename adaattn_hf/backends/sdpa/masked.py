@@ -61,7 +61,7 @@ def masked_call(
     folded = groups > 1 and q_len == 1 and (mask is None or mask.shape[1] == 1) and not query.is_cuda
     if folded:
         query = query.reshape(batch, heads // groups, groups, -1)
-    out = kernel(query, key, value, call.scaling, mask, dropout=call.dropout)
+    out: Tensor = kernel(query, key, value, call.scaling, mask, dropout=call.dropout)
     return out.reshape(batch, heads, 1, value.shape[3]) if folded else out
 
 
